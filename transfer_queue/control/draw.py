@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawing a round: the task's sampler picks one batch per data-parallel rank, all of them or none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.control.consumer import Consumer, FieldNames
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.ready import ReadyView
+from transfer_queue.control.rows import Rows
+from transfer_queue.errors import SamplerError, TransferQueueError
+from transfer_queue.protocol import Indexes, Tags
+from transfer_queue.sampler.base import BaseSampler
+
+TAIL_POLICIES = ("drop", "pad", "uneven_ok")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's batch: what it gets, and which of the partition's samples that consumes."""
+
+    indexes: Indexes
+    consumed: Rows
+    padding: npt.NDArray[np.uint8] | None = None
+
+
+class SamplerView:
+    """What a sampler may know of a partition besides which samples are ready."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+
+    @property
+    def partition_id(self) -> str:
+        return self._partition.name
+
+    @property
+    def sealed(self) -> bool:
+        return self._partition.sealed
+
+    @property
+    def custom_meta(self) -> dict[int, Tags]:
+        return self._partition.tags
+
+    @property
+    def keys_mapping(self) -> dict[str, int]:
+        return self._partition.keys.mapping()
+
+    def get_custom_meta(self, indexes: Iterable[int]) -> dict[int, Tags]:
+        """Tags of samples; ``{}`` for one without."""
+        return {index: self._partition.tags.get(index, {}) for index in indexes}
+
+    def put_positions(self, indexes: Iterable[int]) -> list[tuple[int, int]]:
+        """(offset within its put, samples of that put) for each sample: what keeps groups whole.
+
+        Raises:
+            KeyError: the partition has no such sample.
+        """
+        table = self._partition.table
+        rows, found = table.find(np.asarray(list(indexes), dtype=np.int64))
+        if not found.all():
+            raise KeyError(f"partition {self.partition_id!r} doesn't hold all of these samples")
+        return list(
+            zip(table.column("put_offset")[rows].tolist(), table.column("put_size")[rows].tolist(), strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One attempt to draw batch ``batch_index`` for ``ranks`` out of what is ready for ``fields``."""
+
+    partition: Partition
+    consumer: Consumer
+    sampler: BaseSampler
+    fields: FieldNames
+    batch_size: int
+    batch_index: int | None
+    ranks: tuple[int | None, ...]
+    dp_size: int | None
+    sampler_args: Mapping[str, Any]
+
+    def shares(self) -> list[Share] | None:
+        """A share per rank, or None: not enough for all of them yet. Nothing is marked."""
+        ready = self.consumer.ready(self.fields)
+        if ready.count < self.needed() and not self._is_cached():
+            return None
+        taken: list[Share] = []
+        for rank in self.ranks:
+            promised = np.concatenate([share.consumed for share in taken]) if taken else None
+            share = self._share(rank, ReadyView(ready, self.partition.table.column("index"), promised))
+            if share is None:
+                self.forget()  # what the sampler keeps of a round that isn't whole would be stale at the next try
+                return None
+            taken.append(share)
+        return taken
+
+    def needed(self) -> int:
+        """Fewer ready samples than this can't make a round."""
+        return self.sampler.samples_needed(self.batch_size, len(self.ranks) if self.dp_size is None else self.dp_size)
+
+    def forget(self) -> None:
+        """The ledger remembers from here on, or nobody does."""
+        self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
+
+    def _is_cached(self) -> bool:
+        return any(
+            self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
+            for rank in self.ranks
+        )
+
+    def _arguments(self, rank: int | None) -> dict[str, Any]:
+        arguments = dict(self.sampler_args)
+        arguments.update(task_name=self.consumer.task, partition_id=self.partition.name, dp_size=self.dp_size)
+        if rank is not None or self.batch_index is not None:
+            arguments.update(dp_rank=rank, batch_index=self.batch_index)
+        return arguments
+
+    def _share(self, rank: int | None, ready: ReadyView) -> Share | None:
+        arguments = {**self._arguments(rank), "partition": SamplerView(self.partition)}
+        own = type(self.sampler).__module__.startswith("transfer_queue.")
+        offered: Any = ready if own else list(ready)  # samplers of users were promised a list
+        try:
+            picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
+        except TransferQueueError:
+            raise
+        except Exception as error:  # a sampler is foreign code: its failure is the asking consumer's answer
+            raise SamplerError(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
+        if not len(picked):
+            return None
+        indexes = np.asarray(picked, dtype=np.int64)
+        self._check_known(indexes)
+        rows, found = self.partition.table.find(np.asarray(consumed, dtype=np.int64))
+        return Share(indexes, rows[found])
+
+    def _check_known(self, indexes: Indexes) -> None:
+        _, found = self.partition.table.find(indexes)
+        if not found.all():
+            self.forget()
+            raise SamplerError(
+                f"{type(self.sampler).__name__} picked samples {indexes[~found][:5].tolist()}, which aren't in partition "
+                f"{self.partition.name!r}. A sampler must pick from the ready indexes it is given."
+            )
+
+    def tail_shares(self, policy: str) -> list[Share]:
+        """What is left, shared out as the tail policy says; fewer shares than ranks, or none, are possible."""
+        if policy == "drop":
+            return []
+        ready = self.consumer.ready(self.fields)
+        view = ReadyView(ready, self.partition.table.column("index"))
+        left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition))
+        if not left:
+            return []
+        indexes = np.asarray(left, dtype=np.int64)
+        if policy == "pad":
+            return self._padded(indexes)
+        parts = [indexes[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self.ranks))]
+        return [Share(part, self.partition.rows_of(part)) for part in parts if len(part)]
+
+    def _padded(self, left: Indexes) -> list[Share]:
+        total = self.batch_size * len(self.ranks)
+        left = left[:total]
+        filled = np.resize(left, total)
+        padding = (np.arange(total) >= len(left)).astype(np.uint8)
+        size = self.batch_size
+        shares = []
+        for start in range(0, total, size):
+            own = filled[start : start + size]
+            mask = padding[start : start + size]
+            shares.append(Share(own, self.partition.rows_of(own[mask == 0]), mask if mask.any() else None))
+        return shares
+
+
+def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that this sampler's ``sample`` takes; all of them when it has ``**kwargs``."""
+    names = _parameters(type(sampler))
+    return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
+
+
+@lru_cache(maxsize=256)
+def _parameters(sampler: type[BaseSampler]) -> frozenset[str] | None:
+    parameters = inspect.signature(sampler.sample).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return frozenset(parameters)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane: one pure machine that turns requests into replies. No sockets, clocks, threads or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transfer_queue import protocol as p
+from transfer_queue.control import queries, writing
+from transfer_queue.control.serving import Service, check_fetch
+from transfer_queue.control.state import PlaneConfig, PlaneState
+from transfer_queue.control.waiters import Parked
+from transfer_queue.errors import ProducersGoneError, TransferQueueError, to_wire
+
+
+class To(NamedTuple):
+    """A reply and the client it goes to."""
+
+    client: str
+    reply: p.Reply
+
+
+Verb = Callable[[str, Any, float], p.Reply | None]
+
+
+class ControlPlane:
+    """State of the whole queue but for the values. ``now`` is any monotonic clock's seconds, passed in."""
+
+    def __init__(self, config: PlaneConfig | None = None) -> None:
+        self._state = state = PlaneState(config or PlaneConfig())
+        self._verdicts: dict[str, float] = {}
+        self._cut_off: list[Parked] = []
+        self._verbs: dict[type[p.Request], Verb] = {
+            p.Hello: lambda client, request, now: p.Done(request.id),
+            p.Goodbye: lambda client, request, now: p.Done(request.id),
+            p.CreatePartition: self._create_partition,
+            p.SealPartition: self._seal_partition,
+            p.RegisterTask: self._register_task,
+            p.Reserve: self._write,
+            p.Insert: self._write,
+            p.ResolveKeys: self._write,
+            p.CheckFields: lambda client, request, now: writing.check_fields(state, request),
+            p.Cancel: lambda client, request, now: writing.cancel(state, request),
+            p.Publish: lambda client, request, now: writing.publish(state, client, request, now),
+            p.Fetch: self._fetch,
+            p.Ack: self._ack,
+            p.Describe: lambda client, request, now: queries.describe(state, request),
+            p.ConsumptionStatus: lambda client, request, now: queries.consumption_status(state, request),
+            p.ProductionStatus: lambda client, request, now: queries.production_status(state, request),
+            p.ResetConsumption: self._reset_consumption,
+            p.SetTags: self._set_tags,
+            p.ClearSamples: self._clear_samples,
+            p.ClearPartition: self._clear_partition,
+            p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
+            p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
+            p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
+            p.GetStats: lambda client, request, now: queries.stats(state, request, now),
+        }
+
+    @property
+    def state(self) -> PlaneState:
+        return self._state
+
+    # ---- the machine ----
+
+    def handle(self, client: str, request: p.Request, now: float) -> list[To]:
+        """Carry out one request. Returns its reply, unless it is parked, and those of the requests it decides."""
+        replies = []
+        try:
+            reply = self._verbs[type(request)](client, request, now)
+        except (TransferQueueError, ValueError, TypeError) as error:
+            reply = p.Failed(request.id, *to_wire(error))
+        if reply is not None:
+            replies.append(To(client, reply))
+        replies.extend(self._settle(now))
+        deadline = self._state.waiters.next_deadline()
+        if deadline is not None and deadline <= now:
+            replies.extend(self.expire(now))  # a request that doesn't want to wait
+        return replies
+
+    def expire(self, now: float) -> list[To]:
+        """Answer parked requests whose deadline has come, and those whose producers are dead."""
+        replies = [To(parked.client, self._give_up(parked, now)) for parked in self._state.waiters.expired(now)]
+        for name in [name for name, at in self._verdicts.items() if at <= now]:
+            del self._verdicts[name]
+            self._state.touch(name)
+        return replies + self._settle(now)
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` has something to do, None: never."""
+        parked = self._state.waiters.next_deadline()
+        return min([*self._verdicts.values(), *([] if parked is None else [parked])], default=None)
+
+    def client_gone(self, client: str, now: float, died: bool = True) -> list[To]:
+        """Forget what a client waited for and reserved; its death may leave consumers without a producer."""
+        state = self._state
+        state.waiters.remove_where(lambda parked: parked.client == client)
+        holder = state.forget_holder(client)
+        for partition in state.partitions.values() if holder is not None else ():
+            held = partition.held_by(holder)  # type: ignore[arg-type]
+            if len(held):
+                state.orphans.append(partition.give_back(held))
+                state.touch(partition.name)
+        for name in state.producers.gone(client, died, now):
+            self._verdicts[name] = state.producers.verdict_at(now)
+        return self._settle(now)
+
+    def take_orphans(self) -> list[p.Indexes]:
+        """Indexes given back without their writer: values may lie in storage and must be dropped there."""
+        orphans, self._state.orphans = self._state.orphans, []
+        return orphans
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books disagree; for tests."""
+        seen = [partition.table.column("index") for partition in self._state.partitions.values()]
+        together = np.concatenate(seen) if seen else np.empty(0)
+        assert len(np.unique(together)) == len(together), "an index belongs to one partition"
+        for partition in self._state.partitions.values():
+            partition.check_invariants()
+
+    def _settle(self, now: float) -> list[To]:
+        """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched."""
+        replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in self._cut_off]
+        self._cut_off.clear()
+        replies.extend(self._admit_writers(now))
+        while self._state.touched:
+            name = next(iter(self._state.touched))
+            del self._state.touched[name]
+            replies.extend(self._serve(name, now))
+        return replies
+
+    def _give_up(self, parked: Parked, now: float) -> p.Reply:
+        request = parked.request
+        if parked.lane == writing.WRITERS:
+            return writing.full(self._state, request, now - parked.since)
+        return self._answer(parked, now, may_draw=True, waited=True) or self._not_ready(request, now)
+
+    # ---- consumers ----
+
+    def _fetch(self, client: str, fetch: p.Fetch, now: float) -> None:
+        check_fetch(fetch, self._state.tasks.get(fetch.task))
+        partition = self._state.partitions.get(fetch.partition)
+        if fetch.acks and partition is not None:
+            partition.consumer(fetch.task).ledger.ack(fetch.acks)
+        order = float("inf") if fetch.batch_index is None else float(fetch.batch_index)
+        self._state.waiters.park(client, fetch, now, now + fetch.wait_s, fetch.partition, order)
+        self._state.touch(fetch.partition)
+
+    def _serve(self, lane: str, now: float) -> list[To]:
+        """Answer what can be answered; within a task nobody draws past one who waits in front."""
+        replies = []
+        waiting: set[str] = set()
+        for parked in self._state.waiters.lane(lane):
+            reply = self._answer(parked, now, may_draw=parked.request.task not in waiting)
+            if reply is None:
+                waiting.add(parked.request.task)
+                continue
+            self._state.waiters.remove(parked)
+            replies.append(To(parked.client, reply))
+        return replies
+
+    def _answer(self, parked: Parked, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
+        fetch = parked.request
+        partition = self._state.partitions.get(fetch.partition)
+        if partition is None:
+            return None
+        try:
+            service = Service(fetch, partition, self._state.tasks.get(fetch.task))
+            reply = service.answer(now, may_draw, waited)
+        except (TransferQueueError, ValueError, TypeError) as error:
+            return p.Failed(fetch.id, *to_wire(error))
+        return reply or self._abandoned(fetch, now)
+
+    def _abandoned(self, fetch: p.Fetch, now: float) -> p.Failed | None:
+        missing = self._state.producers.missing(fetch.partition, fetch.fields, now)
+        if missing is None:
+            return None
+        text = (
+            f"task {fetch.task!r} waits for samples of partition {fetch.partition!r}, and every producer of field "
+            f"{missing!r} has died. Look at the producers' output, restart them, then fetch again."
+        )
+        return p.Failed(fetch.id, ProducersGoneError.__name__, text)
+
+    def _not_ready(self, fetch: p.Fetch, now: float) -> p.Reply:
+        partition = self._state.partitions.get(fetch.partition)
+        if partition is None:
+            return p.NotReady(fetch.id, fetch.batch_size, 0, 0)
+        return Service(fetch, partition, self._state.tasks.get(fetch.task)).not_ready(now)
+
+    def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:
+        partition = self._state.partitions.get(request.partition)
+        consumer = None if partition is None else partition.consumers.get(request.task)
+        return p.Done(request.id, 0 if consumer is None else consumer.ledger.ack(request.tokens))
+
+    def _reset_consumption(self, client: str, request: p.ResetConsumption, now: float) -> p.Reply:
+        partition = self._state.partitions.get(request.partition)
+        if partition is None:
+            return p.Done(request.id, False)
+        for name, consumer in partition.consumers.items():
+            if request.task in (None, name):
+                consumer.reset()
+        self._state.touch(request.partition)
+        return p.Done(request.id, True)
+
+    def _register_task(self, client: str, request: p.RegisterTask, now: float) -> p.Reply:
+        self._state.tasks.register(request)
+        for name in self._state.partitions:
+            self._state.touch(name)
+        return p.Done(request.id)
+
+    # ---- producers and partitions ----
+
+    def _write(self, client: str, request: writing.Writer, now: float) -> None:
+        writing.check(self._state, request)
+        self._state.waiters.park(client, request, now, now + request.wait_s, writing.WRITERS, 0.0)
+
+    def _admit_writers(self, now: float) -> list[To]:
+        """First come, first served: a small put never overtakes a large one that waits for room."""
+        replies = []
+        for parked in self._state.waiters.lane(writing.WRITERS):
+            try:
+                reply = writing.admit(self._state, parked.client, parked.request)
+            except TransferQueueError as error:
+                reply = p.Failed(parked.request.id, *to_wire(error))
+            if reply is None:
+                break
+            self._state.waiters.remove(parked)
+            replies.append(To(parked.client, reply))
+        return replies
+
+    def _create_partition(self, client: str, request: p.CreatePartition, now: float) -> p.Reply:
+        if request.num_samples is not None and request.num_samples < 1:
+            text = f"num_samples must be at least 1 or None, got {request.num_samples}."
+            return p.Failed(request.id, "InvalidRequestError", text)
+        if request.partition in self._state.partitions:
+            return p.Done(request.id, False)
+        self._state.create(request.partition, request.num_samples)
+        return p.Done(request.id, True)
+
+    def _seal_partition(self, client: str, request: p.SealPartition, now: float) -> p.Reply:
+        self._state.get_or_create(request.partition).seal()
+        self._state.touch(request.partition)
+        return p.Done(request.id)
+
+    def _set_tags(self, client: str, request: p.SetTags, now: float) -> p.Reply:
+        for name, tags in request.tags.items():
+            partition = self._state.partitions.get(name)
+            if partition is not None:
+                partition.set_tags(tags, request.merge)
+                self._state.touch(name)  # a sampler may have waited for a tag
+        return p.Done(request.id)
+
+    def _clear_samples(self, client: str, request: p.ClearSamples, now: float) -> p.Reply:
+        partition = self._state.partitions.get(request.partition)
+        if partition is None:
+            return p.Cleared(request.id, b"")
+        cleared = partition.clear(p.unpack_indexes(request.indexes))
+        self._state.touch(request.partition)
+        return p.Cleared(request.id, p.pack_indexes(cleared))
+
+    def _clear_partition(self, client: str, request: p.ClearPartition, now: float) -> p.Reply:
+        partition = self._state.partitions.pop(request.partition, None)
+        if partition is None:
+            return p.Cleared(request.id, b"")
+        self._state.producers.forget(request.partition)
+        self._verdicts.pop(request.partition, None)
+        for sampler in self._state.tasks.samplers():
+            sampler.clear_cache(request.partition)
+        self._cut_off.extend(self._state.waiters.remove_where(lambda parked: parked.lane == request.partition))
+        return p.Cleared(request.id, p.pack_indexes(partition.all_indexes()))

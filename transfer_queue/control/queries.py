@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs that change nothing: describe, status, keys, statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from transfer_queue import protocol as p
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.serving import describe as describe_samples
+from transfer_queue.control.state import PlaneState
+from transfer_queue.control.writing import WRITERS
+
+
+def describe(state: PlaneState, request: p.Describe) -> p.Reply:
+    """Metadata of samples, consumed or not; all that the partition counts when none are named."""
+    partition = state.get(request.partition)
+    if request.indexes is None:
+        indexes = partition.table.column("index")[partition.counted()]
+    else:
+        indexes = p.unpack_indexes(request.indexes)
+    fields = request.fields
+    if fields is None:
+        fields = partition.schema.fields_of(partition.rows_of(indexes)) if len(indexes) else []
+    return describe_samples(request.id, partition, indexes, fields)
+
+
+def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
+    """One int8 per sample; zeros for a task never seen."""
+    partition = state.partitions.get(request.partition)
+    if partition is None:
+        return p.Status(request.id, known=False)
+    rows = partition.counted()
+    consumer = partition.consumers.get(request.task)
+    status = np.zeros(len(rows), dtype=np.int8) if consumer is None else consumer.consumed[rows].astype(np.int8)
+    return p.Status(request.id, True, p.pack_indexes(partition.table.column("index")[rows]), status.tobytes())
+
+
+def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply:
+    """[samples, fields] int8, columns in order of registration; unknown when a field is."""
+    partition = state.partitions.get(request.partition)
+    if partition is None or not request.fields or not set(request.fields) <= set(partition.schema.names):
+        return p.Status(request.id, known=False)
+    rows = partition.counted()
+    names = [name for name in partition.schema.names if name in request.fields]
+    status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
+    indexes = p.pack_indexes(partition.table.column("index")[rows])
+    return p.Status(request.id, True, indexes, status.tobytes(), len(names))
+
+
+def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
+    """None for a sample without a key."""
+    partition = state.get(request.partition)
+    return p.Names(request.id, [partition.keys.key_of(i) for i in p.unpack_indexes(request.indexes).tolist()])
+
+
+def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
+    """Keys of published samples and their tags; unknown partition: nothing."""
+    names = list(state.partitions) if request.partition is None else [request.partition]
+    return p.KeyList(request.id, {n: _keys(state.partitions[n]) for n in names if n in state.partitions})
+
+
+def _keys(partition: Partition) -> dict[str, p.Tags]:
+    if not len(partition.keys):
+        return {}
+    items = list(partition.keys.items())
+    rows, found = partition.table.find(np.array([index for _, index in items], dtype=np.int64))
+    live = partition.live()[rows] & found
+    return {key: partition.tags.get(index, {}) for (key, index), shown in zip(items, live, strict=True) if shown}
+
+
+def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
+    """Numbers of every partition and task, and who waits for what since when."""
+    waiting = [
+        {
+            "partition": parked.request.partition, "task": getattr(parked.request, "task", None),
+            "client": parked.client, "waited_s": now - parked.since, "writer": parked.lane == WRITERS,
+        }
+        for parked in state.waiters.all()
+    ]  # fmt: skip
+    partitions = {name: _partition_stats(partition) for name, partition in state.partitions.items()}
+    return p.Done(request.id, {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity})
+
+
+def _partition_stats(partition: Partition) -> dict[str, Any]:
+    tasks = {
+        name: {
+            "ready": {",".join(fields): count for fields, count in consumer.ready_counts().items()},
+            "consumed": int(consumer.consumed[partition.live()].sum()),
+            "in_flight": len(consumer.ledger),
+            "ended": consumer.ended,
+            "dropped": consumer.dropped,
+        }
+        for name, consumer in partition.consumers.items()
+    }
+    return {
+        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_held(),
+        "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
+        "fields": partition.schema.names, "tasks": tasks,
+    }  # fmt: skip

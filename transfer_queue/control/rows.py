@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of one partition: growing NumPy columns, one row per sample, ascending by global index."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.protocol import Indexes
+
+Rows = npt.NDArray[np.intp]
+_MIN_ROWS = 64
+
+
+class RowState(IntEnum):
+    """Life of a row. Status calls count FREE, HELD_FREE and LIVE rows; only LIVE ones can be fetched."""
+
+    FREE = 0  # pre-allocated, taken by the next insert
+    HELD = 1  # reserved by a writer
+    HELD_FREE = 2  # reserved by a writer, out of the pre-allocated ones
+    LIVE = 3  # a sample
+    HELD_AHEAD = 4  # reserved for a writer's next put, nothing written yet
+    DEAD = 5  # cleared, or given back; dropped at the next compaction
+
+
+class RowTable:
+    """Named columns of equal length that grow together, and shrink when half the rows are dead.
+
+    Row numbers are internal and change when ``compact`` says so; global indexes are what leaves this file.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.num_dead = 0
+        self._columns: dict[str, npt.NDArray[Any]] = {}
+        self._fill: dict[str, Any] = {}
+        self.add_column("index", np.int64)
+        self.add_column("state", np.uint8)
+        self.add_column("put_offset", np.int32)
+        self.add_column("put_size", np.int32)
+
+    @property
+    def capacity(self) -> int:
+        return len(self._columns["index"]) if self._columns else _MIN_ROWS
+
+    def add_column(self, name: str, dtype: Any, fill: Any = 0, width: int | None = None) -> None:
+        """A new column, ``fill`` in every present and future row."""
+        shape = (self.capacity,) if width is None else (self.capacity, width)
+        self._columns[name] = np.full(shape, fill, dtype=dtype)
+        self._fill[name] = fill
+
+    def drop_column(self, name: str) -> None:
+        """Forget a column."""
+        self._columns.pop(name, None)
+        self._fill.pop(name, None)
+
+    def has_column(self, name: str) -> bool:
+        return name in self._columns
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """View of the used rows: valid until the next ``append`` or ``compact``."""
+        return self._columns[name][: self.size]
+
+    def append(self, indexes: Indexes, state: RowState) -> Rows:
+        """New rows at the end. ``indexes`` must be larger than all before: the allocator only counts up."""
+        count = len(indexes)
+        start, stop = self.size, self.size + count
+        if stop > self.capacity:
+            self._grow(stop)
+        self.size = stop
+        for name, column in self._columns.items():
+            column[start:stop] = self._fill[name]
+        self._columns["index"][start:stop] = indexes
+        self._columns["state"][start:stop] = state
+        return np.arange(start, stop)
+
+    def _grow(self, needed: int) -> None:
+        capacity = max(needed, self.capacity + self.capacity // 2, _MIN_ROWS)
+        for name, column in self._columns.items():
+            grown = np.empty((capacity, *column.shape[1:]), dtype=column.dtype)
+            grown[: self.size] = column[: self.size]
+            self._columns[name] = grown
+
+    def find(self, indexes: Indexes) -> tuple[Rows, npt.NDArray[np.bool_]]:
+        """(rows, found): found is False where the partition has no such row, or it is dead; that row is then 0."""
+        own = self.column("index")
+        if not self.size:
+            return np.zeros(len(indexes), dtype=np.intp), np.zeros(len(indexes), dtype=np.bool_)
+        rows = np.searchsorted(own, indexes)
+        rows[rows == self.size] = 0
+        found = (own[rows] == indexes) & (self.column("state")[rows] != RowState.DEAD)
+        rows[~found] = 0
+        return rows, found
+
+    def mark_dead(self, rows: Rows) -> None:
+        """The rows' samples are gone. ``rows`` must not be dead yet."""
+        self.column("state")[rows] = RowState.DEAD
+        self.num_dead += len(rows)
+
+    def wants_compaction(self) -> bool:
+        return self.num_dead > _MIN_ROWS and self.num_dead * 2 > self.size
+
+    def compact(self) -> None:
+        """Drop dead rows. Every row number known outside is void afterwards."""
+        alive = self.column("state") != RowState.DEAD
+        size = int(np.count_nonzero(alive))
+        capacity = max(_MIN_ROWS, size + size // 4)
+        for name, column in self._columns.items():
+            kept = np.empty((capacity, *column.shape[1:]), dtype=column.dtype)
+            kept[:size] = column[: self.size][alive]
+            self._columns[name] = kept
+        self.size, self.num_dead = size, 0

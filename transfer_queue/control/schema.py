@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of one partition: dtype, shape of a row, and the shapes row by row where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.control.rows import Rows, RowTable
+from transfer_queue.errors import SchemaConflictError
+from transfer_queue.protocol import FieldSpec
+
+
+@dataclass(slots=True)
+class _Field:
+    """``shape`` None: rows differ; ``ndim`` is their rank once shapes are kept; ``mixed``: even the rank differs."""
+
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    is_nested: bool
+    is_non_tensor: bool
+    ndim: int | None = None
+    mixed: bool = False
+
+
+def _kind(dtype: str | None) -> str:
+    return "plain objects" if dtype is None else f"dtype {dtype}"
+
+
+class Schema:
+    """Which field of which row is there, and what it looks like. Field columns live in the partition's table."""
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._fields: dict[str, _Field | None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Fields in order of registration, asked-for but never written ones included."""
+        return list(self._fields)
+
+    def written(self) -> list[str]:
+        """Fields that hold values in some row, in order of registration."""
+        return [name for name, field in self._fields.items() if field is not None]
+
+    def dtypes(self) -> dict[str, str | None]:
+        return {name: field.dtype for name, field in self._fields.items() if field is not None}
+
+    def expect(self, name: str) -> None:
+        """Register a field that has no values yet."""
+        if name not in self._fields:
+            self._fields[name] = None
+            self._table.add_column(_has(name), np.bool_, False)
+
+    def has(self, name: str) -> npt.NDArray[np.bool_]:
+        """[rows] is the field there? False everywhere for an unknown field."""
+        if name not in self._fields:
+            return np.zeros(self._table.size, dtype=np.bool_)
+        return self._table.column(_has(name))
+
+    def complete(self, rows: Rows, names: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """[len(rows)] are all the named fields there?"""
+        result = np.ones(len(rows), dtype=np.bool_)
+        for name in names:
+            if name not in self._fields:
+                return np.zeros(len(rows), dtype=np.bool_)
+            result &= self._table.column(_has(name))[rows]
+        return result
+
+    def fields_of(self, rows: Rows) -> list[str]:
+        """Written fields that every one of the rows has."""
+        return [name for name in self.written() if bool(self.has(name)[rows].all())]
+
+    def check(self, specs: Mapping[str, FieldSpec], partition: str) -> None:
+        """Raises SchemaConflictError where a dtype differs from what the field already holds."""
+        for name, spec in specs.items():
+            known = self._fields.get(name)
+            if known is not None and known.dtype != spec.dtype:
+                raise SchemaConflictError(
+                    f"field {name!r} of partition {partition!r} holds {_kind(known.dtype)}, this put brings "
+                    f"{_kind(spec.dtype)}. Convert it before the put, or use another field name."
+                )
+
+    def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> None:
+        """The rows have these fields now. Call ``check`` first."""
+        for name, spec in specs.items():
+            self.expect(name)
+            known = self._fields[name]
+            if known is None:
+                known = self._fields[name] = _Field(spec.dtype, spec.shape, spec.is_nested, spec.is_non_tensor)
+            shapes = None if spec.is_non_tensor else _row_shapes(spec, len(rows))
+            if not spec.is_non_tensor and (spec.shape is None or known.shape != spec.shape):
+                self._become_ragged(name, known, shapes)
+            known.is_nested |= spec.is_nested
+            self._table.column(_has(name))[rows] = True
+            if known.ndim is not None:
+                self._table.column(_shapes(name))[rows] = shapes
+
+    def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
+        """Keep a shape per row from now on; give that up where the rank differs too."""
+        before, field.shape, field.is_nested = field.shape, None, True
+        if field.mixed:
+            return
+        ndim = None if new is None else new.shape[1]
+        if field.ndim is None and ndim is not None and (before is None or len(before) == ndim):
+            fill = np.zeros(ndim, dtype=np.int32) if before is None else np.array(before, dtype=np.int32)
+            self._table.add_column(_shapes(name), np.int32, fill, width=ndim)
+            field.ndim = ndim
+        elif field.ndim != ndim or ndim is None:
+            self._table.drop_column(_shapes(name))
+            field.ndim, field.mixed = None, True
+
+    def spec(self, name: str, rows: Rows) -> FieldSpec:
+        """The field as these rows have it; a field without values is a placeholder."""
+        field = self._fields.get(name)
+        if field is None:
+            return FieldSpec(None, None)
+        shapes = None
+        if field.ndim is not None:
+            shapes = np.ascontiguousarray(self._table.column(_shapes(name))[rows], dtype="<i4").tobytes()
+        return FieldSpec(field.dtype, field.shape, field.is_nested, field.is_non_tensor, shapes)
+
+
+def _has(name: str) -> str:
+    return f"has:{name}"
+
+
+def _shapes(name: str) -> str:
+    return f"shapes:{name}"
+
+
+def _row_shapes(spec: FieldSpec, count: int) -> npt.NDArray[np.int32] | None:
+    if spec.row_shapes is not None:
+        return np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, -1)
+    if spec.shape is None:
+        return None
+    return np.tile(np.array(spec.shape, dtype=np.int32), (count, 1))

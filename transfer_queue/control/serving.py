@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers one fetch: a batch from the ledger, a new round, "not yet" with reasons, or the end of the stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.control.consumer import UNLEDGERED, Consumer
+from transfer_queue.control.draw import Draw, Share
+from transfer_queue.control.ledger import BatchKey, Entry
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.tasks import Task
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes
+
+QUIET_S = 2.0
+"""A finite stream that nobody sealed ends with a short batch once nothing was published for so long."""
+
+
+def check_fetch(fetch: Fetch, task: Task) -> None:
+    """Raises InvalidRequestError for what can't be right whatever is ready, before anything is consumed."""
+    if not fetch.fields:
+        raise InvalidRequestError("a fetch must name at least one field, got data_fields=[].")
+    if fetch.batch_size < 1:
+        raise InvalidRequestError(f"batch_size must be at least 1, got {fetch.batch_size}.")
+    if fetch.dp_rank is not None and fetch.dp_rank < 0:
+        raise InvalidRequestError(f"dp_rank must be greater than or equal to 0, got {fetch.dp_rank}.")
+    if fetch.batch_index is not None and fetch.batch_index < 0:
+        raise InvalidRequestError(f"batch_index must be greater than or equal to 0, got {fetch.batch_index}.")
+    dp_size = task.size_for(fetch)
+    if dp_size is not None and fetch.dp_rank is not None and fetch.dp_rank >= dp_size:
+        raise InvalidRequestError(
+            f"dp_rank {fetch.dp_rank} asked for a batch of task {task.name!r}, which has dp_size {dp_size}: "
+            f"ranks go from 0 to {dp_size - 1}."
+        )
+    if dp_size is not None and dp_size > 1 and fetch.dp_rank is None:
+        raise InvalidRequestError(f"task {task.name!r} has dp_size {dp_size}: a fetch must name its dp_rank.")
+    task.sampler.check(fetch.batch_size, dp_size)
+
+
+class Service:
+    """One fetch against one partition. ``answer`` may be asked again and again until it is not None."""
+
+    def __init__(self, fetch: Fetch, partition: Partition, task: Task) -> None:
+        self._fetch = fetch
+        self._partition = partition
+        self._task = task
+        self._consumer: Consumer = partition.consumer(fetch.task)
+        self._dp_size = task.size_for(fetch)
+        self._rank = 0 if fetch.dp_rank is None and self._dp_size is not None else fetch.dp_rank
+
+    def _batch_index(self) -> int | None:
+        if self._fetch.batch_index is not None:
+            return self._fetch.batch_index
+        return None if self._rank is None else self._consumer.ledger.next_index(self._rank)
+
+    def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | None:
+        """None: nothing to say yet. ``waited``: the fetch's deadline has come."""
+        batch_index = self._batch_index()
+        if batch_index is not None:
+            entry = self._known((self._rank, batch_index))
+            if entry is not None:
+                return self._from_ledger(entry)
+        if self._consumer.ended is not None:
+            return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
+        if not may_draw:
+            return None
+        draw = self._draw(batch_index)
+        shares = draw.shares()
+        if shares is not None:
+            return self._hand_out(draw, shares)
+        return self._end(draw, now, waited)
+
+    def _known(self, key: BatchKey) -> Entry | None:
+        ledger = self._consumer.ledger
+        if ledger.is_settled(key):
+            raise InvalidRequestError(
+                f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self._partition.name!r} is "
+                f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
+                f"the task's consumption."
+            )
+        return ledger.get(key)
+
+    def _draw(self, batch_index: int | None) -> Draw:
+        ranks: tuple[int | None, ...] = (self._rank,) if self._dp_size is None else tuple(range(self._dp_size))
+        fetch = self._fetch
+        return Draw(
+            self._partition, self._consumer, self._task.sampler, tuple(fetch.fields), fetch.batch_size,
+            batch_index, ranks, self._dp_size, fetch.sampler_args,
+        )  # fmt: skip
+
+    def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
+        """Write the round down, then answer the rank that asked."""
+        draw.forget()
+        if draw.batch_index is None:
+            self._consumer.give(shares[0].consumed, UNLEDGERED)
+            return self.batch(shares[0].indexes, padding=shares[0].padding)
+        for rank, share in zip(draw.ranks, shares, strict=False):
+            consumes = self._partition.table.column("index")[share.consumed]
+            entry = self._consumer.ledger.write((rank, draw.batch_index), share.indexes, consumes, share.padding)
+            entry.owned = self._consumer.give(share.consumed, entry.number)
+        own = self._consumer.ledger.get((self._rank, draw.batch_index))
+        if own is None:  # a tail that didn't reach this rank
+            return Ended(self._fetch.id, "sealed", self._consumer.dropped)
+        return self._from_ledger(own)
+
+    def _from_ledger(self, entry: Entry) -> Batch:
+        self._consumer.ledger.took(entry.key)
+        rows = self._partition.rows_of(entry.consumes)
+        if not self._consumer.consumed[rows].all():  # a replay after a reset of consumption
+            entry.owned += self._consumer.give(rows, entry.number)
+        return self.batch(entry.indexes, entry.token, entry.key[1], entry.padding)
+
+    def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
+        """The round can't be filled now: is that final?"""
+        if self._fetch.finite and self._partition.is_exhausted(self._consumer):
+            return Ended(self._fetch.id, "consumed", 0)
+        if not self._is_closed(now, waited):
+            return None
+        ready = self._consumer.ready(draw.fields).count
+        coming = self._coming(ready)
+        policy = self._task.tail_policy(self._dp_size)
+        if coming and (policy != "drop" or ready + coming >= draw.needed()):
+            return None
+        shares = draw.tail_shares(policy)
+        left = ready - sum(len(share.consumed) for share in shares)
+        if self._partition.sealed:
+            self._consumer.ended, self._consumer.dropped = "sealed", left
+        if shares:
+            return self._hand_out(draw, shares)
+        return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed", left)
+
+    def _is_closed(self, now: float, waited: bool) -> bool:
+        if self._partition.sealed:
+            return True
+        if not self._fetch.finite or not self._partition.num_live or self._coming(0, count_held_only=True):
+            return False
+        if self._partition.all_inserted():
+            return True
+        last = self._partition.last_published
+        return waited and last is not None and now >= last + QUIET_S
+
+    def _coming(self, ready: int, count_held_only: bool = False) -> int:
+        """Samples that may still become ready: under way, or lacking fields."""
+        held = self._partition.num_held()
+        if count_held_only:
+            return held
+        undrawn = int(np.count_nonzero(self._partition.live() & (self._consumer.given == 0)))
+        return held + undrawn - ready
+
+    def batch(
+        self, indexes: Indexes, token: str | None = None, batch_index: int | None = None,
+        padding: npt.NDArray[np.uint8] | None = None,
+    ) -> Batch:  # fmt: skip
+        """The reply that describes these samples for this fetch's fields."""
+        return describe(
+            self._fetch.id, self._partition, indexes, self._fetch.fields, token=token, batch_index=batch_index,
+            padding=padding,
+        )  # fmt: skip
+
+    def not_ready(self, now: float) -> NotReady:
+        """Why there is no batch yet, in numbers."""
+        partition, fetch = self._partition, self._fetch
+        undrawn = np.flatnonzero(partition.live() & (self._consumer.given == 0))
+        lacking = {name: int((~partition.schema.has(name)[undrawn]).sum()) for name in fetch.fields}
+        last = partition.last_published
+        return NotReady(
+            fetch.id, self._draw(None).needed(), self._consumer.ready(tuple(fetch.fields)).count, len(undrawn),
+            {name: count for name, count in lacking.items() if count},
+            None if last is None else now - last, partition.schema.written(),
+        )  # fmt: skip
+
+
+def describe(
+    request_id: int, partition: Partition, indexes: Indexes, fields: list[str], *, token: str | None = None,
+    batch_index: int | None = None, padding: npt.NDArray[np.uint8] | None = None, keys: list[str] | None = None,
+) -> Batch:  # fmt: skip
+    """What is known of these samples; fields that the partition doesn't know are left out."""
+    rows = partition.rows_of(indexes)
+    known = [name for name in dict.fromkeys(fields) if name in partition.schema.names]
+    status = partition.schema.complete(rows, fields).astype(np.int8)
+    return Batch(
+        request_id, partition.name, pack_indexes(indexes), {name: partition.schema.spec(name, rows) for name in known},
+        status.tobytes(), partition.tags_of(indexes.tolist()), token, batch_index,
+        None if padding is None else padding.tobytes(), keys or [],
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the verbs of the plane share: partitions, tasks, parked requests, and which lanes a request touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transfer_queue.control.indexes import IndexAllocator
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.producers import Producers
+from transfer_queue.control.tasks import Tasks
+from transfer_queue.control.waiters import Waiters
+from transfer_queue.errors import UnknownPartitionError
+from transfer_queue.protocol import Indexes
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.sequential_sampler import SequentialSampler
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneConfig:
+    """What the plane must know at start.
+
+    ``capacity``: most samples held at once, None unlimited. ``preallocate``: least room a new partition makes.
+    ``producer_grace_s``: how long a dead producer may be replaced before those who wait for its fields are told.
+    """
+
+    sampler: BaseSampler = field(default_factory=SequentialSampler)
+    sampler_modules: tuple[str, ...] = ()
+    capacity: int | None = None
+    preallocate: int = 1
+    producer_grace_s: float = 5.0
+
+
+class PlaneState:
+    """Mutated by the verbs; only ``touched`` lanes are looked at again after a request."""
+
+    def __init__(self, config: PlaneConfig) -> None:
+        self.config = config
+        self.partitions: dict[str, Partition] = {}
+        self.tasks = Tasks(config.sampler, config.sampler_modules)
+        self.allocator = IndexAllocator()
+        self.waiters = Waiters()
+        self.producers = Producers(config.producer_grace_s)
+        self.touched: dict[str, None] = {}
+        self.orphans: list[Indexes] = []
+        self._holders: dict[str, int] = {}
+        self._num_holders = 0
+        self._incarnations = 0
+
+    def touch(self, partition: str) -> None:
+        """Something in this partition may have decided a parked fetch."""
+        self.touched[partition] = None
+
+    def get(self, name: str) -> Partition:
+        """Raises UnknownPartitionError naming those that exist."""
+        partition = self.partitions.get(name)
+        if partition is None:
+            known = ", ".join(map(repr, list(self.partitions)[:10])) or "none yet"
+            raise UnknownPartitionError(f"partition {name!r} not found; it was cleared or never used. Known: {known}.")
+        return partition
+
+    def create(self, name: str, num_samples: int | None = None) -> Partition:
+        """A new partition; the name must be free."""
+        self._incarnations += 1
+        partition = Partition(name, self._incarnations, self.config.preallocate, num_samples)
+        self.partitions[name] = partition
+        return partition
+
+    def get_or_create(self, name: str) -> Partition:
+        return self.partitions.get(name) or self.create(name)
+
+    def holder(self, client: str) -> int:
+        """The client's number in the rows it reserves."""
+        if client not in self._holders:
+            self._num_holders += 1
+            self._holders[client] = self._num_holders
+        return self._holders[client]
+
+    def forget_holder(self, client: str) -> int | None:
+        return self._holders.pop(client, None)
+
+    def room(self) -> int | None:
+        """Samples that may still be inserted, None: unlimited."""
+        if self.config.capacity is None:
+            return None
+        return self.config.capacity - sum(partition.num_used for partition in self.partitions.values())

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each task draws: its sampler, its number of data-parallel ranks, its tail policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transfer_queue.control.draw import TAIL_POLICIES
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.protocol import Fetch, RegisterTask
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.registry import resolve
+
+
+@dataclass(slots=True)
+class Task:
+    """Settings of one task; None where nobody said."""
+
+    name: str
+    sampler: BaseSampler
+    dp_size: int | None = None
+    tail: str | None = None
+    spec: Any = None
+
+    def size_for(self, fetch: Fetch) -> int | None:
+        """Number of data-parallel ranks of a round; None: every rank draws for itself, first come first served."""
+        sizes = {size for size in (self.dp_size, fetch.dp_size, self.sampler.dp_size) if size is not None}
+        if len(sizes) > 1:
+            raise InvalidRequestError(
+                f"task {self.name!r} is used with different numbers of data-parallel ranks: {sorted(sizes)} (registered "
+                f"{self.dp_size}, fetch {fetch.dp_size}, sampler {self.sampler.dp_size}). Use one dp_size everywhere."
+            )
+        return sizes.pop() if sizes else None
+
+    def tail_policy(self, dp_size: int | None) -> str:
+        """As registered; else nothing is lost for a single consumer, and nobody is left alone in a collective."""
+        return self.tail or ("uneven_ok" if (dp_size or 1) == 1 else "drop")
+
+
+class Tasks:
+    """Registered tasks; one that nobody registered draws with the queue's default sampler."""
+
+    def __init__(self, default: BaseSampler, allowed_modules: Sequence[str]) -> None:
+        self._default = default
+        self._allowed_modules = allowed_modules
+        self._tasks: dict[str, Task] = {}
+
+    def get(self, name: str) -> Task:
+        if name not in self._tasks:
+            self._tasks[name] = Task(name, self._default)
+        return self._tasks[name]
+
+    def register(self, request: RegisterTask) -> None:
+        """Raises before anything changes. The same sampler spec again keeps the sampler and its state."""
+        if request.dp_size is not None and request.dp_size < 1:
+            raise InvalidRequestError(f"dp_size must be at least 1, got {request.dp_size}.")
+        if request.tail is not None and request.tail not in TAIL_POLICIES:
+            raise InvalidRequestError(f"tail must be one of {', '.join(TAIL_POLICIES)}, got {request.tail!r}.")
+        task = self.get(request.task)
+        if request.sampler is not None and request.sampler != task.spec:
+            task.sampler = resolve(request.sampler, self._allowed_modules)
+            task.spec = request.sampler
+        task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
+        task.tail = request.tail or task.tail
+
+    def set_sampler(self, name: str, sampler: BaseSampler) -> None:
+        """Use this very object: only for tasks of the process that the plane lives in."""
+        self.get(name).sampler = sampler
+
+    def samplers(self) -> list[BaseSampler]:
+        """Every sampler once."""
+        unique = {id(task.sampler): task.sampler for task in self._tasks.values()}
+        unique[id(self._default)] = self._default
+        return list(unique.values())
+
+    def names(self) -> list[str]:
+        return list(self._tasks)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parked requests: who waits, for what, until when. Within one task a later, smaller fetch never overtakes."""
+
+# Deadlines are the caller's monotonic seconds, passed in: this file must not read a clock.
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Parked:
+    """One waiting request. ``rank`` orders requests of one lane: lower first, then by arrival."""
+
+    client: str
+    request: Any
+    since: float
+    deadline: float
+    lane: str
+    rank: tuple[float, int]
+    done: bool = False
+
+
+class Waiters:
+    """Parked requests by lane (a partition's name, or the queue of writers), and the earliest deadline of all."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, list[Parked]] = {}
+        self._deadlines: list[tuple[float, int, Parked]] = []
+        self._arrivals = itertools.count()
+
+    def park(self, client: str, request: Any, now: float, deadline: float, lane: str, order: float) -> Parked:
+        """Add a request; it is found by ``lane`` until ``remove``."""
+        arrival = next(self._arrivals)
+        parked = Parked(client, request, now, deadline, lane, (order, arrival))
+        self._lanes.setdefault(lane, []).append(parked)
+        heapq.heappush(self._deadlines, (deadline, arrival, parked))
+        if len(self._deadlines) > 64 + 2 * self._count():
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
+            heapq.heapify(self._deadlines)
+        return parked
+
+    def _count(self) -> int:
+        return sum(map(len, self._lanes.values()))
+
+    def lane(self, lane: str) -> list[Parked]:
+        """The requests of a lane in their order; a copy."""
+        return sorted(self._lanes.get(lane, ()), key=lambda parked: parked.rank)
+
+    def remove(self, parked: Parked) -> None:
+        """It was answered or given up."""
+        if parked.done:
+            return
+        parked.done = True
+        waiting = self._lanes[parked.lane]
+        waiting.remove(parked)
+        if not waiting:
+            del self._lanes[parked.lane]
+
+    def remove_where(self, condition: Callable[[Parked], bool]) -> list[Parked]:
+        """Remove and return every request that meets the condition."""
+        found = [parked for waiting in self._lanes.values() for parked in waiting if condition(parked)]
+        for parked in found:
+            self.remove(parked)
+        return found
+
+    def expired(self, now: float) -> list[Parked]:
+        """Remove and return the requests whose deadline has come."""
+        due: list[Parked] = []
+        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
+            parked = heapq.heappop(self._deadlines)[2]
+            if not parked.done:
+                self.remove(parked)
+                due.append(parked)
+        return due
+
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][2].done:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def all(self) -> Iterable[Parked]:
+        return [parked for waiting in self._lanes.values() for parked in waiting]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of producers: reserve, insert, name by key, publish, cancel. Each returns a reply, or None while parked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transfer_queue import protocol as p
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.rows import RowState
+from transfer_queue.control.serving import describe
+from transfer_queue.control.state import PlaneState
+from transfer_queue.errors import InvalidRequestError, StorageFullError
+
+WRITERS = "\0writers"
+"""Lane of parked writers: one queue for the whole plane, since capacity is the plane's."""
+
+Writer = p.Reserve | p.Insert | p.ResolveKeys
+
+
+def count_of(state: PlaneState, request: Writer) -> int:
+    """Samples that the request would add."""
+    if isinstance(request, p.ResolveKeys):
+        return len(_new_keys(state, request))
+    return request.count
+
+
+def check(state: PlaneState, request: Writer) -> None:
+    """Raises for what no waiting can mend, before anything is reserved."""
+    count = count_of(state, request)
+    if not isinstance(request, p.ResolveKeys) and count < 1:
+        raise InvalidRequestError(f"a put needs at least one sample, got {count}.")
+    capacity = state.config.capacity
+    if capacity is not None and count > capacity:
+        raise StorageFullError(
+            f"Storage capacity exceeded: {count} samples were put at once, the queue holds {capacity} at most "
+            f"(total_storage_size). Put fewer at a time, or raise it."
+        )
+    partition = state.partitions.get(request.partition)
+    if partition is not None and not isinstance(request, p.Insert):
+        partition.schema.check(request.fields, request.partition)
+
+
+def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
+    """Carry the request out if there is room, None if there isn't."""
+    check(state, request)
+    count = count_of(state, request)
+    room = state.room()
+    if room is not None and count > room:
+        return None
+    if isinstance(request, p.ResolveKeys):
+        return _bind_keys(state, client, request)
+    partition = state.get_or_create(request.partition)
+    rows = partition.hold(state.allocator, request.count, state.holder(client))
+    indexes = partition.table.column("index")[rows]
+    if isinstance(request, p.Reserve):
+        return p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
+    for name in request.fields:
+        partition.schema.expect(name)
+    partition.make_live(rows)
+    state.touch(request.partition)
+    return describe(request.id, partition, indexes, request.fields)
+
+
+def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
+    """The reply to a writer that waited in vain."""
+    text = (
+        f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
+        f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
+        f"Clear consumed samples or partitions, raise it, or raise put_timeout_s."
+    )
+    return p.Failed(request.id, StorageFullError.__name__, text)
+
+
+def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
+    if not request.create:
+        return []
+    partition = state.partitions.get(request.partition)
+    unique = dict.fromkeys(request.keys)
+    return [key for key in unique if partition is None or partition.keys.index_of(key) is None]
+
+
+def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Reply:
+    new = _new_keys(state, request)
+    partition = state.get_or_create(request.partition) if new else state.partitions.get(request.partition)
+    if partition is None:
+        return p.Batch(request.id, request.partition, b"", {}, b"")
+    if new:
+        rows = partition.hold(state.allocator, len(new), state.holder(client))
+        for key, index in zip(new, partition.table.column("index")[rows].tolist(), strict=True):
+            partition.keys.bind(key, index)
+        if not request.hold:
+            partition.make_live(rows)
+    return describe_keys(partition, request.id, request.keys)
+
+
+def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
+    """The samples of those keys that are known, with every field that all of them have."""
+    found = [(key, index) for key in keys if (index := partition.keys.index_of(key)) is not None]
+    indexes = np.array([index for _, index in found], dtype=np.int64)
+    fields = partition.schema.fields_of(partition.rows_of(indexes)) if found else []
+    return describe(request_id, partition, indexes, fields, keys=[key for key, _ in found])
+
+
+def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
+    """Make fields visible. Refused whole or done whole."""
+    partition = state.get(request.partition)
+    indexes = p.unpack_indexes(request.indexes)
+    partition.publish(indexes, request.fields, request.tags, now)
+    state.producers.published(request.partition, client, request.fields)
+    state.touch(request.partition)
+    if request.describe:
+        rows = partition.rows_of(indexes)
+        return describe(request.id, partition, indexes, partition.schema.fields_of(rows))
+    return p.Published(request.id, _reserve_next(state, client, partition, request.reserve_next))
+
+
+def _reserve_next(state: PlaneState, client: str, partition: Partition, count: int) -> bytes:
+    """A reservation for the writer's next put, where that is free of charge: never under a capacity."""
+    if count < 1 or partition.sealed or partition.num_free or state.config.capacity is not None:
+        return b""
+    if partition.num_samples is not None and partition.num_published + count > partition.num_samples:
+        return b""
+    rows = partition.hold(state.allocator, count, state.holder(client), RowState.HELD_AHEAD)
+    return p.pack_indexes(partition.table.column("index")[rows])
+
+
+def cancel(state: PlaneState, request: p.Cancel) -> p.Reply:
+    """Give back what was reserved and not published."""
+    partition = state.partitions.get(request.partition)
+    if partition is None:
+        return p.Cleared(request.id, b"")
+    rows, found = partition.table.find(p.unpack_indexes(request.indexes))
+    state.touch(request.partition)
+    return p.Cleared(request.id, p.pack_indexes(partition.give_back(rows[found])))
+
+
+def check_fields(state: PlaneState, request: p.CheckFields) -> p.Reply:
+    """May these fields be written onto these samples?"""
+    partition = state.get(request.partition)
+    partition.rows_of(p.unpack_indexes(request.indexes))
+    partition.schema.check(request.fields, request.partition)
+    return p.Done(request.id, partition.schema.dtypes())

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller: one ControlPlane behind a transport, in a process or a thread of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane, To
+from transfer_queue.control.state import PlaneConfig
+from transfer_queue.errors import ProtocolError, to_wire
+from transfer_queue.sampler.registry import resolve
+from transfer_queue.transport.base import Envelope, Outgoing
+
+Watch = Callable[[int, int | None, Callable[[float], Iterable[Outgoing]]], None]
+DropValues = Callable[[Sequence[int]], None]
+
+
+def plane_config(conf: Mapping[str, Any], sampler: Any, preallocate: int) -> PlaneConfig:
+    """The plane's part of a queue's configuration. ``sampler``: a name, a spec, an instance or a class."""
+    controller = conf["controller"]
+    return PlaneConfig(
+        sampler=resolve(sampler, controller["sampler_modules"]),
+        sampler_modules=tuple(controller["sampler_modules"]),
+        capacity=conf["backend"]["SimpleStorage"]["total_storage_size"],
+        preallocate=preallocate,
+        producer_grace_s=controller["producer_grace_s"],
+    )
+
+
+class TransferQueueController:
+    """Decodes requests, lets the plane decide, encodes its replies; a transport ``Handler``."""
+
+    def __init__(self, plane: ControlPlane, conf: Mapping[str, Any], drop_values: DropValues | None = None) -> None:
+        """``drop_values``: told the indexes whose writer vanished, so that nothing of them stays in storage."""
+        self.plane = plane
+        self._welcome = json.dumps(conf).encode()
+        self._drop_values = drop_values
+        self._waiting: dict[tuple[str, int], Envelope] = {}
+        self._watched: set[str] = set()
+        self.watch: Watch | None = None
+        """How the transport notices the death of a client's process; set by who serves this."""
+
+    def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
+        try:
+            request = p.decode_request(header)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            code, text = to_wire(ProtocolError(f"the controller can't read this request: {error}"))
+            return [Outgoing(envelope, p.encode(p.Failed(0, code, text)))]
+        self._waiting[envelope.client, request.id] = envelope
+        try:
+            if isinstance(request, p.Hello):
+                return self._welcome_client(envelope, request)
+            replies = self.plane.handle(envelope.client, request, now)
+            if isinstance(request, p.Goodbye):
+                self._watched.discard(envelope.client)
+                replies += self.plane.client_gone(envelope.client, now, died=False)
+                self._drop_orphans()
+        except Exception as error:  # the one place: a bug of ours must not take the queue down
+            replies = [To(envelope.client, p.Failed(request.id, *to_wire(error)))]
+        return self._outgoing(replies)
+
+    def expire(self, now: float) -> Iterable[Outgoing]:
+        return self._outgoing(self.plane.expire(now))
+
+    def next_deadline(self) -> float | None:
+        return self.plane.next_deadline()
+
+    def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
+        """The client's process ended without a goodbye."""
+        if client not in self._watched:
+            return []
+        self._watched.discard(client)
+        for key in [key for key in self._waiting if key[0] == client]:
+            del self._waiting[key]
+        replies = self.plane.client_gone(client, now)
+        self._drop_orphans()
+        return self._outgoing(replies)
+
+    def _welcome_client(self, envelope: Envelope, request: p.Hello) -> Iterable[Outgoing]:
+        client = envelope.client
+        self._watched.add(client)
+        if self.watch is not None:
+            self.watch(request.pid, request.pid_namespace, lambda now: self.client_gone(client, now))
+        return self._outgoing([To(client, p.Welcome(request.id, self._welcome))])
+
+    def _drop_orphans(self) -> None:
+        orphans = [index for indexes in self.plane.take_orphans() for index in indexes.tolist()]
+        if orphans and self._drop_values is not None:
+            self._drop_values(orphans)
+
+    def _outgoing(self, replies: Iterable[To]) -> list[Outgoing]:
+        answers = []
+        for client, reply in replies:
+            envelope = self._waiting.pop((client, reply.id), None)
+            if envelope is not None:
+                answers.append(Outgoing(envelope, p.encode(reply)))
+        return answers

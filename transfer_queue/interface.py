@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module functions: init, close, get_client and kv_*, over one client per process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transfer_queue import kv
+from transfer_queue.client import TransferQueueClient
+from transfer_queue.config import announce_address, merge, queue_address, to_plain
+from transfer_queue.errors import NotInitializedError
+from transfer_queue.launch.local import LocalQueue
+from transfer_queue.metadata import KVBatchMeta
+from transfer_queue.transport.modes import blocking
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from tensordict import TensorDict
+
+_TQ_CLIENT: TransferQueueClient | None = None
+_TQ_STORAGE: Any = None
+_TQ_CONTROLLER: Any = None
+_TQ_CONFIG: Any = None
+_lock = threading.RLock()
+
+Tag = dict[str, Any]
+DataParser = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig:
+    """Start a queue, or join the one there is.
+
+    Args:
+        conf: Configuration over the defaults of config.yaml, or the address of a running queue. A queue is joined
+            when an address is given or TQ_ADDRESS is set; the rest of ``conf`` is then ignored, as it is when this
+            process has joined one already.
+    Returns:
+        The running queue's configuration, server addresses included.
+    Raises:
+        ConfigError: unknown key, with the nearest known one.
+        QueueUnreachableError: nobody answers at the address.
+        LaunchError: a server process did not start.
+    """
+    global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
+    with _lock:
+        if _TQ_CLIENT is not None and _TQ_CONFIG is not None:
+            return _TQ_CONFIG
+        merged = merge({"address": conf} if isinstance(conf, str) else conf)
+        address = merged.address or queue_address()
+        if address is not None:
+            _TQ_CLIENT, _TQ_CONFIG = _join(str(address))
+            return _TQ_CONFIG
+        queue = LocalQueue(merged)
+        try:
+            _TQ_CLIENT, _TQ_CONFIG = _join(queue.address)
+        except BaseException:
+            queue.close()
+            raise
+        _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
+        announce_address(queue.address)
+        return _TQ_CONFIG
+
+
+def _join(address: str) -> tuple[TransferQueueClient, Any]:
+    info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": address})
+    first = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", info)
+    try:
+        conf = _with_objects(first.get_config())
+    finally:
+        first.close()
+    return connect(f"TransferQueueClient_{os.getpid()}", conf), conf
+
+
+def connect(client_id: str, conf: Any) -> TransferQueueClient:
+    """A client of its own for a running queue's configuration, as ``init`` returned it."""
+    client = TransferQueueClient(client_id, conf["controller"]["zmq_info"])
+    backend = conf["backend"]
+    name = backend["storage_backend"]
+    client.initialize_storage_manager(name, backend[name], layout=conf["client"]["layout"])
+    return client
+
+
+def _with_objects(plain: Mapping[str, Any]) -> Any:
+    """The configuration as it came over the wire, with server infos as objects again."""
+    conf = merge(plain)
+    conf.controller.zmq_info = ZMQServerInfo.from_dict(conf.controller.zmq_info)
+    storage = conf.backend.SimpleStorage
+    storage.zmq_info = {name: ZMQServerInfo.from_dict(storage.zmq_info[name]) for name in storage.zmq_info}
+    return conf
+
+
+def close() -> None:
+    """Leave the queue; the process that started it also ends it. Idempotent, never raises; init() may follow."""
+    global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
+    with _lock:
+        client, queue = _TQ_CLIENT, _TQ_CONTROLLER
+        _TQ_CLIENT = _TQ_CONFIG = _TQ_CONTROLLER = _TQ_STORAGE = None
+        if client is not None:
+            client.close()
+        if queue is not None:
+            if queue_address() == queue.address:
+                announce_address(None)
+            queue.close()
+
+
+def get_client() -> TransferQueueClient:
+    """This process' client. Joins the queue that TQ_ADDRESS names when there is none yet.
+
+    Raises:
+        NotInitializedError: neither ``init`` nor TQ_ADDRESS; an AssertionError, too.
+    """
+    if _TQ_CLIENT is None and queue_address() is not None:
+        init()
+    if _TQ_CLIENT is None:
+        raise NotInitializedError(
+            "TransferQueue is not initialized in this process, and TQ_ADDRESS is not set. Please call init() first."
+        )
+    return _TQ_CLIENT
+
+
+def plain_config() -> dict[str, Any]:
+    """The running queue's configuration as plain, picklable data."""
+    get_client()
+    return to_plain(_TQ_CONFIG)
+
+
+async def async_kv_put(
+    key: str,
+    partition_id: str,
+    fields: TensorDict | Mapping[str, Any] | None = None,
+    tag: Tag | None = None,
+    data_parser: DataParser | None = None,
+) -> KVBatchMeta:
+    """Put fields of one sample by its key; a tag merges into the one it has. Other fields of the key stay."""
+    tags = None if tag is None else [tag]
+    return await kv.batch_put(get_client(), [key], partition_id, kv.one_row(fields), tags, data_parser)
+
+
+async def async_kv_batch_put(
+    keys: Sequence[str] | str,
+    partition_id: str,
+    fields: TensorDict | None = None,
+    tags: Sequence[Tag] | None = None,
+    data_parser: DataParser | None = None,
+) -> KVBatchMeta:
+    """Put one row of ``fields`` and one tag per key; known keys get more fields, new ones become samples."""
+    return await kv.batch_put(get_client(), keys, partition_id, fields, tags, data_parser)
+
+
+async def async_kv_batch_get(
+    keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
+) -> TensorDict:
+    """Values by key, rows in the order of the keys; without ``select_fields``, every field that all of them have.
+
+    Raises:
+        ValueError: a key is unknown ("not found"), or a field isn't there for all of them ("not ready").
+    """
+    return await kv.batch_get(get_client(), keys, partition_id, select_fields)
+
+
+async def async_kv_batch_get_by_meta(
+    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None
+) -> TensorDict:
+    """Values of the keys and fields that a put or a list returned."""
+    return await kv.batch_get_by_meta(get_client(), meta, select_fields)
+
+
+async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
+    """{partition: {key: tag}}, in order of insertion; an unknown partition gives {}."""
+    return await get_client().async_kv_list(partition_id)
+
+
+async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
+    """Forget samples by key, values and all; unknown ones are ignored."""
+    await kv.clear(get_client(), keys, partition_id)
+
+
+kv_put = blocking(async_kv_put)
+kv_batch_put = blocking(async_kv_batch_put)
+kv_batch_get = blocking(async_kv_batch_get)
+kv_batch_get_by_meta = blocking(async_kv_batch_get_by_meta)
+kv_list = blocking(async_kv_list)
+kv_clear = blocking(async_kv_clear)

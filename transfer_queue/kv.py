@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key-value verbs: put, get and clear samples by the user's own keys, with tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from transfer_queue import protocol as p
+from transfer_queue.client import AsyncTransferQueueClient, check_keys
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
+from transfer_queue.metadata_wire import to_meta, to_specs
+
+Tag = dict[str, Any]
+DataParser = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def one_row(fields: Any) -> TensorDict | None:
+    """The fields of one sample as a batch of one: tensors get a leading dimension, anything else is one object."""
+    if fields is None:
+        return None
+    if isinstance(fields, TensorDict):
+        if not len(fields.batch_size) or fields.batch_size[0] != 1:
+            raise InvalidRequestError(f"kv_put takes one sample: batch_size [1], got {list(fields.batch_size)}.")
+        return fields
+    if not isinstance(fields, Mapping):
+        raise InvalidRequestError(f"fields must be a dict or a TensorDict, got {type(fields).__name__}.")
+    row = TensorDict({}, batch_size=[1])
+    for name, value in fields.items():
+        if not isinstance(value, torch.Tensor):
+            row.set(name, NonTensorStack(value))
+        elif value.is_nested:
+            raise InvalidRequestError(f"field {name!r} is a nested tensor: kv_put takes one sample, use kv_batch_put.")
+        else:
+            row.set(name, value.unsqueeze(0))
+    return row
+
+
+async def batch_put(
+    client: AsyncTransferQueueClient,
+    keys: Sequence[str] | str,
+    partition_id: str,
+    fields: TensorDict | None,
+    tags: Sequence[Tag | None] | None,
+    data_parser: DataParser | None = None,
+) -> KVBatchMeta:
+    """Everything is checked before a key is made; a put that fails takes its new keys back."""
+    names = check_keys(keys)
+    _check_batch(names, fields, tags)
+    specs = to_specs(extract_field_schema(fields)) if fields is not None and data_parser is None else {}
+    held = await client.hold_keys(names, partition_id, specs)
+    meta = to_meta(held)
+    try:
+        stored = None
+        if fields is not None:
+            stored = await client.storage_manager.put_data(fields, meta, data_parser)
+        new_tags = {index: dict(tag) for index, tag in zip(meta.global_indexes, tags or (), strict=False) if tag}
+        batch = await client.publish(meta, {} if stored is None else to_specs(extract_field_schema(stored)), new_tags)
+    except BaseException:
+        await client.cancel(partition_id, meta.global_indexes)
+        raise
+    return KVBatchMeta(
+        keys=list(names),
+        tags=[batch.tags.get(index, {}) for index in meta.global_indexes],
+        partition_id=partition_id,
+        fields=sorted(batch.fields),
+    )
+
+
+def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:
+    if fields is None and tags is None:
+        raise InvalidRequestError("a put needs fields, tags, or both; got neither.")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequestError(f"Got duplicated keys: {twice!r} is given {names.count(twice)} times.")
+    if fields is not None and (not len(fields.batch_size) or fields.batch_size[0] != len(names)):
+        raise InvalidRequestError(f"{len(names)} keys were given for fields of batch size {list(fields.batch_size)}.")
+    if tags is not None and len(tags) != len(names):
+        raise InvalidRequestError(f"{len(names)} keys were given with {len(tags)} tags.")
+
+
+async def batch_get(
+    client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str, select: Sequence[str] | str | None
+) -> TensorDict:
+    """Rows in the order of the keys, repeats included. Nothing is dropped in silence."""
+    names = check_keys(keys)
+    unique = list(dict.fromkeys(names))
+    batch = await client.session.ask(p.ResolveKeys, p.Batch, partition_id, unique)
+    if len(batch.keys) != len(unique):
+        missing = [name for name in unique if name not in set(batch.keys)]
+        raise InvalidRequestError(
+            f"{len(missing)} of {len(unique)} keys not found in partition {partition_id!r}, first: {missing[:5]}. "
+            f"kv_list() shows the keys there are."
+        )
+    meta = to_meta(batch)
+    wanted = sorted(meta.field_names if select is None else {select} if isinstance(select, str) else set(select))
+    absent = [name for name in wanted if name not in meta.field_names]
+    if absent or not wanted:
+        what = f"fields {absent}" if absent else "any field"
+        raise InvalidRequestError(
+            f"{what} not ready for all {len(unique)} keys; every one of them has: {meta.field_names}. "
+            f"Wait for their producer, or select other fields."
+        )
+    order = {name: position for position, name in enumerate(unique)}
+    return await client.async_get_data(meta.select_fields(wanted).select_samples([order[name] for name in names]))
+
+
+async def batch_get_by_meta(
+    client: AsyncTransferQueueClient, meta: KVBatchMeta, select: Sequence[str] | str | None
+) -> TensorDict:
+    """As ``batch_get``, the keys and fields taken from the metadata."""
+    if meta.partition_id is None:
+        raise InvalidRequestError("the KVBatchMeta has no partition_id; set it to the partition of its keys.")
+    if select is None:
+        return await batch_get(client, meta.keys, meta.partition_id, meta.fields)
+    wanted = [select] if isinstance(select, str) else list(select)
+    unknown = [name for name in wanted if name not in (meta.fields or [])]
+    if unknown:
+        raise InvalidRequestError(f"select_fields {unknown} not found in the metadata's fields {meta.fields}.")
+    return await batch_get(client, meta.keys, meta.partition_id, wanted)
+
+
+async def clear(client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str) -> None:
+    """Forget samples by key; unknown keys or partitions are ignored."""
+    batch = await client.session.ask(p.ResolveKeys, p.Batch, partition_id, list(dict.fromkeys(check_keys(keys))))
+    indexes = p.unpack_indexes(batch.indexes).tolist()
+    if indexes:
+        await client.async_clear_samples(BatchMeta(indexes, [partition_id] * len(indexes)))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local launcher: controller and storage units as child processes, ended with this one, also when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from transfer_queue.config import preallocated_samples, to_plain
+from transfer_queue.errors import LaunchError, SamplerError
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.registry import as_sampler
+from transfer_queue.transport.zmq_server import ZmqServer
+from transfer_queue.utils.processes import pid_namespace
+from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+
+
+class LocalQueue:
+    """A running queue that this process owns. ``conf`` is the merged configuration with the servers' addresses."""
+
+    def __init__(self, conf: DictConfig) -> None:
+        """Starts everything, or nothing: raises LaunchError with what a server said."""
+        self._owner = os.getpid()
+        self._directory = tempfile.mkdtemp(prefix="tq-")  # mkdtemp: 0700, so only this user reaches the sockets
+        self._processes: list[subprocess.Popen[str]] = []
+        self._thread: threading.Thread | None = None
+        self._server: ZmqServer | None = None
+        # Runs at the end of the process, multiprocessing children included, where atexit alone doesn't.
+        self._finalizer = Finalize(self, _end, args=(self._owner, self._processes, self._directory), exitpriority=10)
+        try:
+            self.conf = self._start(conf)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        return self._socket("controller")
+
+    def _socket(self, name: str) -> str:
+        return f"ipc://{self._directory}/{name}"
+
+    def _start(self, conf: DictConfig) -> DictConfig:
+        storage = conf.backend.SimpleStorage
+        names = [f"unit{i}" for i in range(storage.num_data_storage_units)]
+        units = [self._spawn() for _ in names]
+        sampler = _portable(conf.controller.sampler)
+        controller = self._spawn() if sampler is not None else None
+        info = local_server(
+            "controller", "controller", "request_handle_socket", self.address, controller.pid if controller else self._owner
+        )  # fmt: skip
+        infos = {
+            name: local_server("storage unit", name, "put_get_socket", self._socket(name), process.pid)
+            for name, process in zip(names, units, strict=True)
+        }
+        conf = _with_servers(conf, self.address, info, infos)
+        orders = self._orders(conf, sampler)
+        for name, process in zip(names, units, strict=True):
+            _tell(process, {**orders, "role": "unit", "address": self._socket(name)})
+        if controller is not None:
+            _tell(controller, {**orders, "role": "controller", "address": self.address})
+        else:
+            self._serve_in_thread(orders, as_sampler(conf.controller.sampler))
+        for process in self._processes:
+            _await_ready(process)
+        return conf
+
+    def _orders(self, conf: DictConfig, sampler: Any) -> dict[str, Any]:
+        plain = to_plain(conf)
+        module = sampler["class"].partition(":")[0] if isinstance(sampler, dict) else ""
+        if module and not module.startswith("transfer_queue."):
+            plain["controller"]["sampler_modules"].append(module)  # the owner named it itself
+        return {
+            "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
+            "capacity_bytes": conf.backend.SimpleStorage.capacity_bytes, "parent": self._owner,
+            "pid_namespace": pid_namespace(), "sys_path": sys.path,
+        }  # fmt: skip
+
+    def _spawn(self) -> subprocess.Popen[str]:
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transfer_queue.launch.serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C reaches the owner only
+        )
+        self._processes.append(process)
+        return process
+
+    def _serve_in_thread(self, orders: dict[str, Any], sampler: BaseSampler) -> None:
+        """A sampler that can't travel (of ``__main__``, or holding live objects) is served from this process."""
+        from transfer_queue.control.plane import ControlPlane
+        from transfer_queue.controller import TransferQueueController, plane_config
+        from transfer_queue.launch.serve import value_dropper
+
+        conf = orders["conf"]
+        plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
+        controller = TransferQueueController(plane, conf, value_dropper(conf))
+        self._server = ZmqServer(self.address)
+        controller.watch = self._server.watch
+        self._thread = threading.Thread(
+            target=self._server.serve, args=(controller,), name="transfer-queue-controller", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the servers. Idempotent; does nothing in a fork of the owner."""
+        if os.getpid() != self._owner:
+            return
+        if self._server is not None and self._thread is not None and self._thread.is_alive():
+            self._server.stop()
+            self._thread.join(_STOP_TIMEOUT_S)
+        self._finalizer()
+
+
+def _end(owner: int, processes: list[subprocess.Popen[str]], directory: str) -> None:
+    if os.getpid() != owner:
+        return
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+    processes.clear()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _tell(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    try:
+        json.dump(orders, process.stdin)
+        process.stdin.close()
+    except BrokenPipeError:
+        raise LaunchError(f"a server process ended at its start with exit code {process.wait()}; see stderr.") from None
+
+
+def _await_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+    answer = json.loads(line) if line else {}
+    if not answer.get("ready"):
+        said = answer.get("error") or f"nothing within {_START_TIMEOUT_S:.0f} s (exit code {process.poll()})"
+        raise LaunchError(f"a server process of the queue did not start; it said: {said}.")
+
+
+def _portable(sampler: Any) -> str | dict[str, Any] | None:
+    """The sampler as it can be told to another process; None when it must stay in this one."""
+    if isinstance(sampler, str):
+        return sampler
+    if OmegaConf.is_config(sampler):
+        plain: dict[str, Any] = OmegaConf.to_container(sampler)  # type: ignore[assignment]
+        return plain
+    instance = as_sampler(sampler)
+    cls = type(instance)
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        return None
+    try:
+        return instance.spec()
+    except SamplerError:
+        return None
+
+
+def _with_servers(
+    conf: DictConfig, address: str, controller: ZMQServerInfo, units: dict[str, ZMQServerInfo]
+) -> DictConfig:
+    conf = conf.copy()
+    conf.address = address
+    conf.controller.zmq_info = controller
+    conf.backend.SimpleStorage.zmq_info = units
+    return conf

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main program of a server process: reads its orders as JSON from stdin, says "ready", serves until told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+from transfer_queue.transport.zmq_server import ZmqServer
+
+
+def main(orders: Mapping[str, Any], ready: TextIO) -> None:
+    """Serve one controller or one storage unit; returns when told to stop or when the parent process has ended."""
+    sys.path[:] = orders["sys_path"]
+    server = ZmqServer(orders["address"])
+    _stop_with(server, orders)
+    handler = _controller(orders, server) if orders["role"] == "controller" else _unit(orders)
+    ready.write(json.dumps({"ready": True}) + "\n")
+    ready.close()
+    server.serve(handler)
+
+
+def _stop_with(server: ZmqServer, orders: Mapping[str, Any]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
+
+    def parent_ended(_: float) -> tuple[()]:
+        server.stop()
+        shutil.rmtree(orders["directory"], ignore_errors=True)
+        return ()
+
+    server.watch(orders["parent"], orders["pid_namespace"], parent_ended)
+    if os.getppid() != orders["parent"]:  # it ended before we could watch it
+        parent_ended(0.0)
+
+
+def _controller(orders: Mapping[str, Any], server: ZmqServer) -> Any:
+    from transfer_queue.control.plane import ControlPlane
+    from transfer_queue.controller import TransferQueueController, plane_config
+
+    conf = orders["conf"]
+    plane = ControlPlane(plane_config(conf, orders["sampler"], orders["preallocate"]))
+    controller = TransferQueueController(plane, conf, value_dropper(conf))
+    controller.watch = server.watch
+    return controller
+
+
+def _unit(orders: Mapping[str, Any]) -> Any:
+    from transfer_queue.storage.simple.unit import StorageUnit
+
+    return StorageUnit(capacity_bytes=orders["capacity_bytes"])
+
+
+def value_dropper(conf: Mapping[str, Any]) -> Callable[[Sequence[int]], None]:
+    """How the controller's process frees values whose writer vanished: with a storage client of its own."""
+    from transfer_queue.storage.registry import create
+    from transfer_queue.storage.settings import storage_settings
+    from transfer_queue.transport.modes import run_blocking
+    from transfer_queue.transport.zmq_channel import ZmqCaller
+
+    caller = ZmqCaller("controller")
+    name = conf["backend"]["storage_backend"]
+    manager = create(name, caller, storage_settings(conf["backend"][name]))
+
+    def drop(indexes: Sequence[int]) -> None:
+        run_blocking(manager.clear_rows(indexes))
+
+    return drop
+
+
+if __name__ == "__main__":
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed goes where a user can see it
+    try:
+        main(json.load(sys.stdin), replies)
+    except Exception as error:  # told to the process that waits for "ready"
+        if replies.closed:
+            raise
+        replies.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        replies.close()
+        sys.exit(1)

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BatchMeta: a handle to samples and fields. Which rows, what they hold, their tags; plain data, no I/O."""
+# Imported by processes without torch: torch is loaded only where a TensorDict comes in, so it is already there.
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.annotations import Annotations, Tags
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.kv_metadata import KVBatchMeta
+from transfer_queue.sample_view import SamplesView
+from transfer_queue.schema import (
+    Schema,
+    Shape,
+    count_rows,
+    extract_field_schema,
+    join_rows,
+    normalized,
+    shapes_of,
+    take_rows,
+)
+from transfer_queue.utils.rows import (
+    as_ints,
+    check_in_range,
+    check_length,
+    check_permutation,
+    consecutive,
+    even_sizes,
+    pick,
+)
+from transfer_queue.utils.values import copy_tags, merge_extra_info, same_value
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+__all__ = ["BatchMeta", "KVBatchMeta", "extract_field_schema"]
+
+
+class BatchMeta(Annotations):
+    """Handle to a batch of samples.
+
+    Row attributes are aligned: position ``i`` of each belongs to sample ``global_indexes[i]``.
+    Row operations return new objects; what they share with the original is never written in place.
+    """
+
+    __slots__ = (
+        "_batch_index",
+        "_custom_backend_meta",
+        "_token",
+        "field_schema",
+        "partition_ids",
+        "production_status",
+    )
+
+    partition_ids: list[str]
+    production_status: NDArray[np.int8]
+    _custom_backend_meta: list[dict[str, Any]]
+    field_schema: Schema
+    _token: str | None
+    _batch_index: int | None
+
+    def __init__(
+        self,
+        global_indexes: Iterable[int] | None = None,
+        partition_ids: Iterable[str] | None = None,
+        field_schema: Mapping[str, Mapping[str, Any]] | None = None,
+        production_status: Any = None,
+        extra_info: Mapping[str, Any] | None = None,
+        custom_meta: Sequence[Mapping[str, Any]] | None = None,
+        _custom_backend_meta: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        padding_mask: Sequence[bool] | None = None,
+        token: str | None = None,
+        batch_index: int | None = None,
+    ) -> None:
+        """Containers are copied one level deep.
+
+        Args:
+            production_status: [N] 1 where a sample's fields are ready; zeros by default.
+            padding_mask: True for rows that only repeat a sample to fill the batch.
+            token: Names the ledger entry the batch came from, for its ack.
+            batch_index: Position of the batch in its consumer's stream.
+        Raises:
+            ValueError: lengths disagree.
+        """
+        self.global_indexes = as_ints(global_indexes) if global_indexes is not None else []
+        self.partition_ids = list(partition_ids) if partition_ids is not None else []
+        size = len(self.global_indexes)
+        for name, rows in {
+            "partition_ids": self.partition_ids,
+            "production_status": production_status,
+            "custom_meta": custom_meta,
+            "_custom_backend_meta": _custom_backend_meta,
+            "padding_mask": padding_mask,
+        }.items():
+            check_length(name, rows, size)
+        self.production_status = _status(production_status, size)
+        self.custom_meta = [{} for _ in range(size)] if custom_meta is None else list(map(dict, custom_meta))
+        self._custom_backend_meta = (
+            [{} for _ in range(size)] if _custom_backend_meta is None else list(map(dict, _custom_backend_meta))
+        )
+        self._padding = list(map(bool, padding_mask)) if padding_mask is not None and any(padding_mask) else None
+        self.field_schema = normalized(field_schema or {}, size)
+        self.extra_info = dict(extra_info or {})
+        self._token = token
+        self._batch_index = batch_index
+        self.mark_custom_meta_clean()
+
+    @classmethod
+    def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
+        return cls(extra_info=extra_info)
+
+    # --- what it holds ---
+
+    @property
+    def size(self) -> int:
+        return len(self.global_indexes)
+
+    @property
+    def field_names(self) -> list[str]:
+        return sorted(self.field_schema)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are rows and all of them are produced."""
+        return self.size > 0 and bool(np.all(np.asarray(self.production_status) == 1))
+
+    @property
+    def samples(self) -> SamplesView:
+        """Read-only rows, made as they are looked at."""
+        return SamplesView(self)
+
+    @property
+    def padding_mask(self) -> list[bool]:
+        """True for rows that only repeat a sample to fill the batch: mask them in a loss."""
+        return [False] * len(self.custom_meta) if self._padding is None else list(self._padding)
+
+    @property
+    def token(self) -> str | None:
+        """Names the ledger entry this batch came from; None when made by hand or joined from several."""
+        return self._token
+
+    @property
+    def batch_index(self) -> int | None:
+        return self._batch_index
+
+    def get_dtypes(self, field_name: str) -> list[Any]:
+        """One dtype per row; KeyError for an unknown field."""
+        return [self._entry(field_name).get("dtype")] * self.size
+
+    def get_shapes(self, field_name: str) -> list[Shape | None]:
+        """One shape per row; KeyError for an unknown field."""
+        return shapes_of(self._entry(field_name), self.size)
+
+    def _entry(self, field_name: str) -> dict[str, Any]:
+        if field_name not in self.field_schema:
+            raise KeyError(f"no field {field_name!r} in this batch, it has {self.field_names}")
+        return self.field_schema[field_name]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchMeta(size={self.size}, field_names={self.field_names}, is_ready={self.is_ready}, "
+            f"global_indexes={self.global_indexes}, extra_info={self.extra_info})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BatchMeta):
+            return NotImplemented
+        return all(same_value(getattr(self, name), getattr(other, name)) for name in _COMPARED)
+
+    # --- rows ---
+
+    def __getitem__(self, item: Any) -> BatchMeta:
+        """The batch of one row, or of a slice."""
+        if isinstance(item, slice):
+            return self._take(item)
+        try:
+            position = operator.index(item)
+        except TypeError:
+            raise TypeError(
+                f"a batch is indexed by an int or a slice, not by {type(item).__name__}; for a list use select_samples"
+            ) from None
+        if not -self.size <= position < self.size:
+            raise IndexError(f"row {position} of a batch of {self.size} rows")
+        position %= self.size
+        return self._take(slice(position, position + 1))
+
+    def __iter__(self) -> Iterator[BatchMeta]:
+        return (self[position] for position in range(self.size))
+
+    def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
+        """The rows at these positions, in this order, repeats allowed; ValueError for one out of range or negative."""
+        positions = as_ints(sample_indices)
+        check_in_range(positions, self.size)
+        return self._take(positions)
+
+    def chunk(self, chunks: int) -> list[BatchMeta]:
+        """Consecutive parts, the first ``size % chunks`` one row larger; too many leaves empty ones, with a warning."""
+        return self.chunk_by_size(even_sizes(self.size, chunks))
+
+    def chunk_by_size(self, sizes: Iterable[int]) -> list[BatchMeta]:
+        """Consecutive parts of these sizes. Cut the data by the same sizes, and rows stay with their metadata."""
+        return [self._take(rows) for rows in consecutive(sizes, self.size)]
+
+    def chunk_by_partition(self) -> list[BatchMeta]:
+        """One batch per partition, in order of first appearance; rows keep their order."""
+        positions: dict[str, list[int]] = {}
+        for position, partition in enumerate(self.partition_ids):
+            positions.setdefault(partition, []).append(position)
+        return [self._take(rows) for rows in positions.values()]
+
+    def reorder(self, indexes: Iterable[int]) -> None:
+        """Put the rows into this order, in place; ValueError unless every position is named once."""
+        positions = as_ints(indexes)
+        check_permutation(positions, self.size)
+        self._adopt(self._take(positions))
+
+    def copy(self) -> BatchMeta:
+        """Deep copy."""
+        copied = self._take(slice(None))
+        copied.extra_info = copy.deepcopy(self.extra_info)
+        copied.field_schema = copy.deepcopy(self.field_schema)
+        copied._custom_backend_meta = [copy.deepcopy(row) if row else {} for row in self._custom_backend_meta]
+        return copied
+
+    @classmethod
+    def concat(cls, data: Iterable[BatchMeta | None], validate: bool = True) -> BatchMeta:
+        """The rows of all parts, one part after the other; None and empty parts are skipped.
+
+        ``validate=False`` trusts the caller: of fields the common ones are kept, of extra_info the last value.
+
+        Raises:
+            ValueError: field names, dtypes or values in extra_info differ.
+        """
+        parts = [part for part in data if part is not None and part.size]
+        return cls._join(parts, validate) if parts else cls.empty()
+
+    # The next two are the only places that know which attributes go by row.
+
+    def _take(self, positions: slice | list[int]) -> BatchMeta:
+        """The rows at these positions (in range), sharing nothing that is written in place."""
+        part = type(self).__new__(type(self))
+        part.global_indexes = pick(self.global_indexes, positions)
+        part.partition_ids = pick(self.partition_ids, positions)
+        part.production_status = np.array(np.asarray(self.production_status)[positions], dtype=np.int8)
+        part.custom_meta = list(map(copy_tags, pick(self.custom_meta, positions)))
+        part._custom_backend_meta = list(map(dict, pick(self._custom_backend_meta, positions)))
+        part._padding = None if self._padding is None else pick(self._padding, positions)
+        part._tags_as_made = None if self._tags_as_made is None else pick(self._tags_as_made, positions)
+        part.field_schema = take_rows(self.field_schema, positions)
+        part.extra_info = dict(self.extra_info)
+        part._token = self._token
+        part._batch_index = self._batch_index
+        if part._padding is not None and not any(part._padding):
+            part._padding = None
+        return part
+
+    @classmethod
+    def _join(cls, parts: list[BatchMeta], validate: bool) -> BatchMeta:
+        whole = cls.__new__(cls)
+        whole.global_indexes = [index for part in parts for index in part.global_indexes]
+        whole.partition_ids = [partition for part in parts for partition in part.partition_ids]
+        whole.production_status = np.concatenate([np.asarray(part.production_status, dtype=np.int8) for part in parts])
+        whole.custom_meta = [copy_tags(tags) for part in parts for tags in part.custom_meta]
+        whole._custom_backend_meta = [dict(row) for part in parts for row in part._custom_backend_meta]
+        whole._padding = None
+        if any(part._padding is not None for part in parts):
+            whole._padding = [filler for part in parts for filler in part.padding_mask]
+        whole._tags_as_made = None
+        if any(part._tags_as_made is not None for part in parts):
+            whole._tags_as_made = [tags for part in parts for tags in part._made_tags()]
+        whole.field_schema = join_rows(
+            [part.field_schema for part in parts], [p.size for p in parts], validate=validate
+        )
+        whole.extra_info = merge_extra_info([part.extra_info for part in parts], validate=validate)
+        whole._token = _only({part._token for part in parts})
+        whole._batch_index = _only({part._batch_index for part in parts})
+        return whole
+
+    def _adopt(self, other: BatchMeta) -> None:
+        for name in _ATTRIBUTES:
+            setattr(self, name, getattr(other, name))
+
+    # --- fields ---
+
+    def select_fields(self, field_names: str | Iterable[str]) -> BatchMeta:
+        """The same rows with these fields only; unknown names are ignored."""
+        names = {field_names} if isinstance(field_names, str) else set(field_names)
+        selected = self._take(slice(None))
+        selected.field_schema = {name: entry for name, entry in selected.field_schema.items() if name in names}
+        # Entries that start with "_" belong to the row, not to a field.
+        selected._custom_backend_meta = [
+            {name: value for name, value in row.items() if name in names or name.startswith("_")}
+            for row in selected._custom_backend_meta
+        ]
+        return selected
+
+    def add_fields(self, tensor_dict: TensorDictBase, set_all_ready: bool = True) -> BatchMeta:
+        """Describe these columns too, in place; a field that exists is replaced. Returns self.
+
+        Raises:
+            ValueError: the number of rows differs. A TensorDict without rows changes nothing.
+        """
+        schema = extract_field_schema(tensor_dict)
+        num_rows = count_rows(tensor_dict)
+        if not num_rows:
+            return self
+        if num_rows != self.size:
+            raise InvalidRequestError(
+                f"the columns have {num_rows} rows, the batch has {self.size}: give one per sample."
+            )
+        self.field_schema = {**self.field_schema, **schema}
+        if set_all_ready:
+            self.production_status = np.ones(self.size, dtype=np.int8)
+        return self
+
+    def union(self, other: BatchMeta | None) -> BatchMeta:
+        """The same samples with what either side knows of them; ``other`` wins, a row is ready where both say so.
+
+        Raises:
+            ValueError: the two are not about the same samples in the same order.
+        """
+        if other is None or not other.size:
+            return self.copy()
+        if not self.size:
+            return other.copy()
+        for name in ("global_indexes", "partition_ids"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise InvalidRequestError(
+                    f"{name} do not match: {_first_difference(mine, theirs)}. Reorder one side first."
+                )
+        return self._united(other)
+
+    def _united(self, other: BatchMeta) -> BatchMeta:
+        mine, theirs = self.copy(), other.copy()
+        mine.production_status &= theirs.production_status
+        mine.custom_meta = _merged_rows(mine.custom_meta, theirs.custom_meta)
+        mine._custom_backend_meta = _merged_rows(mine._custom_backend_meta, theirs._custom_backend_meta)
+        if theirs._padding is not None:
+            mine._padding = list(map(operator.or_, mine.padding_mask, theirs._padding))
+        if theirs._tags_as_made is not None:
+            mine._tags_as_made = _merged_rows(mine._made_tags(), theirs._tags_as_made)
+        mine.field_schema.update(theirs.field_schema)
+        mine.extra_info.update(theirs.extra_info)
+        mine._token = _only({mine._token, theirs._token} - {None})
+        mine._batch_index = _only({mine._batch_index, theirs._batch_index} - {None})
+        return mine
+
+    # --- pickle ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _ATTRIBUTES}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._adopt(BatchMeta())  # state of an older version may lack attributes
+        for name, value in state.items():
+            setattr(self, name, value)
+        # An array unpickled from a shared buffer (Ray) is read-only.
+        self.production_status = np.array(self.production_status, dtype=np.int8)
+
+
+_ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
+# Not the snapshot of the tags: it says how the batch came about, not what it is.
+_COMPARED = tuple(name for name in _ATTRIBUTES if name != "_tags_as_made")
+
+
+def _status(status: Any, size: int) -> NDArray[np.int8]:
+    return np.zeros(size, dtype=np.int8) if status is None else np.array(status, dtype=np.int8)
+
+
+def _merged_rows(mine: list[Tags], theirs: list[Tags]) -> list[Tags]:
+    return [{**left, **right} for left, right in zip(mine, theirs, strict=True)]
+
+
+def _only(values: set[Any]) -> Any:
+    """The one value of a set, or None when there are several."""
+    return next(iter(values)) if len(values) == 1 else None
+
+
+def _first_difference(mine: list[Any], theirs: list[Any]) -> str:
+    if len(mine) != len(theirs):
+        return f"{len(mine)} and {len(theirs)} rows"
+    row = next(row for row, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+    return f"row {row} has {mine[row]!r} and {theirs[row]!r}"

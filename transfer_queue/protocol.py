@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message between client and controller. Adding a verb starts here.
+
+Arrays travel as raw little-endian bytes: ``indexes`` are int64, ``status`` int8, ``row_shapes`` int32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.errors import UnsupportedValueError
+
+Indexes = npt.NDArray[np.int64]
+Tags = dict[str, Any]
+
+
+class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What the controller knows of one field of some rows. ``row_shapes`` is [rows, ndim], only where rows differ."""
+
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    is_nested: bool = False
+    is_non_tensor: bool = False
+    row_shapes: bytes | None = None
+
+
+class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Fields are positional on the wire: append with a default, never reorder. No kw_only here: it would move ``id``."""
+
+    id: int
+
+
+class Hello(Request):
+    """A client is here. On the same host ``pid`` lets the server notice its death at once."""
+
+    pid: int
+    pid_namespace: int | None = None
+
+
+class Goodbye(Request):
+    """A client leaves on purpose: what it reserved is given back, and it isn't counted as a dead producer."""
+
+
+class CreatePartition(Request):
+    """Make a partition; with ``num_samples`` it seals itself when that many samples are published."""
+
+    partition: str
+    num_samples: int | None = None
+
+
+class SealPartition(Request):
+    """No more samples will come into this partition."""
+
+    partition: str
+
+
+class RegisterTask(Request):
+    """How ``task`` draws its batches: sampler spec, data-parallel size, tail policy. Missing parts stay as they are."""
+
+    task: str
+    sampler: str | dict[str, Any] | None = None
+    dp_size: int | None = None
+    tail: str | None = None
+
+
+class Reserve(Request):
+    """Indexes for ``count`` new samples, contiguous; parked while the queue is full. ``fields`` are checked for dtype."""
+
+    partition: str
+    count: int
+    fields: dict[str, FieldSpec] = {}
+    wait_s: float = 60.0
+
+
+class CheckFields(Request):
+    """Is a write of these fields onto existing samples allowed? Asked before values are replaced."""
+
+    partition: str
+    indexes: bytes
+    fields: dict[str, FieldSpec]
+
+
+class Cancel(Request):
+    """Give reserved indexes back: their write failed or they aren't needed."""
+
+    partition: str
+    indexes: bytes
+
+
+class Publish(Request):
+    """These fields of these samples are stored whole. The only message that makes data visible.
+
+    Tags merge into those the samples have. ``reserve_next`` asks for indexes for a next put of that size;
+    ``describe`` for a Batch in place of Published.
+    """
+
+    partition: str
+    indexes: bytes
+    fields: dict[str, FieldSpec]
+    tags: dict[int, Tags] = {}
+    reserve_next: int = 0
+    describe: bool = False
+
+
+class Insert(Request):
+    """New samples without values yet (``get_meta`` in mode "insert")."""
+
+    partition: str
+    count: int
+    fields: list[str] = []
+    wait_s: float = 60.0
+
+
+class Fetch(Request):
+    """The next batch for a consumer, or the one it was given before. Parked up to ``wait_s`` seconds.
+
+    ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not.
+    """
+
+    partition: str
+    task: str
+    fields: list[str]
+    batch_size: int
+    dp_rank: int | None = None
+    batch_index: int | None = None
+    dp_size: int | None = None
+    wait_s: float = 0.0
+    finite: bool = False
+    sampler_args: dict[str, Any] = {}
+    acks: list[str] = []
+
+
+class Ack(Request):
+    """These batches are settled and will never be asked for again."""
+
+    partition: str
+    task: str
+    tokens: list[str]
+
+
+class Describe(Request):
+    """Metadata of given samples, or of all: consumed or not, marks nothing (``get_meta`` in mode "force_fetch")."""
+
+    partition: str
+    fields: list[str] | None = None
+    indexes: bytes | None = None
+
+
+class ConsumptionStatus(Request):
+    """Which samples of the partition ``task`` has consumed."""
+
+    partition: str
+    task: str
+
+
+class ProductionStatus(Request):
+    """Which of the fields each sample of the partition has."""
+
+    partition: str
+    fields: list[str]
+
+
+class ResetConsumption(Request):
+    """Make consumed samples available again, for one task or all. The ledger stays: equal questions, equal answers."""
+
+    partition: str
+    task: str | None = None
+
+
+class SetTags(Request):
+    """Tags of samples; ``merge`` keeps keys that aren't named."""
+
+    tags: dict[str, dict[int, Tags]]
+    merge: bool = False
+
+
+class ClearSamples(Request):
+    """Forget samples. Unknown and already cleared ones are ignored."""
+
+    partition: str
+    indexes: bytes
+
+
+class ClearPartition(Request):
+    """Forget a partition and all it holds. Unknown: nothing."""
+
+    partition: str
+
+
+class ListPartitions(Request):
+    """Names of all partitions."""
+
+
+class ResolveKeys(Request):
+    """Samples of user keys; with ``create``, unknown keys get new samples, in the order given.
+
+    ``hold``: new ones stay invisible until published, and can be cancelled.
+    """
+
+    partition: str
+    keys: list[str]
+    create: bool = False
+    hold: bool = False
+    fields: dict[str, FieldSpec] = {}
+    wait_s: float = 60.0
+
+
+class KeysOf(Request):
+    """User keys of samples, None where a sample has none."""
+
+    partition: str
+    indexes: bytes
+
+
+class ListKeys(Request):
+    """Keys and tags of one partition or all."""
+
+    partition: str | None = None
+
+
+class GetStats(Request):
+    """Numbers of the whole queue: partitions, tasks, waiting fetches and what they lack."""
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """``id`` is the id of the request this answers."""
+
+    id: int
+
+
+class Done(Reply):
+    """Carried out. ``value`` is the verb's own small result."""
+
+    value: Any = None
+
+
+class Failed(Reply):
+    """Refused or failed; nothing changed. ``code`` names a class of ``errors``."""
+
+    code: str
+    text: str
+
+
+class Welcome(Reply):
+    """The queue's configuration as JSON, server addresses included."""
+
+    config: bytes
+
+
+class Reserved(Reply):
+    """Indexes for a put, ascending, and the dtypes the partition's fields already have."""
+
+    indexes: bytes
+    dtypes: dict[str, str | None] = {}
+
+
+class Published(Reply):
+    """Visible now. ``indexes``: a reservation for the next put of that size, when asked for."""
+
+    indexes: bytes = b""
+
+
+class Batch(Reply):
+    """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8)."""
+
+    partition: str
+    indexes: bytes
+    fields: dict[str, FieldSpec]
+    status: bytes
+    tags: dict[int, Tags] = {}
+    token: str | None = None
+    batch_index: int | None = None
+    padding: bytes | None = None
+    keys: list[str] = []
+
+
+class NotReady(Reply):
+    """No batch yet; try again. ``lacking`` counts, per field, the samples that only wait for it."""
+
+    wanted: int
+    ready: int
+    samples: int
+    lacking: dict[str, int] = {}
+    last_published_s: float | None = None
+    known_fields: list[str] = []
+
+
+class Ended(Reply):
+    """No batch will come any more. ``dropped`` samples were left over by the tail policy."""
+
+    reason: str
+    dropped: int = 0
+
+
+class Status(Reply):
+    """``status`` is int8 [samples] or [samples, columns]; ``known`` False for an unknown partition or field."""
+
+    known: bool
+    indexes: bytes = b""
+    status: bytes = b""
+    columns: int = 1
+
+
+class Cleared(Reply):
+    """Samples that are forgotten; their values may be dropped from storage."""
+
+    indexes: bytes
+
+
+class Names(Reply):
+    """Names or keys."""
+
+    names: list[str | None]
+
+
+class KeyList(Reply):
+    """Per partition, user keys and their tags in order of insertion."""
+
+    keys: dict[str, dict[str, Tags]]
+
+
+AnyRequest = (
+    Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Cancel | Publish
+    | Insert | Fetch | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags
+    | ClearSamples | ClearPartition | ListPartitions | ResolveKeys | KeysOf | ListKeys | GetStats
+)  # fmt: skip
+AnyReply = (
+    Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
+)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if getattr(value, "ndim", None) == 0:  # NumPy scalars and 0-dim tensors
+        return value.item()
+    raise UnsupportedValueError(
+        f"a tag or argument holds a {type(value).__name__}: tags are small plain data (str, int, float, bool, None, "
+        f"lists and dicts of them). Store it as a field instead."
+    )
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_requests = msgspec.msgpack.Decoder(AnyRequest)
+_replies = msgspec.msgpack.Decoder(AnyReply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The message as it travels. Raises UnsupportedValueError for tags that aren't plain data."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes | memoryview) -> AnyRequest:
+    """Raises msgspec.DecodeError for anything that isn't one of our requests."""
+    return _requests.decode(data)
+
+
+def decode_reply(data: bytes | memoryview) -> AnyReply:
+    """Raises msgspec.DecodeError for anything that isn't one of our replies."""
+    return _replies.decode(data)
+
+
+def pack_indexes(indexes: Any) -> bytes:
+    """Indexes as they travel: int64, little-endian."""
+    return np.asarray(indexes, dtype="<i8").tobytes()
+
+
+def unpack_indexes(data: bytes) -> Indexes:
+    """Read-only int64 view of packed indexes."""
+    return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)

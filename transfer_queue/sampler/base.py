@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler interface: which of the ready samples a fetch gets, and what a sampler remembers about it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+from transfer_queue.errors import SamplerError
+
+Picked = tuple[list[int], list[int]]
+"""(sampled, consumed): what the caller gets, and what the task never gets again."""
+
+CALLABLE_KEY = "$callable"
+"""How a function given to a constructor stands in ``spec()``: ``{"$callable": "module:name"}``."""
+
+_SamplerT = TypeVar("_SamplerT", bound="BaseSampler")
+
+
+class PartitionView(Protocol):
+    """What a sampler may look at beside the ready indexes. Direct callers may pass less; see each sampler."""
+
+    partition_id: str
+    sealed: bool
+    keys_mapping: Mapping[str, int]
+
+    def get_custom_meta(self, indexes: list[int]) -> dict[int, dict[str, Any]]:
+        """Tags per index."""
+
+    def put_positions(self, indexes: list[int]) -> list[tuple[int, int]]:
+        """Per index: its offset within the put that made it, and how many samples that put held."""
+
+
+class BaseSampler(ABC):
+    """Picks samples; a function of (ready, batch size, own state), without clock, thread or I/O.
+
+    Subclasses call ``super().__init__()`` and keep what they remember in
+    ``_states[partition][task][dp_rank][batch_index]``; ``has_cached_result``, ``forget``, ``clear_cache`` and
+    checkpoints then work without further code.
+    """
+
+    dp_size: int | None = None
+    """Number of data-parallel ranks, where the sampler itself must know it; set on the instance."""
+
+    _states: dict[str, dict[str, dict[Any, Any]]]
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls: type[_SamplerT], *args: Any, **kwargs: Any) -> _SamplerT:
+        # Here, so that a subclass has spec() and state whatever its own __init__ does.
+        self = super().__new__(cls)
+        self._arguments = (args, kwargs)
+        self._states = {}
+        return self
+
+    def __init__(self) -> None:
+        self._states = {}
+
+    def __call__(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
+        return self.sample(ready_indexes, batch_size, *args, **kwargs)
+
+    @abstractmethod
+    def sample(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
+        """Pick from the ready samples.
+
+        Args:
+            ready_indexes: Ascending, possibly far more than needed: slice or iterate it, don't copy it whole.
+            batch_size: Samples asked for, per rank.
+            kwargs: ``partition`` (a PartitionView), ``partition_id``, ``task_name``, ``dp_rank``, ``batch_index``,
+                ``dp_size`` and the caller's ``sampling_config``.
+        Returns:
+            (sampled, consumed), two separate lists. ([], []) means "not enough yet".
+        Raises:
+            ValueError: The request can never work; raised before any state changes.
+        """
+
+    def samples_needed(self, batch_size: int, dp_size: int | None) -> int:
+        """Least number of ready samples with which calling ``sample`` makes sense."""
+        return batch_size * (dp_size or 1)
+
+    def check(self, batch_size: int, dp_size: int | None) -> None:
+        """Raise ValueError for sizes that can never give a batch. Called when a fetch arrives."""
+        if batch_size < 1:
+            raise SamplerError(f"batch_size must be at least 1, got {batch_size}.")
+        self._check_ranks(dp_size)
+
+    def tail(self, ready_indexes: Sequence[int], batch_size: int, *, partition: Any = None) -> list[int]:
+        """What of the rest of a sealed partition may still be handed out in incomplete batches, in order."""
+        return list(ready_indexes)
+
+    def has_cached_result(
+        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
+    ) -> bool:
+        """Whether ``sample`` would answer from memory, so that nothing needs to be ready."""
+        config = sampling_config or {}
+        batches = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"))
+        return isinstance(batches, dict) and config.get("batch_index") in batches
+
+    def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
+        """Drop what is remembered of one batch for all ranks: the ledger has it now."""
+        ranks = self._states.get(partition_id, {}).get(task_name)
+        if not isinstance(ranks, dict):
+            return
+        for rank, batches in list(ranks.items()):
+            # What isn't a dict of batches is a subclass' own affair.
+            if isinstance(batches, dict) and batch_index in batches:
+                del batches[batch_index]
+                if not batches:
+                    del ranks[rank]
+
+    def clear_cache(self, partition_id: str) -> None:
+        """Drop everything about a partition: it has been cleared."""
+        self._states.pop(partition_id, None)
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        return {"_states": copy.deepcopy(self._states)}
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        self._states = copy.deepcopy(state.get("_states", {}))
+
+    def spec(self) -> dict[str, Any]:
+        """How to build this sampler in another process, as plain data; ``registry.resolve`` reads it.
+
+        Raises:
+            SamplerError: An argument is neither plain data nor an importable function.
+        """
+        args, kwargs = self._arguments
+        names = [*inspect.signature(type(self).__init__).parameters][1:]
+        where = f"{type(self).__module__}:{type(self).__qualname__}"
+        labels = [*names[: len(args)], *(f"number {i + 1}" for i in range(len(names), len(args)))]
+        return {
+            "class": where,
+            "args": [_plain(value, f"argument {label} of {where}") for label, value in zip(labels, args, strict=True)],
+            "kwargs": {name: _plain(value, f"argument {name} of {where}") for name, value in kwargs.items()},
+        }
+
+    def _check_ranks(self, dp_size: int | None) -> None:
+        if dp_size is not None and self.dp_size is not None and dp_size != self.dp_size:
+            raise SamplerError(
+                f"{type(self).__name__} was built for dp_size {self.dp_size}, the task has dp_size {dp_size}. "
+                f"Register the sampler with dp_size={dp_size}."
+            )
+
+    def _recall(self, partition_id: str, task_name: str, dp_rank: int, batch_index: int) -> Picked | None:
+        pair = self._states.get(partition_id, {}).get(task_name, {}).get(dp_rank, {}).get(batch_index)
+        return None if pair is None else (list(pair[0]), list(pair[1]))
+
+    def _remember(self, partition_id: str, task_name: str, dp_rank: int, batch_index: int, sampled: list[int]) -> None:
+        # Copies, here and in _recall: a caller that changes its list must not change the memory.
+        ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
+        ranks.setdefault(dp_rank, {})[batch_index] = (list(sampled), list(sampled))
+
+
+def in_index_order(ready_indexes: Sequence[int]) -> Sequence[int]:
+    """The ready indexes, ascending. A plain list comes from a direct caller and may be unsorted; views never are."""
+    return sorted(ready_indexes) if isinstance(ready_indexes, list) else ready_indexes
+
+
+def _plain(value: Any, label: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, label) for item in value]
+    if isinstance(value, dict) and CALLABLE_KEY not in value and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, label) for key, item in value.items()}
+    if callable(value) and (path := _import_path(value)):
+        return {CALLABLE_KEY: path}
+    raise SamplerError(
+        f"{label} is {value!r}, which can't travel to the controller. "
+        f"Pass plain data (numbers, strings, lists, dicts) or a function that another process can import."
+    )
+
+
+def _import_path(function: Any) -> str | None:
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(name, str)):
+        return None
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return f"{module}:{name}" if found is function else None

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPOGroupNSampler: batches of whole groups, so that an advantage can be computed within each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from transfer_queue.errors import SamplerError
+from transfer_queue.sampler.base import BaseSampler, Picked, in_index_order
+from transfer_queue.sampler.groups import whole_groups
+
+
+class GRPOGroupNSampler(BaseSampler):
+    """Only whole groups of ``n_samples_per_prompt`` responses, oldest first; ``groups.py`` says what a group is.
+
+    Args:
+        n_samples_per_prompt: Responses per prompt. ``batch_size`` must be a multiple of it.
+    """
+
+    def __init__(self, n_samples_per_prompt: int = 1) -> None:
+        super().__init__()
+        if n_samples_per_prompt <= 0:
+            raise SamplerError(f"n_samples_per_prompt must be positive, got {n_samples_per_prompt}.")
+        self.n_samples_per_prompt = n_samples_per_prompt
+
+    def check(self, batch_size: int, dp_size: int | None) -> None:
+        super().check(batch_size, dp_size)
+        self._check_multiple(batch_size)
+
+    def sample(
+        self,
+        ready_indexes: Sequence[int],
+        batch_size: int,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        partition: Any = None,
+        dp_rank: int | None = None,
+        batch_index: int | None = None,
+        dp_size: int | None = None,
+        **kwargs: Any,
+    ) -> Picked:
+        """Whole groups that make ``batch_size`` samples, or ([], []).
+
+        With both ``dp_rank`` and ``batch_index`` the answer is remembered and given again.
+        """
+        # A rank alone would get the same batch for ever.
+        name = None if dp_rank is None or batch_index is None else (dp_rank, batch_index)
+        if name and (cached := self._recall(partition_id, task_name, *name)) is not None:
+            return cached
+        self._check_multiple(batch_size)
+        # The first rank of a round makes sure that there is a batch for every rank, so that no round is begun in vain.
+        num_ranks = dp_size if dp_size and dp_rank == 0 else 1
+        groups = self._groups(ready_indexes, batch_size * num_ranks, partition)
+        sampled = [index for group in groups for index in group][:batch_size]
+        if sampled and name:
+            self._remember(partition_id, task_name, *name, sampled)
+        return sampled, list(sampled)
+
+    def tail(self, ready_indexes: Sequence[int], batch_size: int, *, partition: Any = None) -> list[int]:
+        """Whole groups only: a part of one is no use to an advantage."""
+        ready = in_index_order(ready_indexes)
+        if self.n_samples_per_prompt == 1 or not ready:
+            return list(ready)
+        groups = whole_groups(ready, self.n_samples_per_prompt, partition, batch_size)
+        return [index for group in groups for index in group]
+
+    def _groups(self, ready_indexes: Sequence[int], num_samples: int, view: Any) -> list[list[int]]:
+        """Exactly the groups that make ``num_samples``, or none."""
+        size = self.n_samples_per_prompt
+        ready = in_index_order(ready_indexes)
+        if num_samples <= 0 or len(ready) < num_samples:
+            return []
+        if size == 1:
+            return [[index] for index in ready[:num_samples]]
+        wanted = num_samples // size
+        groups = list(islice(whole_groups(ready, size, view, num_samples), wanted))
+        return groups if len(groups) == wanted else []
+
+    def _check_multiple(self, batch_size: int) -> None:
+        size = self.n_samples_per_prompt
+        if batch_size % size:
+            below = batch_size // size * size
+            nearest = f"{below} or {below + size}" if below > 0 else f"{size}"
+            raise SamplerError(
+                f"batch_size ({batch_size}, per rank) must be a multiple of n_samples_per_prompt ({size}), "
+                f"since groups are never split. Nearest that works: {nearest}."
+            )

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SeqlenBalancedSampler: one global batch, split so that every data-parallel rank has about the same work."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from transfer_queue.errors import SamplerError
+from transfer_queue.sampler.base import Picked
+from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
+from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions, karmarkar_karp
+from transfer_queue.sampler.weights import Weight, sample_weights
+
+__all__ = ["SeqlenBalancedSampler", "get_seqlen_balanced_partitions", "karmarkar_karp"]
+
+logger = logging.getLogger(__name__)
+
+
+class SeqlenBalancedSampler(GRPOGroupNSampler):
+    """Draws ``batch_size * dp_size`` samples at once and gives each rank the same number of groups, of similar weight.
+
+    Args:
+        n_samples_per_prompt: Responses per prompt; a group never spans two ranks.
+        dp_size: Data-parallel ranks. ``batch_size`` is per rank.
+        weight: Tag with the tokens of a sample, or an importable function of its tags.
+    """
+
+    def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, weight: Weight = "total_lengths") -> None:
+        super().__init__(n_samples_per_prompt)
+        if dp_size <= 0:
+            raise SamplerError(f"dp_size must be positive, got {dp_size}.")
+        self.dp_size: int = dp_size
+        self.weight = weight
+        self._balanced_cache: dict[tuple[str, str, int], list[list[int]]] = {}
+
+    def samples_needed(self, batch_size: int, dp_size: int | None) -> int:
+        return batch_size * self.dp_size
+
+    def sample(
+        self,
+        ready_indexes: Sequence[int],
+        batch_size: int,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        partition: Any = None,
+        dp_rank: int | None = None,
+        batch_index: int | None = None,
+        dp_size: int | None = None,
+        **kwargs: Any,
+    ) -> Picked:
+        """This rank's share of global batch ``batch_index`` (None: 0), drawn for all ranks by whoever asks first."""
+        rank = self._rank(dp_rank)
+        self._check_ranks(dp_size)
+        if rank >= self.dp_size:
+            return [], []
+        batch = batch_index or 0
+        if (partition_id, task_name, batch) not in self._balanced_cache:
+            # A multiple per rank, not only over all ranks: else the groups couldn't be dealt out equally.
+            self._check_multiple(batch_size)
+            groups = self._groups(ready_indexes, batch_size * self.dp_size, partition)
+            if not groups:
+                return [], []
+            self._keep(partition_id, task_name, batch, self._split(groups, partition))
+        return self._recall(partition_id, task_name, rank, batch) or ([], [])
+
+    def has_cached_result(
+        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
+    ) -> bool:
+        config = dict(sampling_config or {})
+        config["batch_index"] = config.get("batch_index") or 0
+        return super().has_cached_result(partition_id, task_name, config)
+
+    def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
+        super().forget(partition_id, task_name, batch_index or 0)
+        self._balanced_cache.pop((partition_id, task_name, batch_index or 0), None)
+
+    def clear_cache(self, partition_id: str) -> None:
+        super().clear_cache(partition_id)
+        self._balanced_cache = {key: shares for key, shares in self._balanced_cache.items() if key[0] != partition_id}
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        return {**super().save_checkpoint(), "_balanced_cache": copy.deepcopy(self._balanced_cache)}
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        super().load_checkpoint(state)
+        self._balanced_cache = copy.deepcopy(state.get("_balanced_cache", {}))
+
+    def _rank(self, dp_rank: int | None) -> int:
+        if dp_rank is None and self.dp_size == 1:
+            return 0
+        if dp_rank is None:
+            raise SamplerError(
+                f"{type(self).__name__} splits over {self.dp_size} ranks and needs dp_rank to answer one of them. "
+                f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
+            )
+        if dp_rank < 0:
+            raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
+        return dp_rank
+
+    def _split(self, groups: list[list[int]], view: Any) -> list[list[int]]:
+        """One list of samples per rank."""
+        if view is None:
+            logger.warning("SeqlenBalancedSampler was called without a partition: split by count, not by weight.")
+            per_rank = len(groups) // self.dp_size
+            parts = [list(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(self.dp_size)]
+        else:
+            weights = sample_weights([index for group in groups for index in group], self.weight, view)
+            size = self.n_samples_per_prompt
+            totals = [sum(weights[start : start + size]) for start in range(0, len(weights), size)]
+            parts = get_seqlen_balanced_partitions(totals, self.dp_size, equal_size=True)
+        return [[index for position in part for index in groups[position]] for part in parts]
+
+    def _keep(self, partition_id: str, task_name: str, batch: int, shares: list[list[int]]) -> None:
+        self._balanced_cache[(partition_id, task_name, batch)] = shares
+        for rank, share in enumerate(shares):
+            self._remember(partition_id, task_name, rank, batch, share)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SequentialSampler: the oldest ready samples first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transfer_queue.sampler.base import BaseSampler, Picked
+
+
+class SequentialSampler(BaseSampler):
+    """The first ``batch_size`` ready samples; fewer when fewer are ready. The default."""
+
+    def sample(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
+        sampled = list(ready_indexes[:batch_size])
+        return sampled, list(sampled)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TokenBudgetSampler: batches bounded by tokens rather than by count, one per data-parallel rank."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from transfer_queue.errors import SamplerError
+from transfer_queue.sampler.base import BaseSampler, Picked, in_index_order
+from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
+from transfer_queue.sampler.weights import Weight, sample_weights
+
+_CHUNK = 256  # tags looked up at a time: a budget may be full long before batch_size samples
+
+
+class TokenBudgetSampler(BaseSampler):
+    """As many of the oldest ready samples as fit into ``max_tokens`` per rank, balanced over the ranks.
+
+    A round is a prefix of the ready samples, so none is passed over. It is drawn when a further sample wouldn't fit, or
+    when the partition is sealed; every rank gets at least one sample and at most ``batch_size``.
+
+    Args:
+        max_tokens: Upper bound of a rank's batch.
+        weight: Tag with the tokens of a sample, or an importable function of its tags.
+        dp_size: Data-parallel ranks; None: what the task is registered with, else every rank draws for itself.
+    """
+
+    def __init__(self, max_tokens: float, weight: Weight = "total_lengths", dp_size: int | None = None) -> None:
+        super().__init__()
+        if not max_tokens > 0:
+            raise SamplerError(f"max_tokens must be positive, got {max_tokens}.")
+        if dp_size is not None and dp_size <= 0:
+            raise SamplerError(f"dp_size must be positive, got {dp_size}.")
+        self.max_tokens = max_tokens
+        self.weight = weight
+        self.dp_size = dp_size
+
+    def samples_needed(self, batch_size: int, dp_size: int | None) -> int:
+        return self.dp_size or dp_size or 1
+
+    def sample(
+        self,
+        ready_indexes: Sequence[int],
+        batch_size: int,
+        task_name: str = "",
+        partition_id: str = "",
+        *args: Any,
+        partition: Any = None,
+        dp_rank: int | None = None,
+        batch_index: int | None = None,
+        dp_size: int | None = None,
+        **kwargs: Any,
+    ) -> Picked:
+        """This rank's share of round ``batch_index`` (None: 0), or ([], []) while more samples would fit."""
+        self.check(batch_size, dp_size)
+        num_ranks = self.dp_size or dp_size
+        rank = _rank(dp_rank, num_ranks)
+        # One rank that numbers no batches has nothing to remember, and would get the same one for ever.
+        remembers = (num_ranks or 1) > 1 or None not in (dp_rank, batch_index)
+        batch = batch_index or 0
+        if remembers and (cached := self._recall(partition_id, task_name, rank, batch)) is not None:
+            return cached
+        shares = self._draw(in_index_order(ready_indexes), batch_size, num_ranks or 1, partition)
+        if not shares:
+            return [], []
+        by_rank = {rank: shares[0]} if num_ranks is None else dict(enumerate(shares))
+        if remembers:
+            for each, share in by_rank.items():
+                self._remember(partition_id, task_name, each, batch, share)
+        return list(by_rank[rank]), list(by_rank[rank])
+
+    def has_cached_result(
+        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
+    ) -> bool:
+        config = dict(sampling_config or {})
+        config["batch_index"] = config.get("batch_index") or 0
+        return super().has_cached_result(partition_id, task_name, config)
+
+    def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
+        super().forget(partition_id, task_name, batch_index or 0)
+
+    def _draw(self, ready: Sequence[int], batch_size: int, num_ranks: int, view: Any) -> list[list[int]]:
+        """One list of samples per rank; nothing while the round isn't complete."""
+        if view is None:
+            raise SamplerError("TokenBudgetSampler reads tags and needs the partition= argument, got None.")
+        indexes, weights = self._prefix(ready, num_ranks * batch_size, num_ranks * self.max_tokens, view)
+        if len(indexes) < num_ranks:
+            return []
+        packing = _Packing(weights, num_ranks, batch_size, self.max_tokens)
+        count = packing.longest_prefix()
+        left = len(ready) - count
+        sealed = getattr(view, "sealed", False) is True
+        if left == 0 and not sealed and packing.has_room(count):
+            return []
+        if sealed and 0 < left < num_ranks:
+            # Leave one sample per rank for a last round rather than a tail that can't be dealt out.
+            shorter = len(ready) - num_ranks
+            count = shorter if shorter >= num_ranks and packing.fits(shorter) else count
+        return [[indexes[position] for position in part] for part in packing.balanced(count)]
+
+    def _prefix(
+        self, ready: Sequence[int], most_samples: int, most_tokens: float, view: Any
+    ) -> tuple[list[int], list[float]]:
+        """The oldest samples, at most as many as fit into all ranks together, and their weights."""
+        indexes: list[int] = []
+        weights: list[float] = []
+        tokens: float = 0
+        waiting = iter(ready)
+        while chunk := list(islice(waiting, min(_CHUNK, most_samples - len(indexes)))):
+            for index, weight in zip(chunk, sample_weights(chunk, self.weight, view), strict=True):
+                if weight > self.max_tokens:
+                    raise SamplerError(
+                        f"sample {index} alone weighs {weight}, more than max_tokens ({self.max_tokens}). "
+                        f"Raise max_tokens, or clear the sample."
+                    )
+                tokens += weight
+                if tokens > most_tokens:
+                    return indexes, weights
+                indexes.append(index)
+                weights.append(weight)
+        return indexes, weights
+
+
+def _rank(dp_rank: int | None, num_ranks: int | None) -> int:
+    if dp_rank is None and (num_ranks or 1) > 1:
+        raise SamplerError(
+            f"TokenBudgetSampler draws for {num_ranks} ranks and needs dp_rank to answer one of them. "
+            f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
+        )
+    rank = dp_rank or 0
+    if rank < 0:
+        raise SamplerError(f"dp_rank must be greater than or equal to 0, got {rank}.")
+    if num_ranks is not None and rank >= num_ranks:
+        raise SamplerError(f"dp_rank {rank} is outside 0..{num_ranks - 1}: the task has dp_size {num_ranks}.")
+    return rank
+
+
+class _Packing:
+    """Prefixes of a list of weights packed into bins: none empty, none over either bound."""
+
+    def __init__(self, weights: list[float], num_bins: int, most_items: int, most_weight: float) -> None:
+        self._weights = weights
+        self._num_bins = num_bins
+        self._most_items = most_items
+        self._most_weight = most_weight
+        self._packed: dict[int, list[list[int]] | None] = {}  # by length of the prefix
+
+    def longest_prefix(self) -> int:
+        """Number of items in the longest prefix found to fit; at least one per bin, which always fits.
+
+        Whether a prefix fits is bin packing, so this is a good answer rather than the best one.
+        """
+        low, high, step = self._num_bins, len(self._weights), 1
+        if self.fits(high):
+            return high
+        # A prefix little shorter than the bounds nearly always fits: look close to the end first.
+        while high - step > low and not self.fits(high - step):
+            high, step = high - step, 2 * step
+        low = max(low, high - step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        return low
+
+    def fits(self, count: int) -> bool:
+        return self._pack(count) is not None
+
+    def balanced(self, count: int) -> list[list[int]]:
+        """The best balanced packing of a prefix that fits."""
+        bins = karmarkar_karp(self._weights[:count], self._num_bins, equal_size=False)
+        return bins if all(map(self._allows, bins)) else self._pack(count) or []
+
+    def has_room(self, count: int) -> bool:
+        """Whether some further item, however light, would fit beside a prefix that fits."""
+        bins = self._pack(count) or []
+        return any(len(each) < self._most_items and self._weight(each) < self._most_weight for each in bins)
+
+    def _allows(self, items: list[int]) -> bool:
+        return 0 < len(items) <= self._most_items and self._weight(items) <= self._most_weight
+
+    def _weight(self, items: list[int]) -> float:
+        return sum(self._weights[item] for item in items)
+
+    def _pack(self, count: int) -> list[list[int]] | None:
+        if count not in self._packed:
+            heaviest_first = sorted(range(count), key=self._weights.__getitem__, reverse=True)
+            self._packed[count] = self._to_lightest(heaviest_first) or self._to_tightest(heaviest_first)
+        return self._packed[count]
+
+    def _to_lightest(self, items: list[int]) -> list[list[int]] | None:
+        """Each item into the bin that holds least: even, but gaps end up too small for the last items."""
+        bins: list[list[int]] = [[] for _ in range(self._num_bins)]
+        open_bins: list[tuple[float, int, int]] = [(0, 0, number) for number in range(self._num_bins)]
+        for item in items:
+            if not open_bins or open_bins[0][0] + self._weights[item] > self._most_weight:
+                return None
+            weight, length, number = heapq.heappop(open_bins)
+            bins[number].append(item)
+            if length + 1 < self._most_items:
+                heapq.heappush(open_bins, (weight + self._weights[item], length + 1, number))
+        return [sorted(each) for each in bins]
+
+    def _to_tightest(self, items: list[int]) -> list[list[int]] | None:
+        """Each item into the fullest bin that takes it: uneven, but fills gaps."""
+        bins: list[list[int]] = [[] for _ in range(self._num_bins)]
+        room = [(self._most_weight, number) for number in range(self._num_bins)]
+        for item in items:
+            at = bisect_left(room, (self._weights[item], -1))
+            if at == len(room):
+                return None
+            left, number = room.pop(at)
+            bins[number].append(item)
+            if len(bins[number]) < self._most_items:
+                insort(room, (left - self._weights[item], number))
+        for empty in bins:
+            if not empty:
+                empty.append(max(bins, key=len).pop())
+        return [sorted(each) for each in bins]

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Field schemas: dtype and sample shapes per field; read from a TensorDict, cut and joined like the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from transfer_queue.errors import InvalidRequestError, SchemaConflictError, UnsupportedValueError
+from transfer_queue.utils.rows import pick
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDictBase
+
+Shape: TypeAlias = tuple[int, ...]
+Entry: TypeAlias = dict[str, Any]
+"""dtype (None: objects), shape (one sample's; None: nested or objects), is_nested, is_non_tensor, per_sample_shapes?"""
+Schema: TypeAlias = dict[str, Entry]
+
+
+def extract_field_schema(data: TensorDictBase) -> Schema:
+    """Describe each column of ``data``: one entry per field, {} when there are no rows.
+
+    Raises:
+        ValueError: a column's length is not the number of rows, or a column is itself a TensorDict.
+    """
+    columns = {name: _column(data, name) for name in data.keys()}  # noqa: SIM118  iterating it gives rows
+    num_rows = count_rows(data, columns)
+    for name, column in columns.items():
+        length = _length(name, column)
+        if length is not None and length != num_rows:
+            raise InvalidRequestError(
+                f"Inconsistent batch dimension: field {name!r} has {length} rows, the batch has {num_rows}. "
+                "Give every column one value per sample."
+            )
+    if not num_rows:
+        return {}
+    return {str(name): _describe(column) for name, column in columns.items()}
+
+
+def count_rows(data: TensorDictBase, columns: Mapping[str, Any] | None = None) -> int:
+    """Rows of ``data``: its batch size, or the length of its columns when it was made without one."""
+    if len(data.batch_size):
+        return int(data.batch_size[0])
+    if columns is None:
+        columns = {name: _column(data, name) for name in data.keys()}  # noqa: SIM118  as above
+    lengths = (_length(name, column) for name, column in columns.items())
+    return next((length for length in lengths if length is not None), 0)
+
+
+def _column(data: TensorDictBase, name: str) -> Any:
+    from tensordict import LazyStackedTensorDict
+
+    # A lazy stack raises on plain access when its rows differ in shape, and data[name] unwraps object columns to lists.
+    as_list: Any = {"as_list": True} if isinstance(data, LazyStackedTensorDict) else {}
+    return data.get(name, **as_list)
+
+
+def _length(name: str, column: Any) -> int | None:
+    """Rows of a column; None for one object that stands for every row."""
+    import torch
+    from tensordict import is_non_tensor, is_tensor_collection
+
+    if isinstance(column, torch.Tensor):
+        if not column.dim():
+            raise InvalidRequestError(
+                f"Inconsistent batch dimension: field {name!r} is one scalar, not a row per sample."
+            )
+        return int(column.size(0))
+    if is_non_tensor(column):
+        return int(column.batch_size[0]) if len(column.batch_size) else None
+    if is_tensor_collection(column) or (isinstance(column, list) and any(map(is_tensor_collection, column))):
+        raise UnsupportedValueError(
+            f"field {name!r} is a {type(column).__name__}, a column must be a tensor or objects. "
+            "Flatten it first, for instance with data.flatten_keys('.')."
+        )
+    return len(column)
+
+
+def _describe(column: Any) -> Entry:
+    import torch
+
+    if isinstance(column, list) and all(isinstance(value, torch.Tensor) for value in column):
+        return _describe_rows(column)
+    if not isinstance(column, torch.Tensor):
+        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
+    if column.is_nested:
+        return _nested(column.dtype, _nested_shapes(column))
+    return _dense(column.dtype, tuple(column.shape[1:]))
+
+
+def _describe_rows(rows: list[torch.Tensor]) -> Entry:
+    shapes = [tuple(row.shape) or (1,) for row in rows]
+    return _dense(rows[0].dtype, shapes[0]) if len(set(shapes)) == 1 else _nested(rows[0].dtype, shapes)
+
+
+def _dense(dtype: torch.dtype, shape: Shape) -> Entry:
+    # A column of scalars counts as one value per sample: (1,), never ().
+    return {"dtype": dtype, "shape": shape or (1,), "is_nested": False, "is_non_tensor": False}
+
+
+def _nested(dtype: torch.dtype, shapes: list[Shape]) -> Entry:
+    return {"dtype": dtype, "shape": None, "is_nested": True, "is_non_tensor": False, "per_sample_shapes": shapes}
+
+
+def _nested_shapes(column: Any) -> list[Shape]:
+    import torch
+
+    if column.layout is not torch.jagged:
+        return [tuple(row.shape) for row in column.unbind()]
+    # From the offsets alone: unbinding makes a tensor object per row.
+    lengths = column.lengths()
+    packed, ragged = tuple(column.values().shape), column._ragged_idx - 1
+    before, after = packed[:ragged], packed[ragged + 1 :]
+    return [(*before, n, *after) for n in (column.offsets().diff() if lengths is None else lengths).tolist()]
+
+
+def normalized(schema: Mapping[str, Mapping[str, Any]], num_rows: int) -> Schema:
+    """A copy one level deep, with shapes as tuples: on the wire they are lists. ValueError unless one shape per row."""
+    return {name: _normalized_entry(name, entry, num_rows) for name, entry in schema.items()}
+
+
+def _normalized_entry(name: str, entry: Mapping[str, Any], num_rows: int) -> Entry:
+    copied = dict(entry)
+    if copied.get("shape") is not None:
+        copied["shape"] = tuple(copied["shape"])
+    shapes = copied.get("per_sample_shapes")
+    if shapes is None:
+        return copied
+    if len(shapes) != num_rows:
+        raise InvalidRequestError(
+            f"field {name!r} has {len(shapes)} per_sample_shapes, the batch has {num_rows} rows. Give one per row."
+        )
+    copied["per_sample_shapes"] = [shape if shape is None else tuple(shape) for shape in shapes]
+    return copied
+
+
+def shapes_of(entry: Mapping[str, Any], num_rows: int) -> list[Shape | None]:
+    """One shape per row."""
+    shapes = entry.get("per_sample_shapes")
+    return [entry.get("shape")] * num_rows if shapes is None else list(shapes)
+
+
+def take_rows(schema: Schema, positions: slice | list[int]) -> Schema:
+    """The schema of a selection of rows."""
+    taken = {name: dict(entry) for name, entry in schema.items()}
+    for entry in taken.values():
+        if entry.get("per_sample_shapes") is not None:
+            entry["per_sample_shapes"] = pick(entry["per_sample_shapes"], positions)
+    return taken
+
+
+def row_of(schema: Schema, position: int) -> Schema:
+    """The schema of one row, with that row's shape in ``shape`` and without ``per_sample_shapes``."""
+    row = {name: dict(entry) for name, entry in schema.items()}
+    for entry in row.values():
+        shapes = entry.pop("per_sample_shapes", None)
+        if shapes is not None:
+            entry["shape"] = shapes[position]
+    return row
+
+
+def join_rows(schemas: Sequence[Schema], sizes: Sequence[int], *, validate: bool = True) -> Schema:
+    """The schema of the rows of all parts, one part after the other.
+
+    Without ``validate`` only the fields that all parts have are kept and the first part's dtype is taken.
+
+    Raises:
+        ValueError: the parts differ in their fields, or in the dtype of one.
+    """
+    if validate:
+        _check_joinable(schemas)
+    shared = [name for name in schemas[0] if all(name in schema for schema in schemas)]
+    return {name: _join_entries([schema[name] for schema in schemas], sizes) for name in shared}
+
+
+def _check_joinable(schemas: Sequence[Schema]) -> None:
+    first = schemas[0]
+    for schema in schemas[1:]:
+        if schema.keys() != first.keys():
+            raise SchemaConflictError(
+                f"field_names mismatch: {sorted(first)} and {sorted(schema)}. "
+                "Select the same fields of every part before concatenating."
+            )
+        for name, entry in schema.items():
+            if _kind(entry) != _kind(first[name]):
+                raise SchemaConflictError(
+                    f"dtype mismatch in field {name!r}: {_kind(first[name])} and {_kind(entry)}. "
+                    "Cast the column before putting it."
+                )
+
+
+def _kind(entry: Entry) -> Any:
+    return "objects" if entry.get("is_non_tensor") else entry.get("dtype")
+
+
+def _join_entries(entries: Sequence[Entry], sizes: Sequence[int]) -> Entry:
+    joined = {key: value for key, value in entries[0].items() if key != "per_sample_shapes"}
+    nested = any(entry.get("is_nested") or entry.get("per_sample_shapes") is not None for entry in entries)
+    if not nested and all(entry.get("shape") == entries[0].get("shape") for entry in entries):
+        return joined
+    shapes = [shape for entry, size in zip(entries, sizes, strict=True) for shape in shapes_of(entry, size)]
+    return {**joined, "shape": None, "is_nested": True, "per_sample_shapes": shapes}

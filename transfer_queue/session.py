@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's line to the controller: says hello, asks, turns refusals into exceptions, says goodbye."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from transfer_queue import protocol as p
+from transfer_queue.errors import ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
+from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.zmq_channel import ZmqCaller
+from transfer_queue.utils.processes import pid_namespace
+
+R = TypeVar("R", bound=p.Reply)
+_HELLO_TIMEOUT_S = 10.0
+
+
+class Session:
+    """One per client. Follows a fork: the child greets the controller under a name of its own."""
+
+    def __init__(self, client_id: str, controller: Peer) -> None:
+        self.controller = controller
+        self.client_id = client_id
+        self.timeout_s = 30.0
+        self._ids = itertools.count(1)
+        self._pid: int | None = None
+        self._config: dict[str, Any] = {}
+        self.caller = ZmqCaller(self._name())
+
+    def _name(self) -> str:
+        return f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+
+    async def config(self) -> dict[str, Any]:
+        """The running queue's configuration.
+
+        Raises:
+            QueueUnreachableError: nobody answers at the address.
+        """
+        if self._pid != os.getpid():
+            await self._greet()
+        return self._config
+
+    async def _greet(self) -> None:
+        if self._pid is not None:
+            self.caller = self.caller.for_this_process(self._name())
+        path = self.controller.address.removeprefix("ipc://")
+        if path != self.controller.address and not Path(path).exists():
+            raise QueueUnreachableError(
+                f"no queue at {self.controller.address}: there is no such socket. Is the address right (TQ_ADDRESS, or "
+                f"the one that init() returned), and is the process that started the queue still running?"
+            )
+        self._pid = os.getpid()
+        try:
+            hello = p.Hello(next(self._ids), os.getpid(), pid_namespace())
+            welcome = await self._exchange(hello, p.Welcome, _HELLO_TIMEOUT_S)
+        except TransferQueueError:
+            self._pid = None
+            raise
+        self._config = json.loads(welcome.config)
+        self.timeout_s = float(self._config["client"]["timeout_s"])
+
+    async def ask(self, request: type[p.Request], expected: type[R], *args: Any, wait_s: float = 0.0, **kw: Any) -> R:
+        """Send one request and return its reply, which must be ``expected``.
+
+        Args:
+            wait_s: How long the controller may park the request, on top of the usual deadline.
+        Raises:
+            TransferQueueError: what the controller answered instead, as the class it named.
+        """
+        await self.config()
+        return await self._exchange(request(next(self._ids), *args, **kw), expected, self.timeout_s + wait_s)
+
+    async def _exchange(self, request: p.Request, expected: type[R], timeout_s: float) -> R:
+        replies = await self.caller.call_many([Call(self.controller, p.encode(request))], timeout_s)
+        try:
+            reply = p.decode_reply(replies[0].header)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"can't read the controller's answer: {error}. Do both run the same version?") from error
+        if isinstance(reply, p.Failed):
+            raise from_wire(reply.code, reply.text)
+        if not isinstance(reply, expected):
+            raise ProtocolError(f"the controller answered {type(reply).__name__} to {type(request).__name__}.")
+        return reply
+
+    def close(self) -> None:
+        """Say goodbye if the controller is there, then close every socket. Idempotent, never raises."""
+        if self._pid == os.getpid():
+            self._pid = None
+            try:
+                run_blocking(self._exchange(p.Goodbye(next(self._ids)), p.Done, 1.0))
+            except TransferQueueError:
+                pass  # it is gone already, and with it what it knew of us
+        self.caller.close()

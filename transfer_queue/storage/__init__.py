@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage: holds values by index and field, and knows nothing of tasks. Names load when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "StorageManager": "transfer_queue.storage.base:StorageManager",
+    "SimpleStorageManager": "transfer_queue.storage.simple.manager:SimpleStorageManager",
+    "AsyncSimpleStorageManager": "transfer_queue.storage.simple.manager:SimpleStorageManager",
+    "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
+}
+__all__ = ["AsyncSimpleStorageManager", "SimpleStorageManager", "StorageKeyNotFoundError", "StorageManager"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

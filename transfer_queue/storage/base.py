@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StorageManager: what a storage backend must offer to the client. It never talks to the controller."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from transfer_queue.transport.base import Caller
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class HasRows(Protocol):
+    """What a backend reads of metadata; a ``BatchMeta`` is one."""
+
+    @property
+    def global_indexes(self) -> Sequence[int]: ...
+
+    @property
+    def field_names(self) -> Sequence[str]: ...
+
+
+class RowsOf(NamedTuple):
+    """These fields of these samples, where there is no metadata at hand."""
+
+    global_indexes: Sequence[int]
+    field_names: Sequence[str] = ()
+
+
+class StorageManager(ABC):
+    """The client's side of one backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
+
+    def __init__(self, caller: Caller, config: Mapping[str, Any]) -> None:
+        """``config`` is the backend's own section; its ``layout`` is what reads give: "jagged" (default) or "dense"."""
+        self.caller = caller
+        self.config = config
+
+    @abstractmethod
+    async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
+        """Store row i of ``data`` for ``metadata.global_indexes[i]``; a field that is there already is replaced.
+
+        Returns:
+            What was stored: ``data``, or what ``data_parser`` made of it.
+        Raises:
+            ValueError: another number of rows than indexes; nothing has been sent.
+        """
+
+    @abstractmethod
+    async def get_data(self, metadata: HasRows) -> TensorDict:
+        """``metadata.field_names`` of ``metadata.global_indexes``, in this order. The memory is the caller's own.
+
+        Raises:
+            StorageKeyNotFoundError: a value was cleared or never put.
+        """
+
+    @abstractmethod
+    async def clear_data(self, metadata: HasRows) -> None:
+        """Forget all fields of these samples. Unknown ones are no error."""
+
+    async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
+        """``get_data`` without metadata, in the layout asked for (None: the configured one)."""
+        from transfer_queue.storage import columns
+
+        data = await self.get_data(RowsOf(indexes, sorted(set(fields))))
+        return columns.relaid(data, layout or self.config.get("layout", "jagged"))
+
+    async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
+        """Forget these fields (None: all) of these samples.
+
+        A backend that can't forget single fields keeps them until the samples are cleared.
+        """
+        if fields is None:
+            await self.clear_data(RowsOf(indexes))
+
+    async def close(self) -> None:
+        """Let go of what the manager opened; what is stored stays."""
+        return

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorDict <-> column pieces (dense, ragged, objects), shared by all backends. Runs in clients only."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
+
+from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
+from transfer_queue.storage.objects import decode_rows, encode_rows
+from transfer_queue.storage.pieces import OBJECTS, IntArray, Piece, Positions
+from transfer_queue.storage.spans import as_words, copy_spans
+from transfer_queue.storage.tensors import (
+    dense_piece,
+    dtype_of,
+    from_bytes,
+    is_plain,
+    jagged_piece,
+    rows_of,
+    rows_piece,
+)
+
+Parts = Sequence[tuple[Positions, Piece]]
+LAYOUTS = ("jagged", "dense")
+
+
+def num_rows(data: Any) -> int:
+    """Rows of a TensorDict, or of a dict of columns."""
+    if is_tensor_collection(data):
+        if not data.batch_size:
+            raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
+        return int(data.batch_size[0])
+    return max((len(column) for column in data.values()), default=0)
+
+
+def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
+    """Every column of a TensorDict (or dict of columns) as one piece; contiguous CPU tensors are not copied.
+
+    Raises:
+        UnsupportedValueError: a column or value that can't be stored as configured.
+        InvalidRequestError: a column has another number of rows than the rest.
+    """
+    count = num_rows(data)
+    pieces = {name: _piece(name, column, count, allow_pickle) for name, column in named_columns(data)}
+    for name, piece in pieces.items():
+        if piece.rows != count:
+            raise InvalidRequestError(f"field {name!r} has {piece.rows} rows, the batch has {count}")
+    return pieces
+
+
+def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False) -> TensorDict:
+    """One batch of ``count`` rows in fresh memory, columns by name.
+
+    Args:
+        parts: Per field, pieces with the rows of the batch that they fill; each row exactly once.
+        layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
+    """
+    check_layout(layout)
+    columns = {name: _column(name, parts[name], count, layout, allow_pickle) for name in sorted(parts)}
+    return TensorDict(columns, batch_size=[count])
+
+
+def relaid(data: TensorDict, layout: str) -> TensorDict:
+    """The same batch with its tensor columns in this layout and its columns sorted by name."""
+    check_layout(layout)
+    count, columns = num_rows(data), {}
+    for name, column in sorted(named_columns(data)):
+        if (
+            isinstance(column, torch.Tensor)
+            and count
+            and (column.is_nested or (layout == "jagged" and column.ndim > 1))
+        ):
+            column = _column(name, [(slice(0, count), _piece(name, column, count, False))], count, layout, False)
+        columns[name] = column
+    return TensorDict(columns, batch_size=[count])
+
+
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
+
+
+def column_of(values: Sequence[Any]) -> Any:
+    """One value per row as a column of a TensorDict: tensors of one dtype and rank together, all else as objects."""
+    rows = rows_piece(values) if all(isinstance(value, torch.Tensor) for value in values) else None
+    if rows is not None:
+        return _column("", [(slice(0, len(values)), rows)], len(values), "jagged", False)
+    # Wrapped by hand only where the stack would take a TensorDict for one of its own members.
+    return NonTensorStack(*(NonTensorData(data=v) if is_tensor_collection(v) else v for v in values))
+
+
+def values_of(column: Any, count: int) -> list[Any]:
+    """The rows of a column that is no tensor."""
+    if isinstance(column, np.ndarray):
+        return list(column) if column.dtype == object else column.tolist()
+    if not is_non_tensor(column):
+        return list(column)
+    if isinstance(column, NonTensorStack):
+        return column.tolist()
+    shared = column.data
+    # TensorDict keeps arrays of text or objects whole, although they have one entry per row.
+    if isinstance(shared, np.ndarray) and shared.dtype.kind in "OUS" and shared.ndim and len(shared) == count:
+        return values_of(shared, count)
+    return [shared] * count
+
+
+def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
+    if not is_tensor_collection(data):
+        yield from data.items()
+        return
+    for name in data.keys():  # noqa: SIM118 (iterating a TensorDict gives rows)
+        try:
+            yield name, data.get(name)
+        except RuntimeError:
+            # A lazy stack whose members' shapes differ.
+            yield name, [member.get(name) for member in data.unbind(0)]
+
+
+def _piece(name: str, column: Any, count: int, allow_pickle: bool) -> Piece:
+    if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
+        column = torch.from_numpy(column)
+    if isinstance(column, torch.Tensor):
+        return _tensor_piece(name, column)
+    if is_tensor_collection(column) and not is_non_tensor(column):
+        raise UnsupportedValueError(
+            f"field {name!r} is a nested TensorDict, and a field is one column. "
+            f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
+        )
+    values = values_of(column, count)
+    rows = rows_piece(values) if values and all(isinstance(value, torch.Tensor) for value in values) else None
+    return rows if rows is not None else encode_rows(values, name, allow_pickle)
+
+
+def _tensor_piece(name: str, tensor: torch.Tensor) -> Piece:
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        piece = jagged_piece(tensor) if tensor.layout == torch.jagged else None
+        if piece is None:
+            rows = tensor.unbind()
+            piece = rows_piece(rows) or encode_rows(rows, name)
+        return piece
+    if not is_plain(tensor):
+        raise UnsupportedValueError(
+            f"field {name!r} is a {'quantized' if tensor.is_quantized else tensor.layout} tensor; "
+            f"make it dense first (.to_dense(), .dequantize())."
+        )
+    if tensor.ndim == 0:
+        raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
+    return dense_piece(tensor)
+
+
+def _column(name: str, parts: Parts, count: int, layout: str, allow_pickle: bool) -> Any:
+    rows = sum(piece.rows for _, piece in parts)
+    if rows != count:
+        raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
+    families = {piece.layout.family for _, piece in parts}
+    if len(families) == 1 and OBJECTS not in families:
+        if len({piece.layout for _, piece in parts}) > 1 or parts[0][1].layout.kind == "ragged":
+            return _ragged(parts, count, layout)
+        dense = _dense(parts, count)
+        return dense if dense.ndim == 1 or layout == "dense" else _jagged(dense.flatten(0, 1), _steps(dense))
+    values: list[Any] = [None] * count
+    for positions, piece in parts:
+        where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
+        decoded = decode_rows(piece, name, allow_pickle) if piece.layout == OBJECTS else rows_of(piece)
+        for position, value in zip(where, decoded, strict=True):
+            values[position] = value
+    return _of_values(values, layout)
+
+
+def _of_values(values: Sequence[Any], layout: str) -> Any:
+    column = column_of(values)
+    if layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
+        piece = rows_piece(values)
+        assert piece is not None
+        return _column("", [(slice(0, len(values)), piece)], len(values), layout, False)
+    return column
+
+
+def _dense(parts: Parts, count: int) -> torch.Tensor:
+    layout = parts[0][1].layout
+    out = np.empty(count * layout.row_nbytes, np.uint8)
+    if out.nbytes:
+        for positions, piece in parts:
+            target, source = as_words(out, piece.data, layout.row_nbytes)
+            target[positions] = source
+    return from_bytes(out, dtype_of(layout.dtype), (count, *layout.shape))
+
+
+def _ragged(parts: Parts, count: int, layout: str) -> Any:
+    first = parts[0][1].layout
+    shapes = np.empty((count, len(first.shape)), np.int64)
+    ragged = [(positions, piece.as_ragged()) for positions, piece in parts]
+    for positions, piece in ragged:
+        assert piece.side is not None
+        shapes[positions] = piece.side
+    sizes = shapes.prod(axis=1) * first.itemsize
+    bounds = np.zeros(count + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    out = np.empty(int(bounds[-1]), np.uint8)
+    for positions, piece in ragged:
+        copy_spans(out, bounds[:-1][positions], piece.data, piece.bounds[:-1], sizes[positions])
+    return _shaped(out, dtype_of(first.dtype), shapes, bounds, layout)
+
+
+def _shaped(out: Any, dtype: torch.dtype, shapes: IntArray, bounds: IntArray, layout: str) -> Any:
+    """Rows that lie back to back, as the most regular tensor they allow."""
+    same = (shapes == shapes[0]).all(axis=0)
+    if layout == "dense" and same.all():
+        return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
+    if same[1:].all():
+        lengths = shapes[:, 0]
+        values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
+        return _jagged(values, np.concatenate((np.zeros(1, np.int64), lengths.cumsum())))
+    edges = bounds.tolist()
+    rows = [
+        from_bytes(out[start:stop], dtype, shape)
+        for (start, stop), shape in zip(pairwise(edges), shapes.tolist(), strict=True)
+    ]
+    return _strided(rows)
+
+
+def _steps(dense: torch.Tensor) -> IntArray:
+    return np.arange(dense.shape[0] + 1) * dense.shape[1]
+
+
+def _jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+
+
+def _strided(rows: Sequence[torch.Tensor]) -> Any:
+    _warn_of_nested_tensors_once()
+    try:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.strided)
+    except RuntimeError:
+        # Not implemented for this dtype (float8, uint16, …).
+        return NonTensorStack(*rows)
+
+
+@functools.cache
+def _warn_of_nested_tensors_once() -> None:
+    # torch warns once per process that nested tensors are a prototype; readers can't do anything about it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain Python objects as bytes: msgpack, with extension types so that every value comes back as what it was."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from transfer_queue.errors import ProtocolError, UnsupportedValueError
+from transfer_queue.storage.pieces import OBJECTS, Piece
+from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
+
+Ext = msgspec.msgpack.Ext
+
+# Extension codes. They lie in stores and checkpoints: add, never renumber.
+_TUPLE, _SET, _FROZENSET, _MAP, _COMPLEX, _BIG_INT, _TEXT, _BYTEARRAY = range(1, 9)
+_ARRAY, _NUMPY_SCALAR, _OBJECT_ARRAY, _TENSOR = range(9, 13)
+_PICKLE = 100
+
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+_SWITCH = "backend.SimpleStorage.allow_pickle: true"
+
+
+def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -> Piece:
+    """One row per value.
+
+    Raises:
+        UnsupportedValueError: a value, or something inside it, would need pickle, which ``allow_pickle`` forbids.
+    """
+    encoder = _Encoder(field, allow_pickle)
+    rows = [encoder.row(value) for value in values]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return Piece(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
+
+
+def decode_rows(piece: Piece, field: str, allow_pickle: bool = False) -> list[Any]:
+    """The values again, each the reader's own.
+
+    Raises:
+        UnsupportedValueError: a value was pickled and ``allow_pickle`` is off; nothing of it has been run.
+    """
+    decode = _Decoder(field, allow_pickle).decode
+    payload, edges = piece.data.data, piece.bounds.tolist()
+    try:
+        return [decode(payload[start:stop]) for start, stop in pairwise(edges)]
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error
+
+
+class _Encoder:
+    def __init__(self, field: str, allow_pickle: bool) -> None:
+        self._field = field
+        self._allow_pickle = allow_pickle
+        self._pack = msgspec.msgpack.Encoder().encode
+        # Set while a value is encoded whose numbers or texts msgpack refused: then each is looked at.
+        self._careful = False
+
+    def row(self, value: Any) -> bytes:
+        try:
+            return self._pack(self._lowered(value))
+        except (OverflowError, UnicodeEncodeError):
+            return self._row_carefully(value)
+        except RecursionError:
+            raise UnsupportedValueError(
+                f"field {self._field!r}: a {type(value).__name__} is nested too deep to be stored, or contains itself"
+            ) from None
+
+    def _row_carefully(self, value: Any) -> bytes:
+        self._careful = True
+        try:
+            return self._pack(self._lowered(value))
+        finally:
+            self._careful = False
+
+    def _ext(self, code: int, content: Any) -> Ext:
+        return Ext(code, self._pack(self._lowered(content)))
+
+    def _lowered(self, value: Any) -> Any:
+        """The value in terms of what msgpack knows."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return self._checked(value) if self._careful else value
+        if kind is list:
+            return value if self._all_plain(value) else [self._lowered(item) for item in value]
+        if kind is dict:
+            return self._dict(value)
+        lower = _LOWER.get(kind)
+        if lower is not None:
+            return lower(self, value)
+        if isinstance(value, torch.Tensor) and is_plain(value):
+            return self._tensor(value)
+        if isinstance(value, np.generic):
+            return self._array(np.asarray(value), _NUMPY_SCALAR)
+        return self._pickled(value)
+
+    def _all_plain(self, values: Iterable[Any]) -> bool:
+        return not self._careful and _PLAIN.issuperset(map(type, values))
+
+    def _checked(self, value: Any) -> Any:
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            return Ext(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        if type(value) is str:
+            raw = value.encode("utf-8", "surrogatepass")
+            # Only lone surrogates come back different.
+            return value if raw.decode("utf-8", "replace") == value else Ext(_TEXT, raw)
+        return value
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        if any(type(key) is not str for key in value) or self._careful:
+            return self._ext(_MAP, [item for pair in value.items() for item in pair])
+        return value if self._all_plain(value.values()) else {key: self._lowered(item) for key, item in value.items()}
+
+    def _array(self, array: np.ndarray[Any, Any], code: int = _ARRAY) -> Ext:
+        if array.dtype == object:
+            return self._ext(_OBJECT_ARRAY, [list(array.shape), list(array.flat)])
+        described = None if array.dtype.hasobject else np.lib.format.dtype_to_descr(array.dtype)
+        # Types of other packages (bfloat16 of ml_dtypes) describe themselves as raw bytes.
+        if described is None or np.lib.format.descr_to_dtype(described) != array.dtype:
+            return self._pickled(array)
+        return self._ext(code, [described, list(array.shape), array.tobytes()])
+
+    def _tensor(self, tensor: torch.Tensor) -> Ext:
+        return self._ext(_TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), as_bytes(tensor).tobytes()])
+
+    def _pickled(self, value: Any) -> Ext:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if not self._allow_pickle:
+            raise UnsupportedValueError(
+                f"field {self._field!r}: a value of type {kind} can't be stored without pickle. Convert it to numbers, "
+                f"text, bytes, lists, tuples, sets, dicts, NumPy arrays or tensors; or, if every writer can be "
+                f"trusted, set {_SWITCH}."
+            )
+        try:
+            return Ext(_PICKLE, pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UnsupportedValueError(
+                f"field {self._field!r}: a value of type {kind} can't be pickled: {error}"
+            ) from error
+
+
+_LOWER: dict[type, Callable[[_Encoder, Any], Any]] = {
+    tuple: lambda encoder, value: encoder._ext(_TUPLE, list(value)),
+    set: lambda encoder, value: encoder._ext(_SET, list(value)),
+    frozenset: lambda encoder, value: encoder._ext(_FROZENSET, list(value)),
+    complex: lambda encoder, value: encoder._ext(_COMPLEX, [value.real, value.imag]),
+    bytearray: lambda encoder, value: Ext(_BYTEARRAY, bytes(value)),
+    np.ndarray: lambda encoder, value: encoder._array(value),
+    np.memmap: lambda encoder, value: encoder._array(value),
+}
+
+
+class _Decoder:
+    def __init__(self, field: str, allow_pickle: bool) -> None:
+        self._field = field
+        self._allow_pickle = allow_pickle
+        self.decode = msgspec.msgpack.Decoder(ext_hook=self._ext).decode
+
+    def _ext(self, code: int, data: memoryview) -> Any:
+        if code == _PICKLE:
+            return self._unpickled(data)
+        raised = _RAW.get(code)
+        if raised is not None:
+            return raised(data)
+        built = _BUILD.get(code)
+        if built is None:
+            raise ProtocolError(
+                f"field {self._field!r}: unknown kind of value {code}: the writer is newer than this reader"
+            )
+        return built(self.decode(data))
+
+    def _unpickled(self, data: memoryview) -> Any:
+        if not self._allow_pickle:
+            raise UnsupportedValueError(
+                f"field {self._field!r} holds a pickled value, and this process' configuration forbids to unpickle it. "
+                f"If every writer can be trusted, set {_SWITCH}."
+            )
+        return pickle.loads(data)
+
+
+def _array_of(described: Any, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:
+    dtype = np.lib.format.descr_to_dtype(described)
+    return np.ndarray(tuple(shape), dtype, buffer=bytearray(data)) if data else np.empty(tuple(shape), dtype)
+
+
+def _object_array_of(shape: Sequence[int], items: Sequence[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(items), object)
+    array[:] = items
+    return array.reshape(tuple(shape))
+
+
+def _tensor_of(dtype: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
+    return from_bytes(np.frombuffer(bytearray(data), np.uint8), dtype_of(dtype), shape)
+
+
+_RAW: dict[int, Callable[[memoryview], Any]] = {
+    _BIG_INT: lambda data: int.from_bytes(data, "little", signed=True),
+    _TEXT: lambda data: bytes(data).decode("utf-8", "surrogatepass"),
+    _BYTEARRAY: bytearray,
+}
+_BUILD: dict[int, Callable[[Any], Any]] = {
+    _TUPLE: tuple,
+    _SET: set,
+    _FROZENSET: frozenset,
+    _MAP: lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+    _COMPLEX: lambda parts: complex(*parts),
+    _ARRAY: lambda content: _array_of(*content),
+    _NUMPY_SCALAR: lambda content: _array_of(*content)[()],
+    _OBJECT_ARRAY: lambda content: _object_array_of(*content),
+    _TENSOR: lambda content: _tensor_of(*content),
+}

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage backends by name: the only place where one is chosen. A backend is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+from transfer_queue.errors import ConfigError
+from transfer_queue.storage.base import StorageManager
+from transfer_queue.transport.base import Caller
+
+Manager = TypeVar("Manager", bound=type[StorageManager])
+
+_backends: dict[str, str | type[StorageManager]] = {
+    "SimpleStorage": "transfer_queue.storage.simple.manager:SimpleStorageManager",
+    # What the first backend was called before; configurations still say so.
+    "AsyncSimpleStorageManager": "transfer_queue.storage.simple.manager:SimpleStorageManager",
+}
+
+
+def register(name: str) -> Callable[[Manager], Manager]:
+    """Class decorator: make a ``StorageManager`` available as ``backend.storage_backend: name``.
+
+    Raises:
+        TypeError: the class is no ``StorageManager``.
+    """
+
+    def add(cls: Manager) -> Manager:
+        if not (isinstance(cls, type) and issubclass(cls, StorageManager)):
+            raise TypeError(
+                f"{cls!r} can't be registered as storage backend {name!r}: it is no StorageManager subclass"
+            )
+        _backends[name] = cls
+        return cls
+
+    return add
+
+
+def create(name: str, caller: Caller, config: Mapping[str, Any]) -> StorageManager:
+    """The manager of this backend.
+
+    Raises:
+        ConfigError: no backend of this name.
+    """
+    return resolve(name)(caller, config)
+
+
+def resolve(name: str) -> type[StorageManager]:
+    """The class of this backend."""
+    found = _backends.get(name)
+    if found is None:
+        near = difflib.get_close_matches(str(name), _backends, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no storage backend {name!r}.{hint} Known: {', '.join(sorted(_backends))}.")
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+    return found

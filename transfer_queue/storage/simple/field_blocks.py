@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of one field in a unit: which row of which block holds the value of a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.storage.pieces import IntArray, Layout, Piece, Positions, gather, groups, pick
+
+_SMALL_NBYTES = 64 * 1024
+_MERGE_BLOCKS = 32
+"""This many small blocks become one: samples put one by one would else cost a block each, and a copy each to read."""
+
+
+class _Block:
+    """Rows as they were received. Never changed: answers on their way out share its memory."""
+
+    __slots__ = ("live", "live_nbytes", "number", "piece", "slots")
+
+    def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32]) -> None:
+        self.number = number
+        self.piece = piece
+        self.slots = slots
+        self.live = piece.rows
+        self.live_nbytes = piece.nbytes
+
+    @property
+    def mostly_dead(self) -> bool:
+        return 2 * self.live < self.piece.rows or 2 * self.live_nbytes < self.piece.nbytes
+
+
+class FieldBlocks:
+    """Slots given to a method other than ``add`` must not repeat, except in ``missing`` and ``pick``."""
+
+    def __init__(self) -> None:
+        # -1: no value. Whatever else a block holds at a row that the table doesn't name is dead.
+        self._block_of = np.zeros(0, np.int32)
+        self._row_of = np.zeros(0, np.int32)
+        self._blocks: dict[int, _Block] = {}
+        self._free_numbers: list[int] = []
+        self._small: dict[Layout, dict[int, _Block]] = {}
+        self.held_nbytes = 0
+        self.live_nbytes = 0
+        self.values = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for slots below ``capacity``."""
+        more = capacity - len(self._block_of)
+        if more > 0:
+            self._block_of = np.append(self._block_of, np.full(more, -1, np.int32))
+            self._row_of = np.append(self._row_of, np.zeros(more, np.int32))
+
+    def missing(self, slots: IntArray) -> NDArray[np.bool_]:
+        """True where the slot is -1 or holds no value."""
+        return (slots < 0) | (self._block_of[slots] < 0)
+
+    def present_slots(self) -> NDArray[np.bool_]:
+        return self._block_of >= 0
+
+    def nbytes_of(self, slots: IntArray) -> int:
+        """Bytes that the values of these slots take; all must hold one."""
+        rows = self._row_of[slots]
+        return sum(self._blocks[n].piece.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
+
+    def add(self, slots: IntArray, piece: Piece) -> None:
+        """Row i becomes the value of ``slots[i]``; of a slot given twice the last row counts."""
+        held = self._block_of[slots] >= 0
+        if held.any():
+            self.drop(np.unique(slots[held]))
+        block = self._insert(slots, piece)
+        rows = np.arange(piece.rows)
+        stale = np.flatnonzero(self._row_of[slots] != rows)
+        if len(stale):
+            self._kill(block, stale)
+        self._merge_small(piece.layout.family)
+
+    def pick(self, slots: IntArray) -> list[tuple[Positions, Piece]]:
+        """The values of these slots; all must hold one."""
+        numbers, which = np.unique(self._block_of[slots], return_inverse=True)
+        return pick([self._blocks[n].piece for n in numbers.tolist()], which, self._row_of[slots].astype(np.int64))
+
+    def drop(self, slots: IntArray) -> None:
+        """Forget the values of these slots; all must hold one."""
+        numbers, rows = self._block_of[slots], self._row_of[slots]
+        self._block_of[slots] = -1
+        for number, at in groups(numbers):
+            self._kill(self._blocks[number], rows[at])
+
+    def squeeze(self) -> None:
+        """Give back what dead rows still hold."""
+        for block in [block for block in self._blocks.values() if block.live < block.piece.rows]:
+            self._rewrite([block])
+
+    def _kill(self, block: _Block, rows: NDArray[np.integer]) -> None:
+        nbytes = block.piece.rows_nbytes(rows)
+        block.live -= len(rows)
+        block.live_nbytes -= nbytes
+        self.live_nbytes -= nbytes
+        self.values -= len(rows)
+        if block.live == 0:
+            self._remove(block)
+        elif block.mostly_dead:
+            self._rewrite([block])
+
+    def _insert(self, slots: NDArray[np.integer], piece: Piece) -> _Block:
+        number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
+        block = self._blocks[number] = _Block(number, piece, slots.astype(np.int32))
+        self._block_of[slots] = number
+        self._row_of[slots] = np.arange(piece.rows)
+        self.held_nbytes += piece.nbytes
+        self.live_nbytes += piece.nbytes
+        self.values += piece.rows
+        if piece.nbytes < _SMALL_NBYTES:
+            self._small.setdefault(piece.layout.family, {})[number] = block
+        return block
+
+    def _remove(self, block: _Block) -> None:
+        del self._blocks[block.number]
+        self._free_numbers.append(block.number)
+        self.held_nbytes -= block.piece.nbytes
+        self.live_nbytes -= block.live_nbytes
+        self.values -= block.live
+        family = block.piece.layout.family
+        small = self._small.get(family, {})
+        small.pop(block.number, None)
+        if not small:
+            self._small.pop(family, None)
+
+    def _merge_small(self, family: Layout) -> None:
+        small = self._small.get(family, {})
+        if len(small) >= _MERGE_BLOCKS:
+            self._rewrite(list(small.values()))
+
+    def _rewrite(self, blocks: Iterable[_Block]) -> None:
+        """Copy the live rows of these blocks, all of one family, into one new block."""
+        parts, slots = [], []
+        for block in blocks:
+            at = block.slots
+            rows = np.flatnonzero(
+                (self._block_of[at] == block.number) & (self._row_of[at] == np.arange(block.piece.rows))
+            )
+            parts.append((block.piece, rows))
+            slots.append(at[rows])
+            self._remove(block)
+        self._insert(np.concatenate(slots), gather(parts))

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copying many byte spans from one buffer into another without looking at each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LOOP_NBYTES = 512
+"""Spans at least this long on average are copied one by one; below, the interpreter would cost more than the bytes."""
+
+
+def copy_spans(
+    dst: NDArray[np.uint8],
+    dst_starts: NDArray[np.int64],
+    src: NDArray[np.uint8],
+    src_starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+) -> None:
+    """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i. All in bytes."""
+    keep = sizes > 0
+    if not keep.all():
+        dst_starts, src_starts, sizes = dst_starts[keep], src_starts[keep], sizes[keep]
+    if len(sizes) == 0:
+        return
+    dst_starts, src_starts, sizes = _merged(dst_starts, src_starts, sizes)
+    total = int(sizes.sum())
+    if len(sizes) == 1 or total >= _LOOP_NBYTES * len(sizes):
+        for to, at, size in zip(dst_starts.tolist(), src_starts.tolist(), sizes.tolist(), strict=True):
+            dst[to : to + size] = src[at : at + size]
+        return
+    word = _word(dst_starts, src_starts, sizes, dst.nbytes, src.nbytes)
+    counts = sizes // word
+    within = np.arange(total // word) - np.repeat(np.cumsum(counts) - counts, counts)
+    to, at = np.repeat(dst_starts // word, counts) + within, np.repeat(src_starts // word, counts) + within
+    dst_words, src_words = as_words(dst, src, word)
+    dst_words.reshape(-1)[to] = src_words.reshape(-1)[at]
+
+
+def _merged(
+    dst_starts: NDArray[np.int64], src_starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Spans that continue each other on both sides become one."""
+    follows = (dst_starts[:-1] + sizes[:-1] == dst_starts[1:]) & (src_starts[:-1] + sizes[:-1] == src_starts[1:])
+    if not follows.any():
+        return dst_starts, src_starts, sizes
+    first = np.flatnonzero(np.append(True, ~follows))
+    return dst_starts[first], src_starts[first], np.add.reduceat(sizes, first)
+
+
+def _word(*numbers: Any) -> int:
+    """The largest of 8, 4, 2, 1 that divides them all."""
+    bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(np.atleast_1d(n)) for n in numbers]))
+    return next(word for word in (8, 4, 2, 1) if bits % word == 0)
+
+
+def as_words(dst: NDArray[np.uint8], src: NDArray[np.uint8], row_nbytes: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Both buffers as [rows, words of one row], in the widest words that fit: NumPy copies small rows word by word.
+
+    ``row_nbytes`` is at least 1.
+    """
+    for word in ("i8", "i4", "i2"):
+        size = np.dtype(word).itemsize
+        if row_nbytes % size == 0:
+            wide_dst, wide_src = dst.view(word), src.view(word)
+            # An unaligned source (a frame inside a larger buffer) would be copied whole before any row is taken.
+            if wide_dst.flags.aligned and wide_src.flags.aligned:
+                return _rows(wide_dst, row_nbytes // size), _rows(wide_src, row_nbytes // size)
+    return _rows(dst, row_nbytes), _rows(src, row_nbytes)
+
+
+def _rows(words: NDArray[Any], per_row: int) -> NDArray[Any]:
+    return words.reshape(-1, per_row)

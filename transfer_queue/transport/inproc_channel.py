@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport without sockets: calls go straight to handlers in this process, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.transport.base import Buffer, Call, Envelope, Handler, Outgoing, Reply
+from transfer_queue.transport.modes import is_blocking
+
+# An answer may be let go by another caller's request, so callers find each other by the route in the envelope.
+_callers: weakref.WeakValueDictionary[bytes, InprocCaller] = weakref.WeakValueDictionary()
+_routes = itertools.count()
+_one_at_a_time = threading.RLock()  # handlers expect a single server thread
+
+
+class InprocCaller:
+    """Handlers by peer name. Like a network it gives the other side memory of its own, and parks what isn't answered."""
+
+    def __init__(self, handlers: Mapping[str, Handler], client_id: str) -> None:
+        self._handlers = handlers
+        self._client_id = client_id
+        self._route = next(_routes).to_bytes(8, "little")
+        self._request_ids = itertools.count()
+        self._waiting: dict[int, concurrent.futures.Future[Reply]] = {}
+        _callers[self._route] = self
+
+    async def call_many(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
+        deadline = time.monotonic() + timeout_s
+        with _one_at_a_time:
+            pending = [self._send(call) for call in calls]
+        try:
+            while waiting := [future for future in pending if not future.done()]:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise QueueUnreachableError(f"{len(waiting)} of {len(calls)} calls had no answer in {timeout_s} s")
+                await _first_of(waiting, self._next_deadline(deadline) - now)
+                self._expire()
+            return [future.result() for future in pending]
+        finally:
+            self._waiting = {number: future for number, future in self._waiting.items() if future not in pending}
+
+    def close(self) -> None:
+        """Say goodbye to all handlers."""
+        with _one_at_a_time:
+            for handler in self._handlers.values():
+                _deliver(handler.client_gone(self._client_id, time.monotonic()))
+
+    def _send(self, call: Call) -> concurrent.futures.Future[Reply]:
+        handler = self._handlers.get(call.peer.name)
+        if handler is None:
+            raise QueueUnreachableError(f"no peer {call.peer.name!r} at {call.peer.address!r}")
+        number = next(self._request_ids)
+        future = self._waiting[number] = concurrent.futures.Future()
+        envelope = Envelope(self._client_id, number, self._route)
+        _deliver(handler.handle(envelope, call.header, [_received(f) for f in call.frames], time.monotonic()))
+        return future
+
+    def _next_deadline(self, own: float) -> float:
+        with _one_at_a_time:
+            deadlines = [handler.next_deadline() for handler in self._handlers.values()]
+        return max(min([own, *(at for at in deadlines if at is not None)]), time.monotonic())
+
+    def _expire(self) -> None:
+        with _one_at_a_time:
+            for handler in self._handlers.values():
+                _deliver(handler.expire(time.monotonic()))
+
+    def _take(self, outgoing: Outgoing) -> None:
+        future = self._waiting.pop(outgoing.envelope.request_id, None)
+        if future is not None:
+            future.set_result(Reply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
+
+
+async def _first_of(waiting: Sequence[concurrent.futures.Future[Reply]], timeout_s: float) -> None:
+    first = concurrent.futures.FIRST_COMPLETED
+    if is_blocking():
+        concurrent.futures.wait(waiting, timeout_s, first)
+        return
+    wrapped = [asyncio.wrap_future(future) for future in waiting]
+    await asyncio.wait(wrapped, timeout=timeout_s, return_when=first)
+
+
+def _deliver(answers: Iterable[Outgoing]) -> None:
+    for outgoing in answers:
+        caller = _callers.get(outgoing.envelope.route)
+        if caller is not None:
+            caller._take(outgoing)
+
+
+def _received(frame: Buffer) -> memoryview:
+    copy = np.frombuffer(frame, np.uint8).copy()
+    copy.flags.writeable = False
+    return copy.data
+
+
+def _view(frame: Buffer) -> memoryview:
+    return memoryview(frame).cast("B").toreadonly()

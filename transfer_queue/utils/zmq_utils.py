@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a server is: plain, picklable, the same for controllers and storage units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transfer_queue.transport.base import Peer
+from transfer_queue.utils.processes import pid_namespace
+
+
+class ZMQServerInfo:
+    """One server. ``ports`` maps the name of a socket to its full address.
+
+    ``pid`` and ``pid_namespace`` let clients on the same host notice at once that the server is gone.
+    """
+
+    # No dataclass: OmegaConf would take it apart when it is put into a configuration.
+
+    def __init__(
+        self,
+        role: str,
+        id: str,  # noqa: A002 (the name that users know)
+        ip: str = "localhost",
+        ports: Mapping[str, str] | None = None,
+        pid: int | None = None,
+        pid_namespace: int | None = None,
+    ) -> None:
+        self.role = role
+        self.id = id
+        self.ip = ip
+        self.ports = dict(ports or {})
+        self.pid = pid
+        self.pid_namespace = pid_namespace
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ZMQServerInfo) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.role, self.id, self.pid, tuple(self.ports.values())))
+
+    def __repr__(self) -> str:
+        return f"ZMQServerInfo({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+    def to_addr(self, port_name: str) -> str:
+        """Address of a socket. Raises KeyError naming those there are."""
+        if port_name not in self.ports:
+            raise KeyError(f"{self.role} {self.id} has no socket {port_name!r}, only {', '.join(self.ports)}.")
+        return self.ports[port_name]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "role": self.role, "id": self.id, "ip": self.ip, "ports": dict(self.ports), "pid": self.pid,
+            "pid_namespace": self.pid_namespace,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ZMQServerInfo:
+        return cls(**{str(key): data[key] for key in data})
+
+    def peer(self) -> Peer:
+        """The server as the transport knows it; its first socket."""
+        return Peer(f"{self.role} {self.id}", next(iter(self.ports.values())), self.pid, self.pid_namespace)
+
+
+def local_server(role: str, server_id: str, socket_name: str, address: str, pid: int) -> ZMQServerInfo:
+    """A server that is a process of this host."""
+    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address}, pid, pid_namespace())
