@@ -75,12 +75,12 @@ def _join(address: str) -> tuple[TransferQueueClient, Any]:
     return connect(f"TransferQueueClient_{os.getpid()}", conf), conf
 
 
-def connect(client_id: str, conf: Any) -> TransferQueueClient:
+def connect(client_id: str, conf: Any, layout: str | None = None) -> TransferQueueClient:
     """A client of its own for a running queue's configuration, as ``init`` returned it."""
     client = TransferQueueClient(client_id, conf["controller"]["zmq_info"])
     backend = conf["backend"]
     name = backend["storage_backend"]
-    client.initialize_storage_manager(name, backend[name], layout=conf["client"]["layout"])
+    client.initialize_storage_manager(name, backend[name], layout=layout or conf["client"]["layout"])
     return client
 
 

@@ -50,7 +50,7 @@ class Session:
 
     async def _greet(self) -> None:
         if self._pid is not None:
-            self.caller = self.caller.for_this_process(self._name())
+            self.caller = ZmqCaller(self._name())  # sockets don't survive a fork
         path = self.controller.address.removeprefix("ipc://")
         if path != self.controller.address and not Path(path).exists():
             raise QueueUnreachableError(

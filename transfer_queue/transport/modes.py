@@ -8,7 +8,8 @@ awaits are transport calls, which then block instead of suspending, so no event 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,10 +18,27 @@ R = TypeVar("R")
 
 _blocking: ContextVar[bool] = ContextVar("transfer_queue_blocking", default=False)
 
+_cancel: ContextVar[int | None] = ContextVar("transfer_queue_cancel", default=None)
+
 
 def is_blocking() -> bool:
     """True inside ``run_blocking``: the transport must not suspend."""
     return _blocking.get()
+
+
+@contextmanager
+def cancel_on(descriptor: int) -> Iterator[None]:
+    """Inside, a blocking call of this thread fails with ClosedError once this file descriptor is readable."""
+    token = _cancel.set(descriptor)
+    try:
+        yield
+    finally:
+        _cancel.reset(token)
+
+
+def cancel_descriptor() -> int | None:
+    """What ``cancel_on`` named."""
+    return _cancel.get()
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:

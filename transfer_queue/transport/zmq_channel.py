@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +18,24 @@ import zmq.asyncio
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer, Reply
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.modes import cancel_descriptor, is_blocking
 from transfer_queue.transport.zmq_context import acquire_context, release_context
 from transfer_queue.utils.processes import close_descriptor, has_ended, open_process
 
 _SLICE_S = 0.5
 """How often a waiting coroutine looks whether its peer still lives; a blocked thread is told at once."""
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+_of_parents: list[Any] = []
+
+
+def _keep_parents_sockets() -> None:
+    # A child that closes (or collects) a socket of its parent disturbs it: keep them for ever, untouched.
+    _of_parents.extend(_open)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_keep_parents_sockets)
 
 
 class ZmqCaller:
@@ -38,7 +51,6 @@ class ZmqCaller:
         self._idle: dict[tuple[str, int], list[Any]] = {}
         self._loops: dict[int, asyncio.AbstractEventLoop] = {}
         self._watches: dict[Peer, int | None] = {}
-        self._of_parents: list[Any] = []
 
     async def call_many(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
         """See ``Caller``. A call that fails leaves no socket behind that a late answer could reach."""
@@ -49,12 +61,6 @@ class ZmqCaller:
         if is_blocking():
             return self._call_blocking(calls, timeout_s)
         return list(await asyncio.gather(*(self._call_async(call, timeout_s) for call in calls)))
-
-    def for_this_process(self, client_id: str) -> ZmqCaller:
-        """After a fork: a caller under another name. What the parent opened is kept, untouched."""
-        successor = ZmqCaller(client_id)
-        successor._of_parents = [*self._of_parents, self._idle]
-        return successor
 
     def close(self) -> None:
         """Close every socket. Idempotent; calls under way in other threads fail."""
@@ -90,6 +96,7 @@ class ZmqCaller:
         socket.linger = 0
         socket.set_hwm(0)
         socket.connect(peer.address)
+        _open.add(socket)
         return socket
 
     def _give_back(self, peer: Peer, loop: asyncio.AbstractEventLoop | None, socket: Any) -> None:
@@ -145,6 +152,9 @@ class ZmqCaller:
         poller.register(socket, zmq.POLLIN)
         if watch is not None and watch >= 0:
             poller.register(watch, zmq.POLLIN)
+        cancel = cancel_descriptor()
+        if cancel is not None:
+            poller.register(cancel, zmq.POLLIN)
         while True:
             left = deadline - time.monotonic()
             events = dict(poller.poll(max(0.0, left) * 1000 if watch is None or watch >= 0 else 0))
@@ -152,6 +162,8 @@ class ZmqCaller:
                 reply = _matching(socket.recv_multipart(copy=False), request_id)
                 if reply is not None:
                     return reply
+            elif cancel in events:
+                raise ClosedError("the call was given up by its own process.")
             elif events or (watch is not None and watch < 0):
                 raise _gone(peer)
             elif left <= 0:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockStore: what it holds, what it gives back, what it costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from transfer_queue.errors import StorageKeyNotFoundError
+from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
+from transfer_queue.storage.simple.blocks import BlockStore
+
+ROW = 1000
+
+
+def ints(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def piece(values: list[int], size: int = ROW) -> Piece:
+    data = np.repeat(np.array(values, np.int64), size).view(np.uint8)
+    return Piece(dense_layout("int64", 8, (size,)), len(values), data)
+
+
+def ragged(values: list[int]) -> Piece:
+    """Row v is v copies of v."""
+    data = np.repeat(np.array(values, np.int64), values).view(np.uint8)
+    return Piece(ragged_layout("int64", 8, 1), len(values), data, np.array(values, np.int64).reshape(-1, 1))
+
+
+def whole(field: str, part: Piece) -> list:
+    return [(field, slice(0, part.rows), part)]
+
+
+def read(store: BlockStore, field: str, *indexes: int) -> list[int]:
+    """The first number of each row; -1 for an empty one."""
+    found = [None] * len(indexes)
+    for _, positions, part in store.read(ints(*indexes), [field]):
+        rows = part.as_ragged()
+        words = rows.data.view(np.int64)
+        where = range(len(indexes))[positions] if isinstance(positions, slice) else positions.tolist()
+        for position, start, stop in zip(where, rows.bounds // 8, rows.bounds[1:] // 8, strict=False):
+            assert (words[start:stop] == words[start : start + 1]).all()
+            found[position] = int(words[start]) if stop > start else -1
+    return found
+
+
+def test_values_come_back_in_the_order_asked_for_with_repeats():
+    store = BlockStore()
+    store.write(np.arange(100, 104), whole("a", piece([0, 1, 2, 3])))
+    store.write(ints(7, 300), whole("a", piece([70, 30])))
+    assert read(store, "a", 300, 101, 102, 101, 7, 100) == [30, 1, 2, 1, 70, 0]
+
+
+def test_a_run_of_one_block_is_given_without_a_copy():
+    store, mine = BlockStore(), piece([0, 1, 2, 3])
+    store.write(np.arange(4), whole("a", mine))
+    ((_, positions, part),) = store.read(ints(1, 2), ["a"])
+    assert (positions, np.shares_memory(part.data, mine.data)) == (slice(0, 2), True)
+
+
+def test_fields_written_at_different_times_are_read_together():
+    store = BlockStore()
+    store.write(np.arange(3), whole("a", piece([0, 1, 2])))
+    store.write(ints(2, 1), whole("b", ragged([5, 6])))
+    assert (read(store, "a", 1, 2), read(store, "b", 1, 2)) == ([1, 2], [6, 5])
+
+
+def test_a_second_write_replaces_and_earlier_answers_stay_as_they_were():
+    store = BlockStore()
+    store.write(np.arange(2), whole("a", piece([1, 2])))
+    ((_, _, before),) = store.read(ints(0, 1), ["a"])
+    store.write(ints(1), whole("a", piece([9])))
+    store.drop(ints(0))
+    assert read(store, "a", 1) == [9]
+    assert before.data.view(np.int64)[::ROW].tolist() == [1, 2]
+
+
+def test_of_an_index_given_twice_in_one_write_the_last_row_counts():
+    store = BlockStore()
+    store.write(ints(5, 5, 6), whole("a", piece([1, 2, 3])))
+    assert read(store, "a", 5, 6) == [2, 3]
+    assert (store.num_values, store.num_samples, store.live_nbytes) == (2, 2, 2 * ROW * 8)
+    assert store.drop(ints(5, 5, 6)) == 2
+    assert (store.held_nbytes, store.num_blocks) == (0, 0)
+
+
+def test_a_missing_value_names_field_and_sample():
+    store = BlockStore()
+    store.write(np.arange(2), whole("a", piece([1, 2])))
+    with pytest.raises(StorageKeyNotFoundError, match=r"field 'a' for sample 7 \(1 of the 2 samples"):
+        store.read(ints(0, 7), ["a"])
+    with pytest.raises(StorageKeyNotFoundError, match="field 'b' for sample 0"):
+        store.read(ints(0), ["b"])
+    store.drop(ints(0))
+    with pytest.raises(StorageKeyNotFoundError, match="field 'a' for sample 0"):
+        store.read(ints(0, 1), ["a"])
+
+
+def test_dropping_what_is_unknown_changes_nothing():
+    store = BlockStore()
+    store.write(ints(1), whole("a", piece([1])))
+    assert (store.drop(ints(0, 2, 5000)), store.drop(ints(1), ["b"]), store.drop(ints())) == (0, 0, 0)
+    assert read(store, "a", 1) == [1]
+
+
+def test_dropping_some_fields_keeps_the_others():
+    store = BlockStore()
+    store.write(ints(1), whole("a", piece([1])) + whole("b", piece([2])))
+    assert store.drop(ints(1), ["a"]) == 1
+    assert (read(store, "b", 1), store.num_values, store.num_samples) == ([2], 1, 1)
+
+
+@pytest.mark.parametrize("make", [piece, ragged])
+def test_clearing_62_of_64_samples_frees_their_bytes(make):
+    store = BlockStore()
+    store.write(np.arange(64), whole("a", make(list(range(1, 65)))))
+    store.drop(np.arange(1, 63))
+    assert (read(store, "a", 0, 63), store.held_nbytes) == ([1, 64], store.live_nbytes)
+    assert store.live_nbytes == make([1, 64]).nbytes
+
+
+def test_no_more_than_half_of_what_is_held_is_dead():
+    store = BlockStore()
+    store.write(np.arange(64), whole("a", piece(list(range(64)))))
+    for index in range(0, 64, 3):
+        store.drop(ints(index))
+        assert store.held_nbytes <= 2 * store.live_nbytes
+    store.squeeze()
+    assert store.held_nbytes == store.live_nbytes == 42 * ROW * 8
+
+
+def test_samples_written_one_by_one_end_in_few_blocks_whatever_their_shapes():
+    store = BlockStore()
+    for index in range(1000):
+        store.write(ints(index), whole("a", piece([index], size=1 + index % 7)))
+    assert store.num_blocks < 64
+    assert read(store, "a", *range(1000)) == list(range(1000))
+    assert len(store.read(np.arange(1000), ["a"])) < 64
+
+
+def test_memory_of_the_tables_follows_what_is_kept_while_indexes_grow():
+    store = BlockStore()
+    for start in range(0, 200_000, 1000):
+        store.write(np.arange(start, start + 1000), whole("a", piece([start] * 1000, size=1)))
+        store.drop(np.arange(start, start + 1000))
+    assert (store.num_samples, store.held_nbytes, store.num_blocks) == (0, 0, 0)
+
+
+def test_replaced_bytes_are_those_a_write_would_free():
+    store = BlockStore()
+    store.write(np.arange(4), whole("a", piece([0, 1, 2, 3])) + whole("b", piece([0, 1, 2, 3])))
+    assert store.replaced_nbytes(ints(3, 4), whole("a", piece([8, 9]))) == ROW * 8
+    assert store.replaced_nbytes(ints(9), whole("c", piece([8]))) == 0
+
+
+class AgainstADict(RuleBasedStateMachine):
+    """Any sequence of writes, reads and drops does what a dict of (index, field) would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = BlockStore()
+        self.model: dict[tuple[int, str], int] = {}
+
+    @rule(
+        indexes=st.lists(st.integers(0, 200), min_size=1, max_size=20),
+        field=st.sampled_from("ab"),
+        make=st.sampled_from([piece, ragged]),
+        data=st.data(),
+    )
+    def write(self, indexes, field, make, data):
+        values = data.draw(st.lists(st.integers(1, 40), min_size=len(indexes), max_size=len(indexes)))
+        self.store.write(ints(*indexes), whole(field, make(values)))
+        self.model.update({(index, field): value for index, value in zip(indexes, values, strict=True)})
+
+    @rule(indexes=st.lists(st.integers(0, 200), max_size=60), fields=st.sampled_from([None, ["a"], ["b", "c"]]))
+    def drop(self, indexes, fields):
+        gone = [key for key in self.model if key[0] in indexes and (fields is None or key[1] in fields)]
+        assert self.store.drop(ints(*indexes), fields) == len(gone)
+        for key in gone:
+            del self.model[key]
+
+    @rule()
+    def squeeze(self):
+        self.store.squeeze()
+        assert self.store.held_nbytes == self.store.live_nbytes
+
+    @rule(field=st.sampled_from("ab"), order=st.randoms(use_true_random=False))
+    def read(self, field, order):
+        indexes = [index for index, name in self.model if name == field] * 2
+        order.shuffle(indexes)
+        assert read(self.store, field, *indexes) == [self.model[index, field] for index in indexes] if indexes else True
+
+    @invariant()
+    def counts_agree(self):
+        assert self.store.num_values == len(self.model)
+        assert self.store.num_samples == len({index for index, _ in self.model})
+        assert self.store.live_nbytes <= self.store.held_nbytes <= 2 * self.store.live_nbytes
+        assert (self.store.num_blocks == 0) == (not self.model)
+
+
+TestAgainstADict = AgainstADict.TestCase
+TestAgainstADict.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, print_blob=True)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots: pages of indexes, recycled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transfer_queue.storage.simple.slots import Slots
+
+
+def ints(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def kept(slots: Slots, indexes: np.ndarray) -> np.ndarray:
+    slots.claim(indexes)
+    found = slots.find(indexes)
+    slots.keep(found)
+    return found
+
+
+def test_every_index_has_a_slot_of_its_own_and_unknown_ones_have_none():
+    slots = Slots()
+    found = kept(slots, ints(5, 64, 1_000_000, 6))
+    assert len(set(found.tolist())) == 4
+    assert found.max() < slots.capacity
+    assert slots.find(ints(5, 128, 6)).tolist() == [found[0], -1, found[3]]
+
+
+def test_a_page_is_recycled_when_its_last_value_goes():
+    slots = Slots()
+    first = kept(slots, ints(0, 1))
+    kept(slots, ints(64))
+    slots.release(first[:1])
+    assert slots.find(ints(1))[0] == first[1]
+    slots.release(first[1:])
+    assert slots.find(ints(0, 1)).tolist() == [-1, -1]
+    assert kept(slots, ints(6400)).tolist() == [first[0]]
+
+
+def test_tables_stay_as_long_as_what_is_kept_while_indexes_grow():
+    slots = Slots()
+    for start in range(0, 1_000_000, 1000):
+        slots.release(kept(slots, np.arange(start, start + 1000)))
+    assert slots.capacity == 0
+    alive = [kept(slots, np.arange(start, start + 64)) for start in range(0, 64 * 10, 64)]
+    for start in range(6400, 640_000, 64):
+        slots.release(alive.pop(0))
+        alive.append(kept(slots, np.arange(start, start + 64)))
+    assert slots.capacity == 1024

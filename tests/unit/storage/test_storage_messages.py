@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between a storage client and a unit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from transfer_queue.errors import ProtocolError
+from transfer_queue.storage.pieces import Piece, dense_layout
+from transfer_queue.storage.simple.messages import (
+    Drop,
+    Part,
+    Read,
+    Stats,
+    Write,
+    decode_answer,
+    decode_request,
+    encode,
+    pack_indexes,
+    pack_parts,
+    unpack_indexes,
+    unpack_parts,
+)
+
+INT = dense_layout("int64", 8, ())
+
+
+def piece(*numbers: int) -> Piece:
+    return Piece(INT, len(numbers), np.array(numbers, np.int64).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [Write(b"12345678", [Part("a", INT, 1)], 2.5), Read(b"", ["a"]), Drop(b"12345678"), Drop(b"", ["a"]), Stats()],
+)
+def test_a_request_is_the_same_after_the_wire(request_):
+    assert decode_request(encode(request_)) == request_
+
+
+@pytest.mark.parametrize("decode", [decode_request, decode_answer])
+@pytest.mark.parametrize("header", [b"", b"\xc1", b"nonsense", encode(["NoSuchMessage", 1]), encode(["Read", 5])])
+def test_what_is_no_message_is_a_protocol_error(decode, header):
+    with pytest.raises(ProtocolError, match="can't be decoded"):
+        decode(header)
+
+
+def test_parts_keep_their_positions_and_bytes():
+    given = [("a", slice(1, 3), piece(5, 6)), ("b", np.array([2, 0]), piece(7, 8))]
+    headers, frames = pack_parts(given)
+    (a, b) = unpack_parts(headers, [memoryview(frame).cast("B") for frame in frames], 3)
+    assert (a[:2], a[2].data.tobytes()) == (("a", slice(1, 3)), given[0][2].data.tobytes())
+    assert (b[0], b[1].tolist(), b[2].data.tobytes()) == ("b", [2, 0], given[1][2].data.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("part", "frames", "fragment"),
+    [
+        (Part("a", INT, 1), [], "need 1 frames"),
+        (Part("a", INT, 1), [b"12345678"] * 2, "2 came"),
+        (Part("a", INT, 0), [b""], "has 0 rows"),
+        (Part("a", INT, -1), [b""], "has -1 rows"),
+        (Part("a", INT, 2, 1), [b"x" * 16], "but 2 indexes"),
+        (Part("a", INT, 1, -1), [b"12345678"], "but 2 indexes"),
+        (Part("a", INT, 1, 0, pack_indexes(np.array([2]))), [b"12345678"], "don't fit"),
+        (Part("a", INT, 2, 0, pack_indexes(np.array([0]))), [b"x" * 16], "don't fit"),
+    ],
+)
+def test_parts_that_name_what_is_not_there_are_refused(part, frames, fragment):
+    with pytest.raises(ProtocolError, match=fragment):
+        unpack_parts([part], frames, 2)
+
+
+def test_indexes_must_be_whole_numbers():
+    with pytest.raises(ProtocolError, match="7 bytes"):
+        unpack_indexes(b"1234567")

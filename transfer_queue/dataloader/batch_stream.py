@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream of batches with a bounded number of them fetched ahead by a thread."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transfer_queue.errors import ClosedError, EndOfPartitionError
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.transport.modes import cancel_on
+
+_LOOK_EVERY_S = 0.25
+Fetched = tuple[int, Any, BatchMeta]
+
+
+class BatchStream:
+    """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
+
+    Args:
+        make_fetcher: Called with ``pause(seconds) -> stop?``; returns ``fetch(batch_index)``.
+        ahead: Batches fetched before they are asked for; 0: no thread.
+        is_given_up: Looked at while waiting; True ends the stream.
+    """
+
+    def __init__(
+        self,
+        make_fetcher: Callable[[Callable[[float], bool]], Callable[[int], tuple[Any, BatchMeta] | None]],
+        first: int,
+        stride: int,
+        ahead: int,
+        is_given_up: Callable[[], bool],
+    ) -> None:
+        self._stop = threading.Event()
+        self._is_given_up = is_given_up
+        self._indexes = range(first, 1 << 62, stride)
+        self._fetch = make_fetcher(self._pause)
+        self._fetched: queue.SimpleQueue[Fetched | BaseException | None] = queue.SimpleQueue()
+        self._slots = threading.Semaphore(ahead)  # taken before a fetch, given back when its batch is taken
+        self._ready: deque[tuple[Any, BatchMeta]] = deque()
+        self._thread: threading.Thread | None = None
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[Fetched]:
+        if not self._ahead:
+            yield from self._batches()
+            return
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="transfer-queue-prefetch", daemon=True)
+        self._thread.start()
+        try:
+            while (item := self._next()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                self._ready.popleft()
+                self._slots.release()
+                yield item
+        finally:
+            self.close()
+
+    def _next(self) -> Fetched | BaseException | None:
+        while True:
+            try:
+                return self._fetched.get(timeout=_LOOK_EVERY_S)
+            except queue.Empty:
+                if self._is_given_up():
+                    return None
+
+    def ahead(self) -> list[tuple[Any, BatchMeta]]:
+        """What is fetched and not taken yet."""
+        return list(self._ready)
+
+    def close(self) -> None:
+        """Stop fetching and wait for the thread. Idempotent."""
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        os.write(self._wake_write, b"x")
+        thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _pause(self, seconds: float) -> bool:
+        return self._stop.wait(seconds) if seconds else self._stop.is_set() or self._is_given_up()
+
+    def _batches(self) -> Iterator[Fetched]:
+        for batch_index in self._indexes:
+            try:
+                batch = self._fetch(batch_index)
+            except EndOfPartitionError:
+                return
+            if batch is None:
+                return
+            yield batch_index, *batch
+
+    def _run(self) -> None:
+        try:
+            with cancel_on(self._wake_read):
+                self._fetch_ahead()
+        except ClosedError as error:
+            if not self._stop.is_set():
+                self._fetched.put(error)
+        except BaseException as error:  # the consumer's thread raises it
+            self._fetched.put(error)
+
+    def _fetch_ahead(self) -> None:
+        batches = self._batches()
+        while not self._stop.is_set():
+            if not self._slots.acquire(timeout=_LOOK_EVERY_S):
+                continue
+            item = next(batches, None)
+            if item is not None:
+                self._ready.append(item[1:])
+            self._fetched.put(item)
+            if item is None:
+                return

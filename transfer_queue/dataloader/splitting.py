@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cutting a batch into micro-batches: values and metadata by the same sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.metadata import BatchMeta
+
+Pair = tuple[TensorDict, BatchMeta]
+
+
+def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Pair]:
+    """Consecutive micro-batches of ``micro_batch_size`` rows; the last one may be shorter.
+
+    Raises:
+        TypeError: ``td`` is no TensorDict.
+        ValueError: a size that isn't a positive int, or is larger than the batch; no batch dimension.
+    """
+    rows = _rows(td)
+    if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+        raise InvalidRequestError(f"micro_batch_size must be a positive int, got {micro_batch_size!r}.")
+    if micro_batch_size > rows:
+        raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than the batch of {rows} rows.")
+    sizes = [min(micro_batch_size, rows - start) for start in range(0, rows, micro_batch_size)]
+    return split(td, batch_meta, sizes)
+
+
+def token_budget_batch_fn(
+    td: TensorDict,
+    batch_meta: BatchMeta,
+    micro_batch_size: int | None = None,
+    *,
+    max_tokens: int,
+    lengths: str = "total_lengths",
+) -> list[Pair]:
+    """Consecutive micro-batches of at most ``max_tokens`` tokens each: ``functools.partial(..., max_tokens=4096)``.
+
+    Args:
+        micro_batch_size: At most so many rows in one, None: any number.
+        lengths: Name of the tag that holds a sample's tokens, or of a field: numbers [N], or a jagged column.
+    Raises:
+        ValueError: one sample alone exceeds the budget, or has no length.
+    """
+    weights = _lengths(td, batch_meta, lengths)
+    sizes: list[int] = []
+    tokens = 0
+    for position, weight in enumerate(weights):
+        if weight > max_tokens:
+            index = batch_meta.global_indexes[position]
+            raise InvalidRequestError(f"sample {index} has {weight} tokens, more than max_tokens={max_tokens}.")
+        if not sizes or tokens + weight > max_tokens or sizes[-1] == micro_batch_size:
+            sizes.append(0)
+            tokens = 0
+        sizes[-1] += 1
+        tokens += weight
+    return split(td, batch_meta, sizes)
+
+
+def split(td: TensorDict, batch_meta: BatchMeta, sizes: Sequence[int]) -> list[Pair]:
+    """Both cut by these sizes, which add up to the rows."""
+    if _rows(td) != batch_meta.size:
+        raise InvalidRequestError(f"data of {_rows(td)} rows came with metadata of {batch_meta.size} samples.")
+    if len(sizes) == 1:
+        return [(td, batch_meta)]
+    columns = {name: _cut(td.get(name), sizes) for name in td.keys()}  # noqa: SIM118  (iterating gives rows)
+    metas = batch_meta.chunk_by_size(list(sizes))
+    parts = []
+    for position, (size, meta) in enumerate(zip(sizes, metas, strict=True)):
+        part = TensorDict({}, batch_size=[size], device=td.device)
+        for name, pieces in columns.items():
+            part.set(name, pieces[position])
+        parts.append((part, meta))
+    return parts
+
+
+def _rows(td: Any) -> int:
+    if not isinstance(td, TensorDictBase):
+        raise TypeError(f"expected a TensorDict, got {type(td).__name__}.")
+    if not len(td.batch_size):
+        raise InvalidRequestError("the TensorDict has no batch dimension; make it with batch_size=[rows].")
+    return int(td.batch_size[0])
+
+
+def _cut(column: Any, sizes: Sequence[int]) -> list[Any]:
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        rows = column.unbind()
+        return [
+            torch.nested.nested_tensor(list(part), layout=column.layout, dtype=column.dtype, device=column.device)
+            for part in _slices(rows, sizes)
+        ]
+    if isinstance(column, torch.Tensor):
+        return list(torch.split(column, list(sizes)))
+    return _slices(column, sizes)
+
+
+def _slices(rows: Any, sizes: Sequence[int]) -> list[Any]:
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(rows[start : start + size])
+        start += size
+    return parts
+
+
+def _lengths(td: TensorDict, meta: BatchMeta, name: str) -> list[int]:
+    if name in td.keys():  # noqa: SIM118
+        column = td.get(name)
+        if not isinstance(column, torch.Tensor):
+            raise InvalidRequestError(f"field {name!r} holds no numbers, so it can't be the samples' lengths.")
+        if column.is_nested:
+            return [len(row) for row in column.unbind()]
+        return [int(value) for value in column.reshape(meta.size, -1).sum(dim=1).tolist()]
+    missing = [index for index, tags in zip(meta.global_indexes, meta.custom_meta, strict=True) if name not in tags]
+    if missing:
+        raise InvalidRequestError(
+            f"sample {missing[0]} has no tag {name!r}, and there is no such field: its number of tokens is unknown. "
+            f"Producers set it as a tag, or name another with lengths=."
+        )
+    return [int(tags[name]) for tags in meta.custom_meta]
