@@ -9,7 +9,7 @@ from typing import Any
 
 _KV = ("kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear")
 _MODULES = {
-    "transfer_queue.interface": ("init", "close", "get_client", *_KV, *(f"async_{name}" for name in _KV)),
+    "transfer_queue.interface": ("init", "close", "get_client", "get_metrics_endpoint", *_KV, *(f"async_{name}" for name in _KV)),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "TransferQueueClient"),
     "transfer_queue.errors": (

@@ -12,12 +12,14 @@ import msgspec
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.control.state import PlaneConfig
-from transfer_queue.errors import ProtocolError, to_wire
+from transfer_queue.errors import ProtocolError, TransferQueueError, to_wire
 from transfer_queue.sampler.registry import resolve
 from transfer_queue.transport.base import Envelope, Outgoing
+from transfer_queue.utils.logging_utils import get_logger
 
 Watch = Callable[[int, int | None, Callable[[float], Iterable[Outgoing]]], None]
 DropValues = Callable[[Sequence[int]], None]
+_log = get_logger(__name__)
 
 
 def plane_config(conf: Mapping[str, Any], sampler: Any, preallocate: int) -> PlaneConfig:
@@ -83,15 +85,20 @@ class TransferQueueController:
 
     def _welcome_client(self, envelope: Envelope, request: p.Hello) -> Iterable[Outgoing]:
         client = envelope.client
+        known = client in self._watched  # two threads of it may greet at the same time
         self._watched.add(client)
-        if self.watch is not None:
+        if self.watch is not None and not known:
             self.watch(request.pid, request.pid_namespace, lambda now: self.client_gone(client, now))
         return self._outgoing([To(client, p.Welcome(request.id, self._welcome))])
 
     def _drop_orphans(self) -> None:
         orphans = [index for indexes in self.plane.take_orphans() for index in indexes.tolist()]
-        if orphans and self._drop_values is not None:
+        if not orphans or self._drop_values is None:
+            return
+        try:
             self._drop_values(orphans)
+        except TransferQueueError as error:  # the unit that held them is gone, and the queue must answer on
+            _log.warning("values of %d samples whose writer vanished could not be freed: %s", len(orphans), error)
 
     def _outgoing(self, replies: Iterable[To]) -> list[Outgoing]:
         answers = []

@@ -60,7 +60,7 @@ class ProducersGoneError(TransferQueueError, RuntimeError):
     """Every producer of what a consumer waits for has died, so waiting on would never end."""
 
 
-class StorageFullError(TransferQueueError, TimeoutError, ValueError):
+class StorageFullError(TransferQueueError, TimeoutError, ValueError, RuntimeError):
     """Storage capacity exceeded, and nothing was cleared before the deadline."""
 
 

@@ -98,6 +98,8 @@ def close() -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     with _lock:
         client, queue = _TQ_CLIENT, _TQ_CONTROLLER
+        if queue is not None and not queue.is_owner:
+            queue = None  # a fork of the process that started it
         _TQ_CLIENT = _TQ_CONFIG = _TQ_CONTROLLER = _TQ_STORAGE = None
         if client is not None:
             client.close()
@@ -120,6 +122,14 @@ def get_client() -> TransferQueueClient:
             "TransferQueue is not initialized in this process, and TQ_ADDRESS is not set. Please call init() first."
         )
     return _TQ_CLIENT
+
+
+def get_metrics_endpoint() -> str | None:
+    """"host:port" of the queue's metrics; None when it has none, or this process has joined no queue."""
+    if _TQ_CONFIG is None:
+        return None
+    endpoint = _TQ_CONFIG["metrics"].get("endpoint")
+    return None if endpoint is None else str(endpoint)
 
 
 def plain_config() -> dict[str, Any]:

@@ -10,13 +10,16 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client import AsyncTransferQueueClient, check_keys
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
-from transfer_queue.metadata_wire import to_meta, to_specs
+from transfer_queue.metadata_wire import check_tags, to_meta, to_specs
+from transfer_queue.verbs.keys import check_keys
+from transfer_queue.verbs.puts import as_tensordict
 
 Tag = dict[str, Any]
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
+_TRIES = 5
 
 
 def one_row(fields: Any) -> TensorDict | None:
@@ -44,31 +47,54 @@ async def batch_put(
     client: AsyncTransferQueueClient,
     keys: Sequence[str] | str,
     partition_id: str,
-    fields: TensorDict | None,
+    fields: TensorDict | Mapping[str, Any] | None,
     tags: Sequence[Tag | None] | None,
     data_parser: DataParser | None = None,
 ) -> KVBatchMeta:
     """Everything is checked before a key is made; a put that fails takes its new keys back."""
     names = check_keys(keys)
-    _check_batch(names, fields, tags)
-    specs = to_specs(extract_field_schema(fields)) if fields is not None and data_parser is None else {}
-    held = await client.hold_keys(names, partition_id, specs)
-    meta = to_meta(held)
+    rows = None if fields is None else as_tensordict(fields)
+    _check_batch(names, rows, tags)
+    check_tags({i: tag for i, tag in enumerate(tags or ()) if tag})
+    tries = _TRIES if data_parser is None else 1  # a parser runs once
+    while True:
+        tries -= 1
+        try:
+            batch = await _put_once(client, names, partition_id, rows, tags, data_parser)
+        except (SampleClearedError, UnknownPartitionError):
+            if not tries:
+                raise
+            continue  # somebody cleared one of the keys meanwhile: it is a new key now
+        own = p.unpack_indexes(batch.indexes).tolist()
+        return KVBatchMeta(
+            keys=list(names),
+            tags=[batch.tags.get(index, {}) for index in own],
+            partition_id=partition_id,
+            fields=sorted(batch.fields),
+        )
+
+
+async def _put_once(
+    client: AsyncTransferQueueClient,
+    names: list[str],
+    partition: str,
+    rows: TensorDict | None,
+    tags: Sequence[Tag | None] | None,
+    parser: DataParser | None,
+) -> p.Batch:
+    specs = to_specs(extract_field_schema(rows)) if rows is not None and parser is None else {}
+    meta = to_meta(await client.hold_keys(names, partition, specs))
     try:
-        stored = None
-        if fields is not None:
-            stored = await client.storage_manager.put_data(fields, meta, data_parser)
-        new_tags = {index: dict(tag) for index, tag in zip(meta.global_indexes, tags or (), strict=False) if tag}
-        batch = await client.publish(meta, {} if stored is None else to_specs(extract_field_schema(stored)), new_tags)
-    except BaseException:
-        await client.cancel(partition_id, meta.global_indexes)
+        if rows is not None:
+            stored = await client.storage_manager.put_data(rows, meta, parser)
+            specs = to_specs(extract_field_schema(stored))
+        own = {index: dict(tag) for index, tag in zip(meta.global_indexes, tags or (), strict=False) if tag}
+        return await client.publish(meta, specs, own)
+    except BaseException as error:
+        if isinstance(error, (SampleClearedError, UnknownPartitionError)):
+            await client.drop_orphans(partition, meta.global_indexes)
+        await client.cancel(partition, meta.global_indexes)
         raise
-    return KVBatchMeta(
-        keys=list(names),
-        tags=[batch.tags.get(index, {}) for index in meta.global_indexes],
-        partition_id=partition_id,
-        fields=sorted(batch.fields),
-    )
 
 
 def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:

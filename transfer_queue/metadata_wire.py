@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from transfer_queue.errors import UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.protocol import Batch, FieldSpec, unpack_indexes
+from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
 
 
 def to_specs(schema: Mapping[str, Mapping[str, Any]]) -> dict[str, FieldSpec]:
@@ -61,3 +62,16 @@ def to_meta(batch: Batch, extra_info: Mapping[str, Any] | None = None) -> BatchM
         token=batch.token,
         batch_index=batch.batch_index,
     )
+
+
+def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise UnsupportedValueError for tags that can't travel, before anything is written for their samples."""
+    if not tags:
+        return
+    names = [name for own in tags.values() for name in own if not isinstance(name, str)]
+    if names:
+        raise UnsupportedValueError(f"tags are named by strings, got {names[0]!r}; use {str(names[0])!r}.")
+    try:
+        encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UnsupportedValueError(f"a tag can't be sent: {error}. Store it as a field instead.") from error

@@ -12,45 +12,47 @@ _STEADY_PUTS = 2
 
 
 class Reservations:
-    """Per partition, at most one block of indexes. A fork's child starts with none: they are its parent's."""
+    """Blocks of indexes per partition. A fork's child starts with none: they are its parent's."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._blocks: dict[str, Sequence[int]] = {}
+        self._blocks: dict[str, list[Sequence[int]]] = {}
         self._last: tuple[str, int] | None = None
         self._streak = 0
 
+    def _here(self) -> threading.Lock:
+        if self._pid != os.getpid():  # the lock may have been held by a thread that the fork did not copy
+            self._begin()
+        return self._lock
+
     def take(self, partition: str, count: int) -> list[int] | None:
-        """The block reserved for this partition if it has exactly ``count`` indexes."""
-        with self._lock:
-            self._check_process()
-            block = self._blocks.get(partition)
-            if block is None or len(block) != count:
+        """A block reserved for this partition if one has exactly ``count`` indexes."""
+        with self._here():
+            blocks = self._blocks.get(partition, ())
+            found = next((block for block in blocks if len(block) == count), None)
+            if found is None:
                 return None
-            return list(self._blocks.pop(partition))
+            self._blocks[partition] = [block for block in blocks if block is not found]
+            return list(found)
 
     def wish(self, partition: str, count: int) -> int:
         """How many indexes the coming publish should ask for ahead."""
-        with self._lock:
-            self._check_process()
+        with self._here():
             self._streak = self._streak + 1 if self._last == (partition, count) else 1
             self._last = (partition, count)
-            return count if self._streak > _STEADY_PUTS and partition not in self._blocks else 0
+            return count if self._streak > _STEADY_PUTS and not self._blocks.get(partition) else 0
 
     def keep(self, partition: str, indexes: Sequence[int]) -> None:
-        """Hold what the controller reserved."""
+        """Hold what the controller reserved. Threads that put at the same time may hold a block each."""
         if len(indexes):
-            with self._lock:
-                self._blocks[partition] = indexes
+            with self._here():
+                self._blocks.setdefault(partition, []).append(indexes)
 
-    def drop(self, partition: str) -> Sequence[int]:
-        """Let go of a partition's block and return it."""
-        with self._lock:
-            self._check_process()
-            return self._blocks.pop(partition, ())
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            self._pid, self._last, self._streak = os.getpid(), None, 0
-            self._blocks.clear()
+    def drop(self, partition: str) -> list[int]:
+        """Let go of a partition's blocks and return their indexes."""
+        with self._here():
+            return [index for block in self._blocks.pop(partition, ()) for index in block]

@@ -6,14 +6,17 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 import uuid
+import weakref
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from transfer_queue import protocol as p
-from transfer_queue.errors import ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
+from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.zmq_channel import ZmqCaller
@@ -21,6 +24,8 @@ from transfer_queue.utils.processes import pid_namespace
 
 R = TypeVar("R", bound=p.Reply)
 _HELLO_TIMEOUT_S = 10.0
+_GOODBYE_TIMEOUT_S = 1.0
+_BEFORE_THE_SERVERS = 20
 
 
 class Session:
@@ -31,8 +36,10 @@ class Session:
         self.client_id = client_id
         self.timeout_s = 30.0
         self._ids = itertools.count(1)
-        self._pid: int | None = None
+        self._pid = os.getpid()
+        self._closed = False
         self._config: dict[str, Any] = {}
+        self._farewell: Finalize | None = None
         self.caller = ZmqCaller(self._name())
 
     def _name(self) -> str:
@@ -44,28 +51,38 @@ class Session:
         Raises:
             QueueUnreachableError: nobody answers at the address.
         """
-        if self._pid != os.getpid():
+        self.follow_fork()
+        if not self._config:
             await self._greet()
         return self._config
 
+    def follow_fork(self) -> None:
+        """In a forked child: leave the parent's sockets alone and start over."""
+        if self._pid == os.getpid():
+            return
+        with _fork_lock():
+            if self._pid != os.getpid():
+                self.caller = self.caller.for_this_process(self._name())
+                self._config, self._farewell = {}, None
+                self._pid = os.getpid()
+
     async def _greet(self) -> None:
-        if self._pid is not None:
-            self.caller = ZmqCaller(self._name())  # sockets don't survive a fork
+        if self._closed:
+            raise ClosedError("this client was closed; make a new one, or call init() again.")
         path = self.controller.address.removeprefix("ipc://")
         if path != self.controller.address and not Path(path).exists():
             raise QueueUnreachableError(
                 f"no queue at {self.controller.address}: there is no such socket. Is the address right (TQ_ADDRESS, or "
                 f"the one that init() returned), and is the process that started the queue still running?"
             )
-        self._pid = os.getpid()
-        try:
-            hello = p.Hello(next(self._ids), os.getpid(), pid_namespace())
-            welcome = await self._exchange(hello, p.Welcome, _HELLO_TIMEOUT_S)
-        except TransferQueueError:
-            self._pid = None
-            raise
-        self._config = json.loads(welcome.config)
-        self.timeout_s = float(self._config["client"]["timeout_s"])
+        if self._farewell is None:
+            # A process that just ends has left on purpose: without a goodbye it would count as a dead producer.
+            self._farewell = Finalize(None, _leave, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
+        hello = p.Hello(next(self._ids), os.getpid(), pid_namespace())
+        welcome = await self._exchange(hello, p.Welcome, _HELLO_TIMEOUT_S)
+        config = json.loads(welcome.config)
+        self.timeout_s = float(config["client"]["timeout_s"])
+        self._config = config
 
     async def ask(self, request: type[p.Request], expected: type[R], *args: Any, wait_s: float = 0.0, **kw: Any) -> R:
         """Send one request and return its reply, which must be ``expected``.
@@ -92,10 +109,27 @@ class Session:
 
     def close(self) -> None:
         """Say goodbye if the controller is there, then close every socket. Idempotent, never raises."""
-        if self._pid == os.getpid():
-            self._pid = None
+        known, self._config, self._closed = bool(self._config), {}, True
+        if self._farewell is not None:
+            self._farewell.cancel()
+            self._farewell = None
+        if known and self._pid == os.getpid():
             try:
-                run_blocking(self._exchange(p.Goodbye(next(self._ids)), p.Done, 1.0))
+                run_blocking(self._exchange(p.Goodbye(next(self._ids)), p.Done, _GOODBYE_TIMEOUT_S))
             except TransferQueueError:
                 pass  # it is gone already, and with it what it knew of us
         self.caller.close()
+
+
+def _leave(session: weakref.ref[Session]) -> None:
+    alive = session()
+    if alive is not None:
+        alive.close()
+
+
+_locks: dict[int, threading.Lock] = {}
+
+
+def _fork_lock() -> threading.Lock:
+    """One lock per process: a parent's may have been held when it forked."""
+    return _locks.setdefault(os.getpid(), threading.Lock())

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,8 +105,8 @@ def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
 SHUFFLED = np.random.default_rng(0).permutation(150).tolist()
 
@@ -128,7 +129,7 @@ def test_jagged_tensors_of_every_dtype_come_back(storage, dtype, inner):
     lengths = [n % 7 for n in range(150)]
     values = some(dtype, sum(lengths), *inner)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    expected = [values[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+    expected = [values[a:b] for a, b in pairwise(offsets)]
     storage.put({"x": torch.nested.nested_tensor_from_jagged(values, offsets)}, range(150))
     for layout in ("jagged", "dense"):
         column = storage.column(SHUFFLED, "x", layout)
@@ -184,7 +185,7 @@ def test_any_rows_at_any_indexes_come_back_in_any_order(data, num_units):
 def test_large_rows_come_back_from_slices_and_from_scattered_rows(storage):
     data = torch.arange(300 * 4096).view(300, 4096)
     storage.put({"x": data}, range(1000, 1300))
-    for order in (range(300), range(299, -1, -1), [*range(100, 200), 5, 5, 299, *range(0, 64)]):
+    for order in (range(300), range(299, -1, -1), [*range(100, 200), 5, 5, 299, *range(64)]):
         assert torch.equal(storage.column([1000 + n for n in order], "x", "dense"), data[list(order)])
 
 
@@ -298,7 +299,7 @@ def test_another_number_of_rows_than_samples_is_refused_before_anything_is_store
 
 
 def test_an_unstorable_value_is_refused_before_anything_is_stored(storage):
-    with pytest.raises(UnsupportedValueError, match="field 'o': a value of type builtins.object"):
+    with pytest.raises(UnsupportedValueError, match=r"field 'o': a value of type builtins\.object"):
         storage.put({"a": torch.zeros(1), "o": NonTensorStack(object())}, [0])
     with pytest.raises(UnsupportedValueError, match="nested TensorDict"):
         storage.put({"a": torch.zeros(1), "o": TensorDict({"b": torch.zeros(1)}, batch_size=[1])}, [0])
@@ -316,7 +317,9 @@ def test_pickled_values_are_read_only_by_those_who_allow_it(storage):
 
 
 def test_a_parser_changes_what_is_stored_and_the_put_returns_it(storage):
-    stored = storage.put({"url": ["a", "bb"]}, [0, 1], lambda columns: {"url": [torch.ones(len(u)) for u in columns["url"]]})
+    stored = storage.put(
+        {"url": ["a", "bb"]}, [0, 1], lambda columns: {"url": [torch.ones(len(u)) for u in columns["url"]]}
+    )
     assert [row.tolist() for row in stored["url"].unbind()] == [[1], [1, 1]]
     assert [row.tolist() for row in storage.column([1, 0], "url").unbind()] == [[1, 1], [1]]
 
@@ -361,6 +364,6 @@ def test_a_put_that_found_no_room_in_time_fails():
     row = TensorDict({"a": torch.zeros(1, 1000, dtype=torch.int64)}, batch_size=[1])
     manager = storage.another(put_timeout_s=0.05)
     run_blocking(manager.put_data(row, meta([0])))
-    with pytest.raises(StorageFullError, match="Storage capacity exceeded: a put of 8000 bytes waited 0.1 s"):
+    with pytest.raises(StorageFullError, match="Storage capacity exceeded: a put of 8000 bytes waited "):
         run_blocking(manager.put_data(row, meta([1])))
     assert storage.column([0], "a", "dense").shape == (1, 1000)

@@ -43,7 +43,7 @@ class ControlPlane:
             p.Insert: self._write,
             p.ResolveKeys: self._write,
             p.CheckFields: lambda client, request, now: writing.check_fields(state, request),
-            p.Cancel: lambda client, request, now: writing.cancel(state, request),
+            p.Cancel: lambda client, request, now: writing.cancel(state, client, request),
             p.Publish: lambda client, request, now: writing.publish(state, client, request, now),
             p.Fetch: self._fetch,
             p.Ack: self._ack,

@@ -127,14 +127,15 @@ def _reserve_next(state: PlaneState, client: str, partition: Partition, count: i
     return p.pack_indexes(partition.table.column("index")[rows])
 
 
-def cancel(state: PlaneState, request: p.Cancel) -> p.Reply:
-    """Give back what was reserved and not published."""
+def cancel(state: PlaneState, client: str, request: p.Cancel) -> p.Reply:
+    """Give back what this client reserved and did not publish; another writer may hold one of the same keys."""
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
     rows, found = partition.table.find(p.unpack_indexes(request.indexes))
+    own = found & (partition.table.column("holder")[rows] == state.holder(client))
     state.touch(request.partition)
-    return p.Cleared(request.id, p.pack_indexes(partition.give_back(rows[found])))
+    return p.Cleared(request.id, p.pack_indexes(partition.give_back(rows[own])))
 
 
 def check_fields(state: PlaneState, request: p.CheckFields) -> p.Reply:

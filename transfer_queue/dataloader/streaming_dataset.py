@@ -14,13 +14,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.dataloader.cursor import Cursor, Start
-from transfer_queue.dataloader.fetching import BatchFetcher, StreamSpec
+from transfer_queue.dataloader.fetching import BatchFetcher, StreamSpec, default_fetch_batch_fn
 from transfer_queue.dataloader.splitting import chunk_batch_fn
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.interface import connect, plain_config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+__all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
 
 ProcessBatchFn = Callable[..., Iterable[Any]]
 

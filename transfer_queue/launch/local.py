@@ -36,15 +36,20 @@ class LocalQueue:
         self._owner = os.getpid()
         self._directory = tempfile.mkdtemp(prefix="tq-")  # mkdtemp: 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
-        self._thread: threading.Thread | None = None
-        self._server: ZmqServer | None = None
+        self._own_controller: list[tuple[ZmqServer, threading.Thread]] = []
         # Runs at the end of the process, multiprocessing children included, where atexit alone doesn't.
-        self._finalizer = Finalize(self, _end, args=(self._owner, self._processes, self._directory), exitpriority=10)
+        args = (self._owner, self._processes, self._own_controller, self._directory)
+        self._finalizer = Finalize(self, _end, args=args, exitpriority=10)
         try:
             self.conf = self._start(conf)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def is_owner(self) -> bool:
+        """False in a fork of the process that started the queue."""
+        return os.getpid() == self._owner
 
     @property
     def address(self) -> str:
@@ -93,7 +98,7 @@ class LocalQueue:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
-            [sys.executable, "-m", "transfer_queue.launch.serve"],
+            [sys.executable, "-m", "transfer_queue.launch.serve", self._directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -112,26 +117,31 @@ class LocalQueue:
         conf = orders["conf"]
         plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
         controller = TransferQueueController(plane, conf, value_dropper(conf))
-        self._server = ZmqServer(self.address)
-        controller.watch = self._server.watch
-        self._thread = threading.Thread(
-            target=self._server.serve, args=(controller,), name="transfer-queue-controller", daemon=True
-        )
-        self._thread.start()
+        server = ZmqServer(self.address)
+        controller.watch = server.watch
+        thread = threading.Thread(target=server.serve, args=(controller,), name="transfer-queue-controller", daemon=True)
+        self._own_controller.append((server, thread))
+        thread.start()
 
     def close(self) -> None:
         """End the servers. Idempotent; does nothing in a fork of the owner."""
-        if os.getpid() != self._owner:
-            return
-        if self._server is not None and self._thread is not None and self._thread.is_alive():
-            self._server.stop()
-            self._thread.join(_STOP_TIMEOUT_S)
-        self._finalizer()
+        if self.is_owner:
+            self._finalizer()
 
 
-def _end(owner: int, processes: list[subprocess.Popen[str]], directory: str) -> None:
+def _end(
+    owner: int,
+    processes: list[subprocess.Popen[str]],
+    own_controller: list[tuple[ZmqServer, threading.Thread]],
+    directory: str,
+) -> None:
     if os.getpid() != owner:
         return
+    for server, thread in own_controller:
+        if thread.is_alive():
+            server.stop()
+            thread.join(_STOP_TIMEOUT_S)
+    own_controller.clear()
     for process in processes:
         process.terminate()
     for process in processes:

@@ -76,8 +76,12 @@ def value_dropper(conf: Mapping[str, Any]) -> Callable[[Sequence[int]], None]:
 if __name__ == "__main__":
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes where a user can see it
+    told = sys.stdin.read()
+    if not told:  # the owner ended before it gave orders
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+        sys.exit(1)
     try:
-        main(json.load(sys.stdin), replies)
+        main(json.loads(told), replies)
     except Exception as error:  # told to the process that waits for "ready"
         if replies.closed:
             raise

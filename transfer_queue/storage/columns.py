@@ -92,8 +92,10 @@ def column_of(values: Sequence[Any]) -> Any:
     rows = rows_piece(values) if all(isinstance(value, torch.Tensor) for value in values) else None
     if rows is not None:
         return _column("", [(slice(0, len(values)), rows)], len(values), "jagged", False)
-    # Wrapped by hand only where the stack would take a TensorDict for one of its own members.
-    return NonTensorStack(*(NonTensorData(data=v) if is_tensor_collection(v) else v for v in values))
+    if any(map(is_tensor_collection, set(map(type, values)))):
+        # The stack would take a TensorDict for one of its own members.
+        values = [NonTensorData(data=value) for value in values]
+    return NonTensorStack(*values)
 
 
 def values_of(column: Any, count: int) -> list[Any]:
@@ -139,7 +141,6 @@ def _piece(name: str, column: Any, count: int, allow_pickle: bool) -> Piece:
 
 
 def _tensor_piece(name: str, tensor: torch.Tensor) -> Piece:
-    tensor = tensor.detach()
     if tensor.is_nested:
         piece = jagged_piece(tensor) if tensor.layout == torch.jagged else None
         if piece is None:

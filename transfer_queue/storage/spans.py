@@ -20,6 +20,10 @@ def copy_spans(
     sizes: NDArray[np.int64],
 ) -> None:
     """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i. All in bytes."""
+    if len(sizes) == 1:
+        to, at, size = int(dst_starts[0]), int(src_starts[0]), int(sizes[0])
+        dst[to : to + size] = src[at : at + size]
+        return
     keep = sizes > 0
     if not keep.all():
         dst_starts, src_starts, sizes = dst_starts[keep], src_starts[keep], sizes[keep]

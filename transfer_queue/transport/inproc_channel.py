@@ -24,7 +24,7 @@ _one_at_a_time = threading.RLock()  # handlers expect a single server thread
 
 
 class InprocCaller:
-    """Handlers by peer name. Like a network it gives the other side memory of its own, and parks what isn't answered."""
+    """Handlers by peer name. Like a network it gives the other side memory of its own, and parks what has no answer."""
 
     def __init__(self, handlers: Mapping[str, Handler], client_id: str) -> None:
         self._handlers = handlers
@@ -100,7 +100,7 @@ def _deliver(answers: Iterable[Outgoing]) -> None:
 def _received(frame: Buffer) -> memoryview:
     copy = np.frombuffer(frame, np.uint8).copy()
     copy.flags.writeable = False
-    return copy.data
+    return memoryview(copy.data)
 
 
 def _view(frame: Buffer) -> memoryview:

@@ -76,7 +76,9 @@ def from_jagged(values, offsets, lengths=None, **more) -> torch.Tensor:
         (from_jagged(torch.arange(6).view(3, 2), [0, 2, 3]), [[[0, 1], [2, 3]], [[4, 5]]]),
         (from_jagged(torch.arange(6).view(2, 3), [0, 2, 3], jagged_dim=2), [[[0, 1], [3, 4]], [[2], [5]]]),
         (
-            torch.nested.narrow(torch.arange(8).view(2, 4), 1, torch.tensor([0, 2]), torch.tensor([3, 2]), torch.jagged),
+            torch.nested.narrow(
+                torch.arange(8).view(2, 4), 1, torch.tensor([0, 2]), torch.tensor([3, 2]), torch.jagged
+            ),
             [[0, 1, 2], [6, 7]],
         ),
     ],
@@ -199,7 +201,7 @@ def test_a_nested_tensordict_is_refused_with_the_way_out():
 
 
 def test_tensors_that_are_no_block_of_elements_are_refused():
-    with pytest.raises(UnsupportedValueError, match="field 'x' is a torch.sparse_coo tensor"):
+    with pytest.raises(UnsupportedValueError, match=r"field 'x' is a torch\.sparse_coo tensor"):
         pack({"x": torch.eye(2).to_sparse()})
 
 

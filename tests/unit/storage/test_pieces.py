@@ -31,7 +31,9 @@ def rows(piece: Piece) -> list:
     if piece.layout.kind == "dense":
         return piece.data.view(np.int64).reshape(piece.rows, -1).tolist()
     raw = [piece.data[a:b] for a, b in zip(piece.bounds, piece.bounds[1:], strict=False)]
-    return [part.tobytes() for part in raw] if piece.layout == OBJECTS else [part.view(np.int64).tolist() for part in raw]
+    return (
+        [part.tobytes() for part in raw] if piece.layout == OBJECTS else [part.view(np.int64).tolist() for part in raw]
+    )
 
 
 PIECES = [

@@ -26,7 +26,9 @@ def test_both_names_of_the_default_backend_make_it(name):
 
 
 def test_an_unknown_name_is_told_the_nearest_known_one():
-    with pytest.raises(ConfigError, match=r"no storage backend 'SimpelStorage'. Did you mean 'SimpleStorage'\? Known: "):
+    with pytest.raises(
+        ConfigError, match=r"no storage backend 'SimpelStorage'. Did you mean 'SimpleStorage'\? Known: "
+    ):
         registry.create("SimpelStorage", InprocCaller({}, "me"), UNITS)
 
 

@@ -83,8 +83,11 @@ class FieldBlocks:
 
     def pick(self, slots: IntArray) -> list[tuple[Positions, Piece]]:
         """The values of these slots; all must hold one."""
-        numbers, which = np.unique(self._block_of[slots], return_inverse=True)
-        return pick([self._blocks[n].piece for n in numbers.tolist()], which, self._row_of[slots].astype(np.int64))
+        numbers, rows = self._block_of[slots], self._row_of[slots].astype(np.int64)
+        if (numbers == numbers[0]).all():
+            return pick([self._blocks[int(numbers[0])].piece], np.zeros(len(rows), np.int64), rows)
+        distinct, which = np.unique(numbers, return_inverse=True)
+        return pick([self._blocks[n].piece for n in distinct.tolist()], which, rows)
 
     def drop(self, slots: IntArray) -> None:
         """Forget the values of these slots; all must hold one."""

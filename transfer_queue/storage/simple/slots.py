@@ -31,8 +31,12 @@ class Slots:
 
     def find(self, indexes: IntArray) -> IntArray:
         """The slot of each index, -1 where its page is unknown."""
-        names, inverse = np.unique(indexes >> _PAGE_BITS, return_inverse=True)
-        pages = np.array([self._pages.get(name, -1) for name in names.tolist()], np.int64)[inverse]
+        names = indexes >> _PAGE_BITS
+        if len(names) and (names == names[0]).all():  # one sample, or its neighbours: most small requests
+            pages = np.full(len(names), self._pages.get(int(names[0]), -1), np.int64)
+        else:
+            names, inverse = np.unique(names, return_inverse=True)
+            pages = np.array([self._pages.get(name, -1) for name in names.tolist()], np.int64)[inverse]
         return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
 
     def claim(self, indexes: IntArray) -> None:

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the code: who may import whom, how long a file may be, what a light import loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("transfer_queue", "lightning_tq")
+MAX_LINES = 500
+
+# A module may import its own group and every group of a lower rank. The longest prefix names a module's group.
+GROUPS = {
+    "transfer_queue": ("root", 0),
+    "transfer_queue.version": ("root", 0),
+    "transfer_queue.errors": ("errors", 1),
+    "transfer_queue.utils": ("utils", 2),
+    "transfer_queue.protocol": ("protocol", 3),
+    "transfer_queue.config": ("config", 3),
+    "transfer_queue.annotations": ("metadata", 3),
+    "transfer_queue.schema": ("metadata", 3),
+    "transfer_queue.sample_view": ("metadata", 3),
+    "transfer_queue.kv_metadata": ("metadata", 3),
+    "transfer_queue.metadata": ("metadata", 3),
+    "transfer_queue.utils.logging_utils": ("logging", 4),
+    "transfer_queue.sampler": ("sampler", 4),
+    "transfer_queue.control": ("control", 5),
+    "transfer_queue.transport": ("transport", 5),
+    "transfer_queue.utils.zmq_utils": ("servers", 6),
+    "transfer_queue.storage": ("storage", 7),
+    "transfer_queue.controller": ("controller", 8),
+    "transfer_queue.metadata_wire": ("client", 8),
+    "transfer_queue.session": ("client", 8),
+    "transfer_queue.reservations": ("client", 8),
+    "transfer_queue.verbs": ("client", 8),
+    "transfer_queue.client": ("client", 8),
+    "transfer_queue.kv": ("client", 8),
+    "transfer_queue.launch": ("launch", 9),
+    "transfer_queue.interface": ("interface", 10),
+    "transfer_queue.dataloader": ("dataloader", 11),
+    "lightning_tq": ("lightning_tq", 12),
+}
+SERVER_SIDE = (
+    "transfer_queue.launch.serve",
+    "transfer_queue.controller",
+    "transfer_queue.control.plane",
+    "transfer_queue.storage.simple.unit",
+    "transfer_queue.storage.simple.manager",
+)
+HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
+
+
+def python_files() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def group_of(module: str) -> tuple[str, int]:
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in GROUPS:
+            return GROUPS[prefix]
+    raise AssertionError(f"{module} has no group")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules that are imported at run time, wherever in the file; not those for annotations only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if (ROOT / node.module.replace(".", "/")).is_dir())
+        yield from imports(node)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    module = module_name(path)
+    group, rank = group_of(module)
+    for name in imports(ast.parse(path.read_text())):
+        if name.split(".")[0] not in PACKAGES or not is_module(name) or name == "transfer_queue":
+            continue
+        other, other_rank = group_of(name)
+        assert other == group or other_rank < rank, f"{module} ({group}) may not import {name} ({other})"
+
+
+def test_the_lightning_package_uses_public_names_only() -> None:
+    import transfer_queue
+
+    allowed_modules = {"transfer_queue", "transfer_queue.errors"}
+    for path in sorted((ROOT / "lightning_tq").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transfer_queue"):
+                assert node.module in allowed_modules, f"{path.name} imports from {node.module}"
+                if node.module == "transfer_queue":
+                    assert {alias.name for alias in node.names} <= {*transfer_queue.__all__, "errors"}, path.name
+
+
+def test_no_file_is_longer_than_the_cap() -> None:
+    long = {str(path): count for path in python_files() if (count := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not long
+
+
+def test_every_file_names_its_licence_and_its_noun() -> None:
+    for path in python_files():
+        text = path.read_text()
+        assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+        assert ast.get_docstring(ast.parse(text)), f"{path} doesn't say what it owns"
+
+
+def test_nothing_sleeps() -> None:
+    assert not [str(path) for path in python_files() if "time.sleep" in path.read_text()]
+
+
+def test_decisions_know_no_socket_clock_thread_or_torch() -> None:
+    forbidden = {"torch", "tensordict", "zmq", "socket", "time", "threading", "asyncio", "multiprocessing", "os"}
+    for package in ("control", "sampler"):
+        for path in sorted((ROOT / "transfer_queue" / package).rglob("*.py")):
+            found = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))} & forbidden
+            assert not found, f"{path.name} imports {found}"
+
+
+def loaded_after(code: str) -> set[str]:
+    program = f"{code}\nimport sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+@pytest.mark.parametrize("code", ["import transfer_queue", "import transfer_queue; transfer_queue.BatchMeta"])
+def test_importing_the_queue_loads_nothing_heavy(code: str) -> None:
+    assert not loaded_after(code) & {*HEAVY, "omegaconf", "zmq"}
+
+
+def test_servers_load_nothing_heavy() -> None:
+    assert not loaded_after(f"import {', '.join(SERVER_SIDE)}") & set(HEAVY)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetches: ask the controller for a batch, read its values from the storage, settle it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from transfer_queue import protocol as p
+from transfer_queue.config import fetch_wait_s
+from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata_wire import to_meta
+from transfer_queue.verbs.line import Line
+
+
+class Fetches(Line):
+    """``async_get_meta``, ``async_get_data``, and what a stream is made of."""
+
+    async def async_get_meta(
+        self,
+        data_fields: Sequence[str] | str | None = None,
+        batch_size: int | None = None,
+        partition_id: str | None = None,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> BatchMeta:
+        """Metadata of samples.
+
+        Args:
+            data_fields: Names, or one name. None in mode "force_fetch": every field that all samples have.
+            mode: "fetch" gives ``task_name`` its next ``batch_size`` ready samples; "insert" makes new samples;
+                "force_fetch" describes all samples of the partition, consumed or not, and marks nothing.
+            sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; the rest goes to the sampler as keywords.
+            timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
+        Returns:
+            Empty ("not yet") only when the queue is configured with ``polling_mode``.
+        Raises:
+            BatchTimeoutError: not enough ready samples in time; says which fields were missing.
+            EndOfPartitionError: no batch will come any more.
+        """
+        if partition_id is None:
+            raise InvalidRequestError("get_meta needs a partition_id.")
+        if mode == "force_fetch":
+            wanted = None if data_fields is None else as_names(data_fields)
+            return to_meta(await self.session.ask(p.Describe, p.Batch, partition_id, wanted, None))
+        fields = as_names(data_fields or [])
+        if mode not in ("fetch", "insert"):
+            near = difflib.get_close_matches(str(mode), ["fetch", "insert", "force_fetch"], 1, 0.0)
+            raise InvalidRequestError(f"unknown mode {mode!r}; did you mean {near[0]!r}? Also: fetch, insert, force_fetch.")
+        if batch_size is None:
+            raise InvalidRequestError(f"get_meta in mode {mode!r} needs a batch_size.")
+        if mode == "insert":
+            wait_s = await self.put_timeout_s()
+            return to_meta(
+                await self.session.ask(p.Insert, p.Batch, partition_id, batch_size, fields, wait_s, wait_s=wait_s)
+            )
+        if task_name is None:
+            raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name: who consumes the samples.")
+        polling = bool((await self.session.config())["controller"]["polling_mode"])
+        wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
+        reply = await self.async_fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s=wait_s)
+        if isinstance(reply, p.NotReady):
+            if polling:
+                return BatchMeta.empty()
+            raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
+        return to_meta(reply)
+
+    async def async_fetch(
+        self,
+        fields: Sequence[str],
+        batch_size: int,
+        partition_id: str,
+        task_name: str,
+        sampling_config: Mapping[str, Any] | None = None,
+        *,
+        wait_s: float = 0.0,
+        finite: bool = False,
+        acks: Sequence[str] = (),
+    ) -> p.Batch | p.NotReady:
+        """One fetch as the controller answers it, parked there for up to ``wait_s`` seconds.
+
+        Raises:
+            EndOfPartitionError: the third answer.
+        """
+        arguments = {str(key): value for key, value in (sampling_config or {}).items()}
+        named = [arguments.pop(name, None) for name in ("dp_rank", "batch_index", "dp_size")]
+        for name in ("partition_id", "task_name"):
+            arguments.pop(name, None)
+        reply: Any = await self.session.ask(
+            p.Fetch, p.Reply, partition_id, task_name, list(fields), batch_size, *named, wait_s, finite, arguments,
+            list(acks), wait_s=wait_s,
+        )  # fmt: skip
+        if isinstance(reply, p.Ended):
+            raise EndOfPartitionError(
+                f"no more batches of partition {partition_id!r} for task {task_name!r}: it is {reply.reason}; "
+                f"{reply.dropped} samples were left over by the tail policy."
+            )
+        return reply  # type: ignore[no-any-return]
+
+    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
+        """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
+
+        Raises:
+            StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
+        """
+        if not metadata.size:
+            return TensorDict({}, batch_size=[0])
+        await self.session.config()
+        return await self.storage_manager.get_data(metadata)
+
+    async def async_ack(self, metadata: BatchMeta, task_name: str) -> int:
+        """Settle the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already."""
+        if metadata.token is None:
+            return 0
+        done = await self.session.ask(p.Ack, p.Done, metadata.partition_ids[0], task_name, [metadata.token])
+        return int(done.value)
+
+
+def as_names(fields: Sequence[str] | str) -> list[str]:
+    """A list of field names; one string is one name. Raises TypeError for anything else."""
+    names = [fields] if isinstance(fields, str) else list(fields)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"data_fields must be a string or a list of strings, got {fields!r}.")
+    return names
+
+
+def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> str:
+    """Why a fetch got nothing, in one or two sentences."""
+    lacking = ", ".join(f"{count} lack field {name!r}" for name, count in reply.lacking.items())
+    last = "nothing was published yet" if reply.last_published_s is None else f"{reply.last_published_s:.0f} s ago"
+    text = (
+        f"task {task!r} waited {waited_s:.1f} s for {reply.wanted} samples of {partition!r}: {reply.ready} ready"
+        f"{', ' + lacking if lacking else ''} (last published: {last})."
+    )
+    unknown = [name for name in fields if reply.known_fields and name not in reply.known_fields]
+    if unknown:
+        known = ", ".join(reply.known_fields)
+        text += f" Nobody has put field {unknown[0]!r} so far; fields there are: {known}."
+    return text + " Check the producers, lower batch_size, or wait longer (timeout_s)."

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts: reserve indexes, write values to the storage, publish them at the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from transfer_queue import protocol as p
+from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
+from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.metadata_wire import check_tags, to_specs
+from transfer_queue.reservations import Reservations
+from transfer_queue.verbs.line import Line
+
+DataParser = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Puts(Line):
+    """``async_put``, and the steps that other writing verbs share."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reservations = Reservations()
+
+    async def async_put(
+        self,
+        data: TensorDict | Mapping[str, Any],
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: DataParser | None = None,
+    ) -> BatchMeta:
+        """Store fields of samples and make them visible; they are when this returns.
+
+        Args:
+            data: One row per sample.
+            metadata: The samples to write to, which is then updated in place and returned. None: new samples.
+                Rows that only fill a padded batch are skipped.
+            partition_id: Where new samples go.
+            data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
+        Raises:
+            ValueError: rows and metadata disagree, no rows, or a dtype that differs from what the field holds.
+            SampleClearedError: some of the samples were cleared.
+            StorageFullError: there was no room in time.
+        """
+        rows = as_tensordict(data)
+        if metadata is None:
+            if partition_id is None:
+                raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
+            return await self._put_new(rows, partition_id, data_parser)
+        if not metadata.size:
+            raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
+        if metadata.size != rows.batch_size[0]:
+            raise InvalidRequestError(
+                f"put got {rows.batch_size[0]} rows of data for {metadata.size} samples of metadata; nothing was "
+                f"written. Select the same rows of both."
+            )
+        return await self._put_existing(rows, metadata, data_parser)
+
+    # ---- new samples ----
+
+    async def _put_new(self, rows: TensorDict, partition: str, parser: DataParser | None) -> BatchMeta:
+        count = rows.batch_size[0]
+        if not count:
+            raise InvalidRequestError("put got 0 rows; there is nothing to store.")
+        # A parser runs once: its put must not be tried with a reservation that may be void.
+        ahead = self._reservations.take(partition, count) if parser is None else None
+        if ahead is not None:
+            try:
+                return await self._put_reserved(rows, partition, None, ahead)
+            except (SampleClearedError, UnknownPartitionError):
+                pass  # the partition was cleared or sealed since, and the reservation with it
+        await self.cancel(partition, self._reservations.drop(partition))
+        specs = to_specs(extract_field_schema(rows)) if parser is None else {}
+        wait_s = await self.put_timeout_s()
+        reserved = await self.session.ask(p.Reserve, p.Reserved, partition, count, specs, wait_s, wait_s=wait_s)
+        return await self._put_reserved(rows, partition, parser, p.unpack_indexes(reserved.indexes).tolist())
+
+    async def _put_reserved(
+        self, rows: TensorDict, partition: str, parser: DataParser | None, indexes: list[int]
+    ) -> BatchMeta:
+        meta = BatchMeta(indexes, [partition] * len(indexes))
+        wish = self._reservations.wish(partition, len(indexes))
+        try:
+            meta.add_fields(await self.storage_manager.put_data(rows, meta, parser))
+            await self._publish(meta, {}, wish)
+        except BaseException:
+            await self.cancel(partition, indexes)
+            raise
+        return meta
+
+    async def cancel(self, partition: str, indexes: Sequence[int]) -> None:
+        """Give back samples that this client reserved and did not publish, and whatever it wrote for them."""
+        if not len(indexes):
+            return
+        cleared = await self.session.ask(p.Cancel, p.Cleared, partition, p.pack_indexes(indexes))
+        given_back = p.unpack_indexes(cleared.indexes).tolist()
+        if given_back:
+            await self.storage_manager.clear_rows(given_back)
+
+    # ---- samples that are there ----
+
+    async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
+        tags = meta.changed_custom_meta()
+        check_tags(tags)
+        data, target = rows, meta
+        if any(meta.padding_mask):
+            real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
+            data, target = rows[real], meta.select_samples(real)
+        bare = BatchMeta(target.global_indexes, target.partition_ids)
+        bare.add_fields(data)
+        for part in bare.chunk_by_partition():
+            await self._check(part)
+        stored = await self.storage_manager.put_data(data, target, parser)
+        bare.add_fields(stored)
+        for part in bare.chunk_by_partition():
+            await self._publish(part, {index: tags[index] for index in part.global_indexes if index in tags})
+        meta.add_fields(stored if stored.batch_size[0] == meta.size else rows)
+        meta.mark_custom_meta_clean()
+        return meta
+
+    async def _check(self, part: BatchMeta) -> None:
+        """Refuse cleared samples and dtypes that change before the storage replaces anything."""
+        indexes = p.pack_indexes(part.global_indexes)
+        await self.session.ask(p.CheckFields, p.Done, part.partition_ids[0], indexes, to_specs(part.field_schema))
+
+    # ---- publish ----
+
+    async def _publish(self, part: BatchMeta, tags: Mapping[int, Mapping[str, Any]], reserve_next: int = 0) -> None:
+        """Make the fields in ``part``'s schema visible; all of its samples are of one partition."""
+        partition, indexes = part.partition_ids[0], p.pack_indexes(part.global_indexes)
+        specs = to_specs(part.field_schema)
+        try:
+            published = await self.session.ask(p.Publish, p.Published, partition, indexes, specs, tags, reserve_next)
+        except (SampleClearedError, UnknownPartitionError):
+            await self.drop_orphans(partition, part.global_indexes)
+            raise
+        self._reservations.keep(partition, p.unpack_indexes(published.indexes).tolist())
+
+    async def drop_orphans(self, partition: str, indexes: Sequence[int]) -> None:
+        """Values written for samples that were cleared meanwhile belong to nobody."""
+        try:
+            batch = await self.session.ask(p.Describe, p.Batch, partition, [], None)
+            alive = set(p.unpack_indexes(batch.indexes).tolist())
+        except UnknownPartitionError:
+            alive = set()
+        await self.storage_manager.clear_rows([index for index in indexes if index not in alive])
+
+
+def as_tensordict(data: Any) -> TensorDict:
+    """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
+    if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
+        sizes = {len(column) for column in data.values()}
+        if len(sizes) != 1:
+            raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
+        return TensorDict(dict(data), batch_size=[sizes.pop()])
+    if data is None or not hasattr(data, "batch_size"):
+        raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")
+    if not len(data.batch_size):
+        raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
+    return data
