@@ -29,36 +29,36 @@ class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Fields are positional on the wire: append with a default, never reorder. No kw_only here: it would move ``id``."""
+    """Fields are positional on the wire: append with a default, never reorder. No kw_only: it would move ``id``."""
 
     id: int
 
 
-class Hello(Request):
+class Hello(Request, frozen=True):
     """A client is here. On the same host ``pid`` lets the server notice its death at once."""
 
     pid: int
     pid_namespace: int | None = None
 
 
-class Goodbye(Request):
+class Goodbye(Request, frozen=True):
     """A client leaves on purpose: what it reserved is given back, and it isn't counted as a dead producer."""
 
 
-class CreatePartition(Request):
+class CreatePartition(Request, frozen=True):
     """Make a partition; with ``num_samples`` it seals itself when that many samples are published."""
 
     partition: str
     num_samples: int | None = None
 
 
-class SealPartition(Request):
+class SealPartition(Request, frozen=True):
     """No more samples will come into this partition."""
 
     partition: str
 
 
-class RegisterTask(Request):
+class RegisterTask(Request, frozen=True):
     """How ``task`` draws its batches: sampler spec, data-parallel size, tail policy. Missing parts stay as they are."""
 
     task: str
@@ -67,8 +67,8 @@ class RegisterTask(Request):
     tail: str | None = None
 
 
-class Reserve(Request):
-    """Indexes for ``count`` new samples, contiguous; parked while the queue is full. ``fields`` are checked for dtype."""
+class Reserve(Request, frozen=True):
+    """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked for dtype."""
 
     partition: str
     count: int
@@ -76,7 +76,7 @@ class Reserve(Request):
     wait_s: float = 60.0
 
 
-class CheckFields(Request):
+class CheckFields(Request, frozen=True):
     """Is a write of these fields onto existing samples allowed? Asked before values are replaced."""
 
     partition: str
@@ -84,14 +84,14 @@ class CheckFields(Request):
     fields: dict[str, FieldSpec]
 
 
-class Cancel(Request):
+class Cancel(Request, frozen=True):
     """Give reserved indexes back: their write failed or they aren't needed."""
 
     partition: str
     indexes: bytes
 
 
-class Publish(Request):
+class Publish(Request, frozen=True):
     """These fields of these samples are stored whole. The only message that makes data visible.
 
     Tags merge into those the samples have. ``reserve_next`` asks for indexes for a next put of that size;
@@ -106,7 +106,7 @@ class Publish(Request):
     describe: bool = False
 
 
-class Insert(Request):
+class Insert(Request, frozen=True):
     """New samples without values yet (``get_meta`` in mode "insert")."""
 
     partition: str
@@ -115,7 +115,7 @@ class Insert(Request):
     wait_s: float = 60.0
 
 
-class Fetch(Request):
+class Fetch(Request, frozen=True):
     """The next batch for a consumer, or the one it was given before. Parked up to ``wait_s`` seconds.
 
     ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not.
@@ -134,7 +134,7 @@ class Fetch(Request):
     acks: list[str] = []
 
 
-class Ack(Request):
+class Ack(Request, frozen=True):
     """These batches are settled and will never be asked for again."""
 
     partition: str
@@ -142,7 +142,7 @@ class Ack(Request):
     tokens: list[str]
 
 
-class Describe(Request):
+class Describe(Request, frozen=True):
     """Metadata of given samples, or of all: consumed or not, marks nothing (``get_meta`` in mode "force_fetch")."""
 
     partition: str
@@ -150,52 +150,52 @@ class Describe(Request):
     indexes: bytes | None = None
 
 
-class ConsumptionStatus(Request):
+class ConsumptionStatus(Request, frozen=True):
     """Which samples of the partition ``task`` has consumed."""
 
     partition: str
     task: str
 
 
-class ProductionStatus(Request):
+class ProductionStatus(Request, frozen=True):
     """Which of the fields each sample of the partition has."""
 
     partition: str
     fields: list[str]
 
 
-class ResetConsumption(Request):
+class ResetConsumption(Request, frozen=True):
     """Make consumed samples available again, for one task or all. The ledger stays: equal questions, equal answers."""
 
     partition: str
     task: str | None = None
 
 
-class SetTags(Request):
+class SetTags(Request, frozen=True):
     """Tags of samples; ``merge`` keeps keys that aren't named."""
 
     tags: dict[str, dict[int, Tags]]
     merge: bool = False
 
 
-class ClearSamples(Request):
+class ClearSamples(Request, frozen=True):
     """Forget samples. Unknown and already cleared ones are ignored."""
 
     partition: str
     indexes: bytes
 
 
-class ClearPartition(Request):
+class ClearPartition(Request, frozen=True):
     """Forget a partition and all it holds. Unknown: nothing."""
 
     partition: str
 
 
-class ListPartitions(Request):
+class ListPartitions(Request, frozen=True):
     """Names of all partitions."""
 
 
-class ResolveKeys(Request):
+class ResolveKeys(Request, frozen=True):
     """Samples of user keys; with ``create``, unknown keys get new samples, in the order given.
 
     ``hold``: new ones stay invisible until published, and can be cancelled.
@@ -209,20 +209,20 @@ class ResolveKeys(Request):
     wait_s: float = 60.0
 
 
-class KeysOf(Request):
+class KeysOf(Request, frozen=True):
     """User keys of samples, None where a sample has none."""
 
     partition: str
     indexes: bytes
 
 
-class ListKeys(Request):
+class ListKeys(Request, frozen=True):
     """Keys and tags of one partition or all."""
 
     partition: str | None = None
 
 
-class GetStats(Request):
+class GetStats(Request, frozen=True):
     """Numbers of the whole queue: partitions, tasks, waiting fetches and what they lack."""
 
 
@@ -232,39 +232,39 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     id: int
 
 
-class Done(Reply):
+class Done(Reply, frozen=True):
     """Carried out. ``value`` is the verb's own small result."""
 
     value: Any = None
 
 
-class Failed(Reply):
+class Failed(Reply, frozen=True):
     """Refused or failed; nothing changed. ``code`` names a class of ``errors``."""
 
     code: str
     text: str
 
 
-class Welcome(Reply):
+class Welcome(Reply, frozen=True):
     """The queue's configuration as JSON, server addresses included."""
 
     config: bytes
 
 
-class Reserved(Reply):
+class Reserved(Reply, frozen=True):
     """Indexes for a put, ascending, and the dtypes the partition's fields already have."""
 
     indexes: bytes
     dtypes: dict[str, str | None] = {}
 
 
-class Published(Reply):
+class Published(Reply, frozen=True):
     """Visible now. ``indexes``: a reservation for the next put of that size, when asked for."""
 
     indexes: bytes = b""
 
 
-class Batch(Reply):
+class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8)."""
 
     partition: str
@@ -278,8 +278,11 @@ class Batch(Reply):
     keys: list[str] = []
 
 
-class NotReady(Reply):
-    """No batch yet; try again. ``lacking`` counts, per field, the samples that only wait for it."""
+class NotReady(Reply, frozen=True):
+    """No batch yet; try again. Of ``samples`` that the task has still to get, ``lacking`` counts those without a field.
+
+    ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
+    """
 
     wanted: int
     ready: int
@@ -289,14 +292,14 @@ class NotReady(Reply):
     known_fields: list[str] = []
 
 
-class Ended(Reply):
+class Ended(Reply, frozen=True):
     """No batch will come any more. ``dropped`` samples were left over by the tail policy."""
 
     reason: str
     dropped: int = 0
 
 
-class Status(Reply):
+class Status(Reply, frozen=True):
     """``status`` is int8 [samples] or [samples, columns]; ``known`` False for an unknown partition or field."""
 
     known: bool
@@ -305,19 +308,19 @@ class Status(Reply):
     columns: int = 1
 
 
-class Cleared(Reply):
+class Cleared(Reply, frozen=True):
     """Samples that are forgotten; their values may be dropped from storage."""
 
     indexes: bytes
 
 
-class Names(Reply):
+class Names(Reply, frozen=True):
     """Names or keys."""
 
     names: list[str | None]
 
 
-class KeyList(Reply):
+class KeyList(Reply, frozen=True):
     """Per partition, user keys and their tags in order of insertion."""
 
     keys: dict[str, dict[str, Tags]]
@@ -354,12 +357,14 @@ def encode(message: Request | Reply) -> bytes:
 
 def decode_request(data: bytes | memoryview) -> AnyRequest:
     """Raises msgspec.DecodeError for anything that isn't one of our requests."""
-    return _requests.decode(data)
+    request: AnyRequest = _requests.decode(data)
+    return request
 
 
 def decode_reply(data: bytes | memoryview) -> AnyReply:
     """Raises msgspec.DecodeError for anything that isn't one of our replies."""
-    return _replies.decode(data)
+    reply: AnyReply = _replies.decode(data)
+    return reply
 
 
 def pack_indexes(indexes: Any) -> bytes:

@@ -195,6 +195,11 @@ def test_a_batch_is_sorted_by_field_and_as_long_as_what_was_asked_for(storage):
     assert (list(got.keys()), got.batch_size) == (["a", "b"], torch.Size([2]))
 
 
+def test_a_field_asked_for_twice_is_one_column(storage):
+    storage.put({"a": torch.arange(3)}, range(3))
+    assert storage.get([0, 2], "a", "a")["a"].tolist() == [0, 2]
+
+
 def test_no_fields_give_a_batch_of_the_rows_asked_for_and_no_rows_an_empty_one(storage):
     storage.put({"a": torch.zeros(3)}, range(3))
     assert run_blocking(storage.manager.get_data(meta([0, 2]))).batch_size == torch.Size([2])

@@ -150,6 +150,14 @@ def test_memory_of_the_tables_follows_what_is_kept_while_indexes_grow():
     assert (store.num_samples, store.held_nbytes, store.num_blocks) == (0, 0, 0)
 
 
+def test_an_index_that_a_write_names_without_a_value_costs_nothing_afterwards():
+    store = BlockStore()
+    store.write(ints(0, 6400), [("a", np.array([1]), piece([5]))])
+    assert (read(store, "a", 6400), store.num_samples) == ([5], 1)
+    store.drop(ints(0, 6400))
+    assert store._slots.capacity == 0
+
+
 def test_replaced_bytes_are_those_a_write_would_free():
     store = BlockStore()
     store.write(np.arange(4), whole("a", piece([0, 1, 2, 3])) + whole("b", piece([0, 1, 2, 3])))
