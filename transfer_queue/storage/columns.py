@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -233,7 +234,18 @@ def _steps(dense: torch.Tensor) -> IntArray:
 
 
 def _jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+    _hear_tracing_note_once()
     return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+
+
+@functools.cache
+def _hear_tracing_note_once() -> None:
+    # torch 2.13 logs a line for its own developers when the function is first called; readers can't do anything either.
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    torch.nested.nested_tensor_from_jagged(torch.zeros(1), torch.tensor([0, 1]))
+    logger.setLevel(level)
 
 
 def _strided(rows: Sequence[torch.Tensor]) -> Any:

@@ -21,8 +21,7 @@ def copy_spans(
 ) -> None:
     """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i. All in bytes."""
     if len(sizes) == 1:
-        to, at, size = int(dst_starts[0]), int(src_starts[0]), int(sizes[0])
-        dst[to : to + size] = src[at : at + size]
+        _copy_each(dst, dst_starts, src, src_starts, sizes)
         return
     keep = sizes > 0
     if not keep.all():
@@ -32,15 +31,27 @@ def copy_spans(
     dst_starts, src_starts, sizes = _merged(dst_starts, src_starts, sizes)
     total = int(sizes.sum())
     if len(sizes) == 1 or total >= _LOOP_NBYTES * len(sizes):
-        for to, at, size in zip(dst_starts.tolist(), src_starts.tolist(), sizes.tolist(), strict=True):
-            dst[to : to + size] = src[at : at + size]
+        _copy_each(dst, dst_starts, src, src_starts, sizes)
         return
     word = _word(dst_starts, src_starts, sizes, dst.nbytes, src.nbytes)
     counts = sizes // word
     within = np.arange(total // word) - np.repeat(np.cumsum(counts) - counts, counts)
     to, at = np.repeat(dst_starts // word, counts) + within, np.repeat(src_starts // word, counts) + within
     dst_words, src_words = as_words(dst, src, word)
-    dst_words.reshape(-1)[to] = src_words.reshape(-1)[at]
+    if dst_words.shape[1] == 1:  # one word per row is faster flat; an unaligned buffer has rows of narrower words
+        dst_words, src_words = dst_words.reshape(-1), src_words.reshape(-1)
+    dst_words[to] = src_words[at]
+
+
+def _copy_each(
+    dst: NDArray[np.uint8],
+    dst_starts: NDArray[np.int64],
+    src: NDArray[np.uint8],
+    src_starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+) -> None:
+    for to, at, size in zip(dst_starts.tolist(), src_starts.tolist(), sizes.tolist(), strict=True):
+        dst[to : to + size] = src[at : at + size]
 
 
 def _merged(
