@@ -29,6 +29,7 @@ GROUPS = {
     "transfer_queue.kv_metadata": ("metadata", 3),
     "transfer_queue.metadata": ("metadata", 3),
     "transfer_queue.utils.logging_utils": ("logging", 4),
+    "transfer_queue.utils.common": ("logging", 4),
     "transfer_queue.sampler": ("sampler", 4),
     "transfer_queue.control": ("control", 5),
     "transfer_queue.transport": ("transport", 5),

@@ -68,7 +68,9 @@ def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
 
     flags = {"allow_objects": True}
     defaults = OmegaConf.create(files("transfer_queue").joinpath("config.yaml").read_text(), flags=flags)
-    given = conf if OmegaConf.is_config(conf) else OmegaConf.create(dict(conf or {}), flags=flags)
+    # A section of a larger configuration may refer to its whole: resolved while it still knows it.
+    plain = OmegaConf.to_container(conf, resolve=True) if OmegaConf.is_config(conf) else dict(conf or {})
+    given = OmegaConf.create(plain, flags=flags)
     known = OmegaConf.to_container(defaults)
     top = list(known)
     for key in given:

@@ -57,10 +57,13 @@ def no_leaks_of_the_module(own_temporary_directory: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(own_temporary_directory: Path) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, own_temporary_directory: Path) -> Iterator[None]:
     before = left_over(own_temporary_directory)
     yield
-    check_same(before, left_over(own_temporary_directory))
+    after = left_over(own_temporary_directory)
+    if "queue" in request.fixturenames:  # pyzmq's thread that keeps sent buffers lives until the queue's last user
+        del before["threads"], after["threads"]
+    check_same(before, after)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
-    """``start(conf)``: a queue of the test's own."""
+    """``start(conf)``: a queue of the test's own; not for modules that share one."""
+    assert "TQ_ADDRESS" not in os.environ
     yield tq.init
     tq.close()
 
@@ -115,7 +119,7 @@ def script() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def run(code: str, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-X", "dev", "-c", code, *args],
+            [sys.executable, "-W", "error", "-c", code, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.PIPE,

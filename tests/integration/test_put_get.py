@@ -14,6 +14,9 @@ import transfer_queue as tq
 from transfer_queue.transport.modes import run_blocking
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+
 def rows(**columns: Any) -> TensorDict:
     return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,8 +15,8 @@ import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer, FieldNames
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.ready import ReadyView
-from transfer_queue.control.rows import Rows
+from transfer_queue.control.ready import ReadySet, ReadyView
+from transfer_queue.control.rows import Rows, RowState
 from transfer_queue.errors import SamplerError, TransferQueueError
 from transfer_queue.protocol import Indexes, Tags
 from transfer_queue.sampler.base import BaseSampler
@@ -93,28 +94,36 @@ class Draw:
         if ready.count < self.needed() and not self._is_cached():
             return None
         taken: list[Share] = []
-        for rank in self.ranks:
-            promised = np.concatenate([share.consumed for share in taken]) if taken else None
-            share = self._share(rank, ReadyView(ready, self.partition.table.column("index"), promised))
-            if share is None:
+        try:
+            for rank in self.ranks:
+                share = self._share(rank, ready)
+                if share is None:
+                    return None
+                taken.append(share)
+                if len(taken) < len(self.ranks):
+                    ready.hide(share.consumed)  # promised: the next rank draws from the others
+        finally:
+            ready.unhide()
+            if len(taken) < len(self.ranks):
                 self.forget()  # what the sampler keeps of a round that isn't whole would be stale at the next try
-                return None
-            taken.append(share)
         return taken
 
     def needed(self) -> int:
         """Fewer ready samples than this can't make a round."""
-        return self.sampler.samples_needed(self.batch_size, len(self.ranks) if self.dp_size is None else self.dp_size)
+        with foreign(self.sampler):
+            return self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
 
     def forget(self) -> None:
         """The ledger remembers from here on, or nobody does."""
-        self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
+        with foreign(self.sampler):
+            self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
 
     def _is_cached(self) -> bool:
-        return any(
-            self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
-            for rank in self.ranks
-        )
+        with foreign(self.sampler):
+            return any(
+                self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
+                for rank in self.ranks
+            )
 
     def _arguments(self, rank: int | None) -> dict[str, Any]:
         arguments = dict(self.sampler_args)
@@ -123,31 +132,48 @@ class Draw:
             arguments.update(dp_rank=rank, batch_index=self.batch_index)
         return arguments
 
-    def _share(self, rank: int | None, ready: ReadyView) -> Share | None:
+    def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
+        view = ReadyView(ready, self.partition.table.column("index"))
         arguments = {**self._arguments(rank), "partition": SamplerView(self.partition)}
         own = type(self.sampler).__module__.startswith("transfer_queue.")
-        offered: Any = ready if own else list(ready)  # samplers of users were promised a list
-        try:
+        offered: Any = view if own else list(view)  # samplers of users were promised a list
+        with foreign(self.sampler):
             picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
-        except TransferQueueError:
-            raise
-        except Exception as error:  # a sampler is foreign code: its failure is the asking consumer's answer
-            raise SamplerError(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
-        if not len(picked):
+            same = type(picked) is list and type(consumed) is list and picked == consumed
+        indexes = self._as_indexes(picked)
+        if not len(indexes):
             return None
-        indexes = np.asarray(picked, dtype=np.int64)
-        self._check_known(indexes)
-        rows, found = self.partition.table.find(np.asarray(consumed, dtype=np.int64))
-        return Share(indexes, rows[found])
+        rows = self._complete_rows(indexes)
+        return Share(indexes, rows if own and same else self._live_rows(self._as_indexes(consumed)))
 
-    def _check_known(self, indexes: Indexes) -> None:
-        _, found = self.partition.table.find(indexes)
-        if not found.all():
-            self.forget()
+    def _as_indexes(self, given: Any) -> Indexes:
+        with foreign(self.sampler):
+            array = np.asarray(given)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise SamplerError(
-                f"{type(self.sampler).__name__} picked samples {indexes[~found][:5].tolist()}, which aren't in partition "
-                f"{self.partition.name!r}. A sampler must pick from the ready indexes it is given."
+                f"{type(self.sampler).__name__} returned {given!r}; expected (sampled, consumed), two lists of indexes."
             )
+        return array.astype(np.int64)
+
+    def _complete_rows(self, indexes: Indexes) -> Rows:
+        table = self.partition.table
+        rows, found = table.find(indexes)
+        if found.all():
+            found = (table.column("state")[rows] == RowState.LIVE) & self.partition.schema.complete(rows, self.fields)
+        if not found.all():
+            raise SamplerError(
+                f"{type(self.sampler).__name__} picked samples {indexes[~found][:5].tolist()}, which partition "
+                f"{self.partition.name!r} doesn't have with all of these fields: {', '.join(self.fields)}. "
+                f"A sampler must pick from the ready indexes it is given."
+            )
+        return rows
+
+    def _live_rows(self, indexes: Indexes) -> Rows:
+        """Each once; what isn't a sample of the partition can't be consumed in it."""
+        rows, found = self.partition.table.find(np.unique(indexes))
+        rows = rows[found]
+        live: Rows = rows[self.partition.table.column("state")[rows] == RowState.LIVE]
+        return live
 
     def tail_shares(self, policy: str) -> list[Share]:
         """What is left, shared out as the tail policy says; fewer shares than ranks, or none, are possible."""
@@ -155,10 +181,12 @@ class Draw:
             return []
         ready = self.consumer.ready(self.fields)
         view = ReadyView(ready, self.partition.table.column("index"))
-        left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition))
-        if not left:
+        with foreign(self.sampler):
+            left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition))
+        indexes = self._as_indexes(left)
+        if not len(indexes):
             return []
-        indexes = np.asarray(left, dtype=np.int64)
+        self._complete_rows(indexes)
         if policy == "pad":
             return self._padded(indexes)
         parts = [indexes[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self.ranks))]
@@ -176,6 +204,17 @@ class Draw:
             mask = padding[start : start + size]
             shares.append(Share(own, self.partition.rows_of(own[mask == 0]), mask if mask.any() else None))
         return shares
+
+
+@contextmanager
+def foreign(sampler: BaseSampler) -> Iterator[None]:
+    """A sampler may be anybody's code: what it raises is the answer to the consumer that asked."""
+    try:
+        yield
+    except TransferQueueError:
+        raise
+    except Exception as error:
+        raise SamplerError(f"{type(sampler).__name__} failed: {type(error).__name__}: {error}") from error
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands out global indexes: contiguous per call, ascending, never reused."""
+"""Hands out global indexes, contiguous per call, ascending, never reused; and counts those that hold a place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from transfer_queue.protocol import Indexes
 
 
 class IndexAllocator:
-    """The one counter of the queue."""
+    """The one counter of the queue.
+
+    ``num_used``: samples and reservations of all partitions, what a capacity counts; partitions keep it up to date.
+    """
 
     def __init__(self, first: int = 0) -> None:
         self.next_index = first
+        self.num_used = 0
 
     def allocate(self, count: int) -> Indexes:
         """``count`` new contiguous indexes."""

@@ -17,9 +17,9 @@ BatchKey = tuple[int | None, int]
 
 @dataclass(slots=True)
 class Entry:
-    """One batch. ``consumes``: those of its samples that nobody else gets.
+    """One batch. ``consumes``: those of its samples that nobody else gets; ``owned`` counts those not cleared yet.
 
-    ``owned`` counts the ones this entry holds consumed and that aren't cleared yet.
+    ``dp_size``: of the round it is a share of, None where its rank drew alone.
     """
 
     key: BatchKey
@@ -28,6 +28,7 @@ class Entry:
     consumes: Indexes
     token: str
     padding: npt.NDArray[np.uint8] | None = None
+    dp_size: int | None = None
     owned: int = 0
 
 
@@ -55,9 +56,11 @@ class Ledger:
         self._name = name
         self._entries: dict[BatchKey, Entry] = {}
         self._by_number: dict[int, Entry] = {}
+        self._by_token: dict[str, Entry] = {}
         self._settled: dict[int | None, _Settled] = {}
         self._next_index: dict[int | None, int] = {}
         self._count = 0
+        self._resets = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -69,30 +72,39 @@ class Ledger:
         settled = self._settled.get(key[0])
         return settled is not None and key[1] in settled
 
+    def holds(self, key: BatchKey) -> bool:
+        """Was this batch drawn, settled or not?"""
+        return key in self._entries or self.is_settled(key)
+
     def next_index(self, dp_rank: int | None) -> int:
-        """The batch after the last one that this rank asked for without naming a batch_index."""
-        return self._next_index.get(dp_rank, 0)
+        """What a fetch of this rank means that names no batch_index: the batch after the last one it was given."""
+        index = self._next_index.get(dp_rank, 0)
+        while self.is_settled((dp_rank, index)):  # cleared before this rank came to ask
+            index += 1
+        return index
 
     def took(self, key: BatchKey) -> None:
         """The rank has been given this batch, so its next unnamed one is a later one."""
-        self._next_index[key[0]] = max(self.next_index(key[0]), key[1] + 1)
+        self._next_index[key[0]] = max(self._next_index.get(key[0], 0), key[1] + 1)
 
     def write(
-        self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None
-    ) -> Entry:
+        self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,
+        dp_size: int | None = None,
+    ) -> Entry:  # fmt: skip
         """A new entry. The key must be free."""
         self._count += 1
-        entry = Entry(key, self._count, indexes, consumes, f"{self._name}#{self._count}", padding)
-        self._entries[key] = entry
-        self._by_number[entry.number] = entry
+        entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
+        self._entries[key] = self._by_number[entry.number] = self._by_token[entry.token] = entry
         return entry
+
+    def _token(self, number: int) -> str:
+        return f"{self._name}/{self._resets}#{number}"
 
     def ack(self, tokens: Iterable[str]) -> int:
         """Settle the batches of these tokens; unknown or late ones settle nothing. Returns how many were settled."""
         settled = 0
         for token in tokens:
-            name, _, number = token.rpartition("#")
-            entry = self._by_number.get(int(number)) if name == self._name and number.isdigit() else None
+            entry = self._by_token.get(token)
             if entry is not None:
                 self._settle(entry)
                 settled += 1
@@ -100,6 +112,8 @@ class Ledger:
 
     def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
         """Samples of these entries were cleared, one number per sample; an entry with none left is settled."""
+        if not self._by_number:
+            return
         given, counts = np.unique(numbers[numbers > 0], return_counts=True)
         for number, count in zip(given.tolist(), counts.tolist(), strict=True):
             entry = self._by_number.get(number)
@@ -110,23 +124,39 @@ class Ledger:
                 self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        del self._entries[entry.key]
-        del self._by_number[entry.number]
+        self._remove(entry)
         self._settled.setdefault(entry.key[0], _Settled()).add(entry.key[1])
 
-    def reset(self) -> None:
-        """After a reset of consumption settled batch indexes may be drawn anew, and no entry owns samples."""
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        del self._by_number[entry.number]
+        del self._by_token[entry.token]
+
+    def reset(self) -> list[int]:
+        """After a reset of consumption settled batch indexes may be drawn anew. Returns the numbers of what stays.
+
+        A round that is settled for some ranks goes whole: it could only be drawn anew for all of them.
+        """
+        for entry in [entry for entry in self._entries.values() if self._is_torn(entry)]:
+            self._remove(entry)
         self._settled.clear()
         self._next_index.clear()
+        self._resets += 1  # an ack under way from before means the earlier reading
+        self._by_token.clear()
         for entry in self._entries.values():
-            entry.owned = 0
+            entry.token = self._token(entry.number)
+            self._by_token[entry.token] = entry
+        return list(self._by_number)
+
+    def _is_torn(self, entry: Entry) -> bool:
+        return entry.dp_size is not None and any(entry.key[1] in settled for settled in self._settled.values())
 
     def check_invariants(self, given: npt.NDArray[np.int32]) -> None:
         """``given``: the entry number of each live sample. Raises AssertionError; for tests."""
-        assert len(self._entries) == len(self._by_number), "entries are known both ways"
+        assert len(self._entries) == len(self._by_number) == len(self._by_token), "entries are known three ways"
         numbers, counts = np.unique(given[given > 0], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            entry = self._by_number.get(number)
-            assert entry is None or entry.owned == count, f"entry {number} owns {count} live samples"
+        owned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         for key, entry in self._entries.items():
-            assert entry.key == key and not self.is_settled(key), f"{key} is settled and still there"
+            assert entry.key == key, f"{key} is filed under its key"
+            assert not self.is_settled(key), f"{key} is settled and still there"
+            assert entry.owned == owned.get(entry.number, 0), f"{key} owns its live samples"

@@ -18,12 +18,16 @@ from transfer_queue.protocol import FieldSpec, Indexes, Tags
 
 COUNTED = (RowState.FREE, RowState.HELD_FREE, RowState.LIVE)
 HELD = (RowState.HELD, RowState.HELD_FREE)
+UNPUBLISHED = (*HELD, RowState.HELD_AHEAD)
 
 
 class Partition:
     """Mutated by the plane only. ``preallocate``: least number of samples its first insert makes room for."""
 
-    def __init__(self, name: str, incarnation: int, preallocate: int = 1, num_samples: int | None = None) -> None:
+    def __init__(
+        self, name: str, incarnation: int, allocator: IndexAllocator, preallocate: int = 1,
+        num_samples: int | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.num_samples = num_samples
         self.sealed = False
@@ -37,8 +41,10 @@ class Partition:
         self.num_live = 0
         self.num_published = 0
         self.num_free = 0
+        self.num_held = 0
         self._preallocate = preallocate
         self._incarnation = incarnation
+        self._allocator = allocator
 
     @property
     def num_used(self) -> int:
@@ -47,23 +53,36 @@ class Partition:
 
     # ---- writers ----
 
-    def hold(self, allocator: IndexAllocator, count: int, holder: int, state: RowState = RowState.HELD) -> Rows:
-        """Rows for one put: pre-allocated ones first, lowest first, then new ones."""
+    def check_open(self, count: int) -> None:
+        """Raises InvalidRequestError when the partition takes no new samples."""
         if self.sealed:
             raise InvalidRequestError(
                 f"partition {self.name!r} is sealed after {self.num_published} samples, {count} more were put. "
                 f"Put them into another partition, or seal later."
             )
-        if not self.table.size and self._preallocate > 1:
-            self.table.append(allocator.allocate(self._preallocate), RowState.FREE)
-            self.num_free = self._preallocate
+
+    def hold(self, count: int, holder: int, state: RowState = RowState.HELD) -> Rows:
+        """Rows for one put: pre-allocated ones first, lowest first, then new ones."""
+        self.check_open(count)
+        if self._preallocate > 1 and not self.num_free and not self._has_begun():
+            self._make_free(self._preallocate)
         rows = self._take_free(count) if self.num_free else np.empty(0, dtype=np.intp)
         if len(rows) < count:
-            rows = np.concatenate([rows, self.table.append(allocator.allocate(count - len(rows)), state)])
+            rows = np.concatenate([rows, self.table.append(self._allocator.allocate(count - len(rows)), state)])
+        if state != RowState.HELD_AHEAD:
+            self.num_held += count
+        self._allocator.num_used += count
         self.table.column("holder")[rows] = holder
         self.table.column("put_offset")[rows] = np.arange(count)
         self.table.column("put_size")[rows] = count
         return rows
+
+    def _has_begun(self) -> bool:
+        return bool(self.table.size or self.num_published)
+
+    def _make_free(self, count: int) -> None:
+        self.table.append(self._allocator.allocate(count), RowState.FREE)
+        self.num_free += count
 
     def _take_free(self, count: int) -> Rows:
         rows = np.flatnonzero(self.table.column("state") == RowState.FREE)[:count]
@@ -85,51 +104,99 @@ class Partition:
     def publish(self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float) -> None:
         """Fields become readable; held rows become samples. All or nothing."""
         rows = self.rows_of(indexes)
-        if self.table.column("state")[rows].min(initial=RowState.LIVE) == RowState.FREE:
-            raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
-        self.schema.check(specs, self.name)
-        self.make_live(rows)
-        self.schema.record(rows, specs)
+        self._check_published(rows)
+        self.schema.check(specs, self.name, len(rows))
         self.set_tags(tags, merge=True)
+        self.make_live(rows)
+        if len(rows):
+            self.schema.record(rows, specs)
         self.last_published = now
         names = set(specs)
         for consumer in self.consumers.values():
             consumer.published(rows, names)
 
+    def _check_published(self, rows: Rows) -> None:
+        state = self.table.column("state")[rows]
+        if (state == RowState.FREE).any():
+            raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
+        if self.sealed and (state == RowState.HELD_AHEAD).any():
+            raise SampleClearedError(
+                f"partition {self.name!r} was sealed before this put, and what was reserved ahead for it is void. "
+                f"Put into another partition, or seal later."
+            )
+
     def make_live(self, rows: Rows) -> None:
         """Held rows become samples; the partition seals itself at its declared number."""
         state = self.table.column("state")
-        fresh = int(np.count_nonzero(state[rows] != RowState.LIVE))
-        state[rows] = RowState.LIVE
-        self.num_live += fresh
-        self.num_published += fresh
+        fresh = rows[state[rows] != RowState.LIVE]
+        if len(fresh):
+            fresh = np.unique(fresh)  # a row named twice is one sample
+            self.num_held -= _count_held(state[fresh])
+            state[fresh] = RowState.LIVE
+            self.num_live += len(fresh)
+            self.num_published += len(fresh)
+            for consumer in self.consumers.values():
+                consumer.inserted(len(fresh))
+        self.seal_if_complete()
+
+    def seal_if_complete(self) -> None:
         if self.num_samples is not None and self.num_published >= self.num_samples:
             self.seal()
 
     def seal(self) -> None:
-        """No more samples. Writes under way may still publish; reservations kept for later are void."""
+        """No more samples. Writes under way may still publish; pre-allocated rows that nobody took are dropped."""
         self.sealed = True
-        self._release(np.flatnonzero(self.table.column("state") == RowState.HELD_AHEAD))
+        if self.num_free:
+            self._release(np.flatnonzero(self.table.column("state") == RowState.FREE))
 
     def give_back(self, rows: Rows) -> Indexes:
         """Held rows whose write failed or whose writer is gone. Returns their indexes; live rows are left alone."""
-        state = self.table.column("state")[rows]
-        return self._release(rows[np.isin(state, (*HELD, RowState.HELD_AHEAD))])
+        state = self.table.column("state")
+        held = np.unique(rows[np.isin(state[rows], UNPUBLISHED)])
+        missing = int(np.count_nonzero(state[held] == RowState.HELD_FREE))
+        indexes = self._release(held)
+        if missing and not self.sealed:
+            self._make_free(missing)  # another index: a late write of the old one must not turn up as a new sample
+        self._compact_if_due()
+        return indexes
 
     def _release(self, rows: Rows) -> Indexes:
-        indexes = self.table.column("index")[rows].copy()
+        """Row numbers stay valid: callers compact when they are done with theirs."""
+        state = self.table.column("state")[rows]
+        num_free = int(np.count_nonzero(state == RowState.FREE))
+        self.num_free -= num_free
+        self.num_live -= int(np.count_nonzero(state == RowState.LIVE))
+        self.num_held -= _count_held(state)
+        self._allocator.num_used -= len(rows) - num_free
+        indexes: Indexes = self.table.column("index")[rows].copy()
         self.keys.forget(indexes.tolist())
+        if self.tags:
+            for index in indexes.tolist():
+                self.tags.pop(index, None)
         self.table.mark_dead(rows)
         return indexes
 
+    def _compact_if_due(self) -> None:
+        if self.table.wants_compaction():
+            self.table.compact()
+            for consumer in self.consumers.values():
+                consumer.rebuild()
+
     def held_by(self, holder: int) -> Rows:
         """Rows a writer has reserved and not published."""
-        mask = np.isin(self.table.column("state"), (*HELD, RowState.HELD_AHEAD))
+        mask = np.isin(self.table.column("state"), UNPUBLISHED)
         return np.flatnonzero(mask & (self.table.column("holder") == holder))
 
-    def num_held(self) -> int:
-        """Samples that writers are about to publish."""
-        return int(np.isin(self.table.column("state"), HELD).sum())
+    def unpublished(self, indexes: Indexes | None = None) -> dict[int, Indexes]:
+        """Reserved and not published, of all or of these indexes, by holder."""
+        if indexes is None:
+            rows = np.arange(self.table.size)
+        else:
+            rows, found = self.table.find(indexes)
+            rows = rows[found]
+        rows = rows[np.isin(self.table.column("state")[rows], UNPUBLISHED)]
+        holders = self.table.column("holder")[rows]
+        return {int(holder): self.table.column("index")[rows[holders == holder]] for holder in np.unique(holders)}
 
     # ---- tags ----
 
@@ -159,14 +226,9 @@ class Partition:
         """Rows that status calls report: samples and pre-allocated ones."""
         return np.flatnonzero(np.isin(self.table.column("state"), COUNTED))
 
-    def live(self) -> npt.NDArray[np.bool_]:
-        return self.table.column("state") == RowState.LIVE
-
     def is_exhausted(self, consumer: Consumer) -> bool:
         """Some samples, none pre-allocated or under way, and all of them consumed by the task."""
-        if not self.num_live or self.num_free or self.num_held():
-            return False
-        return bool(consumer.consumed[self.live()].all())
+        return bool(self.num_live) and not (self.num_free or self.num_held or consumer.num_unconsumed)
 
     def all_inserted(self) -> bool:
         """More than one sample was pre-allocated, and every one of them has come."""
@@ -176,24 +238,17 @@ class Partition:
         """Forget samples; returns the indexes that were here. Unknown ones are ignored."""
         rows, found = self.table.find(np.unique(indexes))
         rows = rows[found]
-        state = self.table.column("state")[rows]
-        self.num_free -= int(np.count_nonzero(state == RowState.FREE))
-        self.num_live -= int(np.count_nonzero(state == RowState.LIVE))
         for consumer in self.consumers.values():
             consumer.cleared(rows)
         cleared = self._release(rows)
-        if self.tags:
-            for index in cleared.tolist():
-                self.tags.pop(index, None)
-        if self.table.wants_compaction():
-            self.table.compact()
-            for consumer in self.consumers.values():
-                consumer.rebuild()
+        self._compact_if_due()
         return cleared
 
-    def all_indexes(self) -> Indexes:
-        """Every index that may have values in storage."""
-        return self.table.column("index")[self.table.column("state") != RowState.DEAD].copy()
+    def drop(self) -> Indexes:
+        """The partition goes as a whole. Returns every index that may have values in storage."""
+        self._allocator.num_used -= self.num_used
+        indexes: Indexes = self.table.column("index")[self.table.column("state") != RowState.DEAD]
+        return indexes
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
@@ -201,6 +256,14 @@ class Partition:
         assert (np.diff(index) > 0).all(), "indexes ascend"
         assert int((state == RowState.LIVE).sum()) == self.num_live, "live rows are counted"
         assert int((state == RowState.FREE).sum()) == self.num_free, "free rows are counted"
+        assert _count_held(state) == self.num_held, "held rows are counted"
         assert int((state == RowState.DEAD).sum()) == self.table.num_dead, "dead rows are counted"
+        known = set(index[state != RowState.DEAD].tolist())
+        assert known.issuperset(self.tags), "tags belong to rows"
+        assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
         for consumer in self.consumers.values():
             consumer.check_invariants()
+
+
+def _count_held(state: npt.NDArray[np.uint8]) -> int:
+    return int(np.count_nonzero((state == RowState.HELD) | (state == RowState.HELD_FREE)))

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control import queries, writing
+from transfer_queue.control import lifecycle, queries, writing
 from transfer_queue.control.serving import Service, check_fetch
 from transfer_queue.control.state import PlaneConfig, PlaneState
 from transfer_queue.control.waiters import Parked
@@ -23,6 +24,7 @@ class To(NamedTuple):
     reply: p.Reply
 
 
+_REFUSALS = (TransferQueueError, ValueError, TypeError, OverflowError)
 Verb = Callable[[str, Any, float], p.Reply | None]
 
 
@@ -31,13 +33,12 @@ class ControlPlane:
 
     def __init__(self, config: PlaneConfig | None = None) -> None:
         self._state = state = PlaneState(config or PlaneConfig())
-        self._verdicts: dict[str, float] = {}
-        self._cut_off: list[Parked] = []
+        self._verdicts: list[tuple[float, str]] = []
         self._verbs: dict[type[p.Request], Verb] = {
             p.Hello: lambda client, request, now: p.Done(request.id),
             p.Goodbye: lambda client, request, now: p.Done(request.id),
-            p.CreatePartition: self._create_partition,
-            p.SealPartition: self._seal_partition,
+            p.CreatePartition: lambda client, request, now: lifecycle.create(state, request),
+            p.SealPartition: lambda client, request, now: lifecycle.seal(state, request),
             p.RegisterTask: self._register_task,
             p.Reserve: self._write,
             p.Insert: self._write,
@@ -51,9 +52,9 @@ class ControlPlane:
             p.ConsumptionStatus: lambda client, request, now: queries.consumption_status(state, request),
             p.ProductionStatus: lambda client, request, now: queries.production_status(state, request),
             p.ResetConsumption: self._reset_consumption,
-            p.SetTags: self._set_tags,
-            p.ClearSamples: self._clear_samples,
-            p.ClearPartition: self._clear_partition,
+            p.SetTags: lambda client, request, now: lifecycle.set_tags(state, request),
+            p.ClearSamples: lambda client, request, now: lifecycle.clear_samples(state, request),
+            p.ClearPartition: lambda client, request, now: lifecycle.clear_partition(state, request),
             p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
             p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
             p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
@@ -71,7 +72,7 @@ class ControlPlane:
         replies = []
         try:
             reply = self._verbs[type(request)](client, request, now)
-        except (TransferQueueError, ValueError, TypeError) as error:
+        except _REFUSALS as error:
             reply = p.Failed(request.id, *to_wire(error))
         if reply is not None:
             replies.append(To(client, reply))
@@ -83,30 +84,45 @@ class ControlPlane:
 
     def expire(self, now: float) -> list[To]:
         """Answer parked requests whose deadline has come, and those whose producers are dead."""
-        replies = [To(parked.client, self._give_up(parked, now)) for parked in self._state.waiters.expired(now)]
-        for name in [name for name, at in self._verdicts.items() if at <= now]:
-            del self._verdicts[name]
-            self._state.touch(name)
+        replies = []
+        for parked in self._state.waiters.expired(now):
+            replies.append(To(parked.client, self._give_up(parked, now)))
+            self._make_way(parked)
+        while self._verdicts and self._verdicts[0][0] <= now:
+            self._state.touch(heapq.heappop(self._verdicts)[1])
         return replies + self._settle(now)
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has something to do, None: never."""
         parked = self._state.waiters.next_deadline()
-        return min([*self._verdicts.values(), *([] if parked is None else [parked])], default=None)
+        verdict = self._verdicts[0][0] if self._verdicts else None
+        return min((at for at in (parked, verdict) if at is not None), default=None)
 
     def client_gone(self, client: str, now: float, died: bool = True) -> list[To]:
         """Forget what a client waited for and reserved; its death may leave consumers without a producer."""
         state = self._state
-        state.waiters.remove_where(lambda parked: parked.client == client)
+        for parked in state.waiters.remove_where(lambda parked: parked.client == client):
+            self._make_way(parked)
         holder = state.forget_holder(client)
-        for partition in state.partitions.values() if holder is not None else ():
-            held = partition.held_by(holder)  # type: ignore[arg-type]
+        if holder is not None:
+            self._take_back(holder)
+        for name in state.producers.gone(client, died, now):
+            heapq.heappush(self._verdicts, (state.producers.verdict_at(now), name))
+        return self._settle(now)
+
+    def _make_way(self, parked: Parked) -> None:
+        """One that waited has left: those behind it may be served now. Writers are looked at after every request."""
+        if parked.lane != writing.WRITERS:
+            self._state.touch(parked.lane)
+
+    def _take_back(self, holder: int) -> None:
+        state = self._state
+        state.orphans.extend(state.take_stranded(holder))
+        for partition in state.partitions.values():
+            held = partition.held_by(holder)
             if len(held):
                 state.orphans.append(partition.give_back(held))
                 state.touch(partition.name)
-        for name in state.producers.gone(client, died, now):
-            self._verdicts[name] = state.producers.verdict_at(now)
-        return self._settle(now)
 
     def take_orphans(self) -> list[p.Indexes]:
         """Indexes given back without their writer: values may lie in storage and must be dropped there."""
@@ -120,11 +136,14 @@ class ControlPlane:
         assert len(np.unique(together)) == len(together), "an index belongs to one partition"
         for partition in self._state.partitions.values():
             partition.check_invariants()
+        used = sum(partition.num_used for partition in self._state.partitions.values())
+        assert used == self._state.allocator.num_used, "samples and reservations are counted"
+        assert not self._state.touched, "every touched lane was served"
 
     def _settle(self, now: float) -> list[To]:
         """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched."""
-        replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in self._cut_off]
-        self._cut_off.clear()
+        replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in self._state.cut_off]
+        self._state.cut_off.clear()
         replies.extend(self._admit_writers(now))
         while self._state.touched:
             name = next(iter(self._state.touched))
@@ -136,7 +155,11 @@ class ControlPlane:
         request = parked.request
         if parked.lane == writing.WRITERS:
             return writing.full(self._state, request, now - parked.since)
-        return self._answer(parked, now, may_draw=True, waited=True) or self._not_ready(request, now)
+        in_front = any(
+            other.request.task == request.task and other.rank < parked.rank
+            for other in self._state.waiters.lane(parked.lane)
+        )
+        return self._answer(parked, now, may_draw=not in_front, waited=True) or self._not_ready(request, now)
 
     # ---- consumers ----
 
@@ -154,10 +177,13 @@ class ControlPlane:
         replies = []
         waiting: set[str] = set()
         for parked in self._state.waiters.lane(lane):
-            reply = self._answer(parked, now, may_draw=parked.request.task not in waiting)
+            task = parked.request.task
+            reply = self._answer(parked, now, may_draw=task not in waiting)
             if reply is None:
-                waiting.add(parked.request.task)
+                waiting.add(task)
                 continue
+            if task in waiting:
+                self._state.touch(lane)  # a batch given again may have been the last one that those in front waited for
             self._state.waiters.remove(parked)
             replies.append(To(parked.client, reply))
         return replies
@@ -170,7 +196,7 @@ class ControlPlane:
         try:
             service = Service(fetch, partition, self._state.tasks.get(fetch.task))
             reply = service.answer(now, may_draw, waited)
-        except (TransferQueueError, ValueError, TypeError) as error:
+        except _REFUSALS as error:
             return p.Failed(fetch.id, *to_wire(error))
         return reply or self._abandoned(fetch, now)
 
@@ -186,9 +212,13 @@ class ControlPlane:
 
     def _not_ready(self, fetch: p.Fetch, now: float) -> p.Reply:
         partition = self._state.partitions.get(fetch.partition)
-        if partition is None:
-            return p.NotReady(fetch.id, fetch.batch_size, 0, 0)
-        return Service(fetch, partition, self._state.tasks.get(fetch.task)).not_ready(now)
+        task = self._state.tasks.get(fetch.task)
+        try:
+            if partition is None:
+                return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
+            return Service(fetch, partition, task).not_ready(now)
+        except _REFUSALS as error:  # the task was registered anew since
+            return p.Failed(fetch.id, *to_wire(error))
 
     def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:
         partition = self._state.partitions.get(request.partition)
@@ -211,7 +241,7 @@ class ControlPlane:
             self._state.touch(name)
         return p.Done(request.id)
 
-    # ---- producers and partitions ----
+    # ---- producers ----
 
     def _write(self, client: str, request: writing.Writer, now: float) -> None:
         writing.check(self._state, request)
@@ -230,44 +260,3 @@ class ControlPlane:
             self._state.waiters.remove(parked)
             replies.append(To(parked.client, reply))
         return replies
-
-    def _create_partition(self, client: str, request: p.CreatePartition, now: float) -> p.Reply:
-        if request.num_samples is not None and request.num_samples < 1:
-            text = f"num_samples must be at least 1 or None, got {request.num_samples}."
-            return p.Failed(request.id, "InvalidRequestError", text)
-        if request.partition in self._state.partitions:
-            return p.Done(request.id, False)
-        self._state.create(request.partition, request.num_samples)
-        return p.Done(request.id, True)
-
-    def _seal_partition(self, client: str, request: p.SealPartition, now: float) -> p.Reply:
-        self._state.get_or_create(request.partition).seal()
-        self._state.touch(request.partition)
-        return p.Done(request.id)
-
-    def _set_tags(self, client: str, request: p.SetTags, now: float) -> p.Reply:
-        for name, tags in request.tags.items():
-            partition = self._state.partitions.get(name)
-            if partition is not None:
-                partition.set_tags(tags, request.merge)
-                self._state.touch(name)  # a sampler may have waited for a tag
-        return p.Done(request.id)
-
-    def _clear_samples(self, client: str, request: p.ClearSamples, now: float) -> p.Reply:
-        partition = self._state.partitions.get(request.partition)
-        if partition is None:
-            return p.Cleared(request.id, b"")
-        cleared = partition.clear(p.unpack_indexes(request.indexes))
-        self._state.touch(request.partition)
-        return p.Cleared(request.id, p.pack_indexes(cleared))
-
-    def _clear_partition(self, client: str, request: p.ClearPartition, now: float) -> p.Reply:
-        partition = self._state.partitions.pop(request.partition, None)
-        if partition is None:
-            return p.Cleared(request.id, b"")
-        self._state.producers.forget(request.partition)
-        self._verdicts.pop(request.partition, None)
-        for sampler in self._state.tasks.samplers():
-            sampler.clear_cache(request.partition)
-        self._cut_off.extend(self._state.waiters.remove_where(lambda parked: parked.lane == request.partition))
-        return p.Cleared(request.id, p.pack_indexes(partition.all_indexes()))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Source:
-    """Clients that published one field; ``died_at`` is when the last death among them was seen."""
+    """Clients that publish one field; ``died_at`` is when the last death among them was seen, None once replaced."""
 
     alive: set[str] = field(default_factory=set)
     died_at: float | None = None
@@ -26,20 +26,24 @@ class Producers:
         """The client is (again) a living producer of these fields."""
         sources = self._sources.setdefault(partition, {})
         for name in fields:
-            sources.setdefault(name, _Source()).alive.add(client)
+            source = sources.setdefault(name, _Source())
+            if not source.alive:
+                source.died_at = None
+            source.alive.add(client)
 
     def gone(self, client: str, died: bool, now: float) -> list[str]:
-        """The client left, or died. Returns the partitions that lost a producer to death."""
-        lost = []
+        """The client left, or died. Returns the partitions that have a field now whose producers died."""
+        lost: dict[str, None] = {}
         for partition, sources in self._sources.items():
-            hit = [source for source in sources.values() if client in source.alive]
-            for source in hit:
+            for source in sources.values():
+                if client not in source.alive:
+                    continue
                 source.alive.remove(client)
                 if died:
                     source.died_at = now
-            if hit and died:
-                lost.append(partition)
-        return lost
+                if not source.alive and source.died_at is not None:
+                    lost[partition] = None
+        return list(lost)
 
     def missing(self, partition: str, fields: Sequence[str], now: float) -> str | None:
         """A field whose producers are all dead for longer than the grace time, None when there is none."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control.partition import Partition
+from transfer_queue.control.rows import RowState
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.writing import WRITERS
@@ -67,7 +68,7 @@ def _keys(partition: Partition) -> dict[str, p.Tags]:
         return {}
     items = list(partition.keys.items())
     rows, found = partition.table.find(np.array([index for _, index in items], dtype=np.int64))
-    live = partition.live()[rows] & found
+    live = (partition.table.column("state")[rows] == RowState.LIVE) & found
     return {key: partition.tags.get(index, {}) for (key, index), shown in zip(items, live, strict=True) if shown}
 
 
@@ -88,7 +89,7 @@ def _partition_stats(partition: Partition) -> dict[str, Any]:
     tasks = {
         name: {
             "ready": {",".join(fields): count for fields, count in consumer.ready_counts().items()},
-            "consumed": int(consumer.consumed[partition.live()].sum()),
+            "consumed": partition.num_live - consumer.num_unconsumed,
             "in_flight": len(consumer.ledger),
             "ended": consumer.ended,
             "dropped": consumer.dropped,
@@ -96,7 +97,7 @@ def _partition_stats(partition: Partition) -> dict[str, Any]:
         for name, consumer in partition.consumers.items()
     }
     return {
-        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_held(),
+        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_held,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
         "fields": partition.schema.names, "tasks": tasks,
     }  # fmt: skip

@@ -21,9 +21,10 @@ class ReadySet:
         self._mask = np.zeros(max(_BLOCK, size), dtype=np.bool_)
         self._counts = np.zeros(len(self._mask) // _BLOCK + 1, dtype=np.int64)
         self.count = 0
+        self._hidden: list[Rows] = []
 
     def add(self, rows: Rows) -> None:
-        """Rows become ready; those that are already, stay so."""
+        """Rows become ready; those that are already, stay so. A row named twice counts once."""
         if not len(rows):
             return
         top = int(rows.max()) + 1
@@ -36,12 +37,30 @@ class ReadySet:
         rows = rows[rows < len(self._mask)]
         self._change(rows[self._mask[rows]], present=False)
 
+    def hide(self, rows: Rows) -> None:
+        """Discard rows until ``unhide``: promised to one rank while the others' shares are drawn."""
+        hidden = rows[self.contains(rows)]
+        self._change(hidden, present=False)
+        self._hidden.append(hidden)
+
+    def unhide(self) -> None:
+        for rows in self._hidden:
+            self._change(rows, present=True)
+        self._hidden.clear()
+
     def _change(self, rows: Rows, present: bool) -> None:
-        rows = np.unique(rows)
+        if not len(rows):
+            return
+        if (rows[1:] <= rows[:-1]).any():
+            rows = np.unique(rows)
         self._mask[rows] = present
-        blocks, counts = np.unique(rows // _BLOCK, return_counts=True)
-        self._counts[blocks] += counts if present else -counts
-        self.count += len(rows) if present else -len(rows)
+        first, last = int(rows[0]) // _BLOCK, int(rows[-1]) // _BLOCK
+        sign = 1 if present else -1
+        if first == last:
+            self._counts[first] += sign * len(rows)
+        else:
+            self._counts[first : last + 1] += sign * np.bincount(rows // _BLOCK - first)
+        self.count += sign * len(rows)
 
     def _grow(self, needed: int) -> None:
         size = max(needed, 2 * len(self._mask))
@@ -66,23 +85,19 @@ class ReadySet:
 class ReadyView(Sequence[int]):
     """What a sampler sees: the global indexes that are ready, ascending. Cheap at its front.
 
-    Valid while the sampler runs; ``without`` are rows already promised to other ranks of the same round.
+    Valid while the sampler runs.
     """
 
-    def __init__(self, ready: ReadySet, index_column: npt.NDArray[np.int64], without: Rows | None = None) -> None:
+    def __init__(self, ready: ReadySet, index_column: npt.NDArray[np.int64]) -> None:
         self._ready = ready
         self._index = index_column
-        self._without = without if without is not None and len(without) else None
-        self._len = ready.count - (0 if self._without is None else int(ready.contains(self._without).sum()))
 
     def __len__(self) -> int:
-        return self._len
+        return self._ready.count
 
     def _blocks(self) -> Iterator[npt.NDArray[np.int64]]:
         for rows in self._ready.blocks():
-            kept = rows if self._without is None else rows[~np.isin(rows, self._without)]
-            if len(kept):
-                yield self._index[kept]
+            yield self._index[rows]
 
     def __iter__(self) -> Iterator[int]:
         for block in self._blocks():
@@ -94,13 +109,13 @@ class ReadyView(Sequence[int]):
     def __getitem__(self, position: slice) -> list[int]: ...
     def __getitem__(self, position: int | slice) -> int | list[int]:
         if isinstance(position, slice):
-            start, stop, step = position.indices(self._len)
+            start, stop, step = position.indices(len(self))
             if step < 0:
                 return list(self)[position]
             return self._first(stop)[start::step]
-        wanted = position + self._len if position < 0 else position
-        if not 0 <= wanted < self._len:
-            raise IndexError(f"position {position} of {self._len} ready samples")
+        wanted = position + len(self) if position < 0 else position
+        if not 0 <= wanted < len(self):
+            raise IndexError(f"position {position} of {len(self)} ready samples")
         return self._first(wanted + 1)[wanted]
 
     def _first(self, count: int) -> list[int]:

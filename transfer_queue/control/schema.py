@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.rows import Rows, RowTable
-from transfer_queue.errors import SchemaConflictError
+from transfer_queue.errors import InvalidRequestError, SchemaConflictError
 from transfer_queue.protocol import FieldSpec
+
+_MAX_SIZE = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -74,8 +76,11 @@ class Schema:
         """Written fields that every one of the rows has."""
         return [name for name in self.written() if bool(self.has(name)[rows].all())]
 
-    def check(self, specs: Mapping[str, FieldSpec], partition: str) -> None:
-        """Raises SchemaConflictError where a dtype differs from what the field already holds."""
+    def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
+        """Raises SchemaConflictError where a dtype differs from what the field already holds.
+
+        ``num_rows``: of the put that the shapes per row are about.
+        """
         for name, spec in specs.items():
             known = self._fields.get(name)
             if known is not None and known.dtype != spec.dtype:
@@ -83,6 +88,8 @@ class Schema:
                     f"field {name!r} of partition {partition!r} holds {_kind(known.dtype)}, this put brings "
                     f"{_kind(spec.dtype)}. Convert it before the put, or use another field name."
                 )
+            if num_rows is not None and not spec.is_non_tensor:
+                _row_shapes(spec, num_rows, name)
 
     def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> None:
         """The rows have these fields now. Call ``check`` first."""
@@ -91,11 +98,12 @@ class Schema:
             known = self._fields[name]
             if known is None:
                 known = self._fields[name] = _Field(spec.dtype, spec.shape, spec.is_nested, spec.is_non_tensor)
-            shapes = None if spec.is_non_tensor else _row_shapes(spec, len(rows))
-            if not spec.is_non_tensor and (spec.shape is None or known.shape != spec.shape):
-                self._become_ragged(name, known, shapes)
             known.is_nested |= spec.is_nested
             self._table.column(_has(name))[rows] = True
+            if spec.is_non_tensor or (spec.shape is not None and known.shape == spec.shape):
+                continue
+            shapes = _row_shapes(spec, len(rows), name)
+            self._become_ragged(name, known, shapes)
             if known.ndim is not None:
                 self._table.column(_shapes(name))[rows] = shapes
 
@@ -132,9 +140,18 @@ def _shapes(name: str) -> str:
     return f"shapes:{name}"
 
 
-def _row_shapes(spec: FieldSpec, count: int) -> npt.NDArray[np.int32] | None:
+def _row_shapes(spec: FieldSpec, count: int, name: str) -> npt.NDArray[np.int32] | None:
+    """[count, ndim], None where nobody told. Raises InvalidRequestError for shapes that can't be those of the rows."""
     if spec.row_shapes is not None:
-        return np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, -1)
+        sizes, odd = divmod(len(spec.row_shapes), 4 * count) if count else (0, len(spec.row_shapes))
+        if odd:
+            raise InvalidRequestError(
+                f"field {name!r} brings {len(spec.row_shapes)} bytes of row shapes for {count} rows; expected int32 "
+                f"[rows, ndim]."
+            )
+        return np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, sizes)
     if spec.shape is None:
         return None
-    return np.tile(np.array(spec.shape, dtype=np.int32), (count, 1))
+    if not all(0 <= size <= _MAX_SIZE for size in spec.shape):
+        raise InvalidRequestError(f"field {name!r} has shape {spec.shape}; sizes go from 0 to {_MAX_SIZE}.")
+    return np.broadcast_to(np.array(spec.shape, dtype=np.int32), (count, len(spec.shape)))

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import UNLEDGERED, Consumer
-from transfer_queue.control.draw import Draw, Share
+from transfer_queue.control.draw import Draw, Share, foreign
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
+from transfer_queue.control.rows import RowState
 from transfer_queue.control.tasks import Task
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes
@@ -24,6 +27,8 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         raise InvalidRequestError("a fetch must name at least one field, got data_fields=[].")
     if fetch.batch_size < 1:
         raise InvalidRequestError(f"batch_size must be at least 1, got {fetch.batch_size}.")
+    if math.isnan(fetch.wait_s):
+        raise InvalidRequestError("a fetch must say how many seconds it waits, got NaN.")
     if fetch.dp_rank is not None and fetch.dp_rank < 0:
         raise InvalidRequestError(f"dp_rank must be greater than or equal to 0, got {fetch.dp_rank}.")
     if fetch.batch_index is not None and fetch.batch_index < 0:
@@ -36,7 +41,8 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         )
     if dp_size is not None and dp_size > 1 and fetch.dp_rank is None:
         raise InvalidRequestError(f"task {task.name!r} has dp_size {dp_size}: a fetch must name its dp_rank.")
-    task.sampler.check(fetch.batch_size, dp_size)
+    with foreign(task.sampler):
+        task.sampler.check(fetch.batch_size, dp_size)
 
 
 class Service:
@@ -64,6 +70,8 @@ class Service:
                 return self._from_ledger(entry)
         if self._consumer.ended is not None:
             return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
+        if self._consumer.is_over(batch_index):
+            return self._over(batch_index)
         if not may_draw:
             return None
         draw = self._draw(batch_index)
@@ -83,12 +91,26 @@ class Service:
         return ledger.get(key)
 
     def _draw(self, batch_index: int | None) -> Draw:
-        ranks: tuple[int | None, ...] = (self._rank,) if self._dp_size is None else tuple(range(self._dp_size))
         fetch = self._fetch
+        ranks: tuple[int | None, ...] = (self._rank,)
+        if self._dp_size is not None:
+            ranks = tuple(range(self._dp_size))
+            self._check_free(batch_index)
         return Draw(
             self._partition, self._consumer, self._task.sampler, tuple(fetch.fields), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
+
+    def _check_free(self, batch_index: int | None) -> None:
+        """A round is drawn for all ranks, so none of them may have its batch of it already."""
+        ledger, ranks = self._consumer.ledger, range(self._dp_size or 0)
+        taken = [] if batch_index is None else [rank for rank in ranks if ledger.holds((rank, batch_index))]
+        if taken:
+            raise InvalidRequestError(
+                f"batch {batch_index} of task {self._fetch.task!r}, partition {self._partition.name!r} was drawn for "
+                f"dp_ranks {taken} when dp_size was another one; it is {self._dp_size} now. Keep one dp_size as long "
+                f"as a partition lives, or read it as another task."
+            )
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round down, then answer the rank that asked."""
@@ -98,56 +120,57 @@ class Service:
             return self.batch(shares[0].indexes, padding=shares[0].padding)
         for rank, share in zip(draw.ranks, shares, strict=False):
             consumes = self._partition.table.column("index")[share.consumed]
-            entry = self._consumer.ledger.write((rank, draw.batch_index), share.indexes, consumes, share.padding)
+            entry = self._consumer.ledger.write(
+                (rank, draw.batch_index), share.indexes, consumes, share.padding, self._dp_size
+            )
             entry.owned = self._consumer.give(share.consumed, entry.number)
         own = self._consumer.ledger.get((self._rank, draw.batch_index))
         if own is None:  # a tail that didn't reach this rank
-            return Ended(self._fetch.id, "sealed", self._consumer.dropped)
+            return Ended(self._fetch.id, self._consumer.ended or "consumed", self._consumer.dropped)
         return self._from_ledger(own)
 
+    def _over(self, batch_index: int | None, dropped: int = 0) -> Ended:
+        """The end, for now, of a stream that nobody sealed."""
+        if batch_index is not None and (self._dp_size or 1) > 1:
+            self._consumer.tell_over(batch_index, self._rank or 0, self._dp_size or 1)
+        return Ended(self._fetch.id, "consumed", dropped)
+
     def _from_ledger(self, entry: Entry) -> Batch:
-        self._consumer.ledger.took(entry.key)
+        reply = self.batch(entry.indexes, entry.token, entry.key[1], entry.padding)
         rows = self._partition.rows_of(entry.consumes)
+        self._consumer.ledger.took(entry.key)
         if not self._consumer.consumed[rows].all():  # a replay after a reset of consumption
-            entry.owned += self._consumer.give(rows, entry.number)
-        return self.batch(entry.indexes, entry.token, entry.key[1], entry.padding)
+            self._consumer.give(rows, entry.number)
+        return reply
 
     def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
         """The round can't be filled now: is that final?"""
         if self._fetch.finite and self._partition.is_exhausted(self._consumer):
-            return Ended(self._fetch.id, "consumed", 0)
+            return self._over(draw.batch_index)
         if not self._is_closed(now, waited):
             return None
         ready = self._consumer.ready(draw.fields).count
-        coming = self._coming(ready)
+        coming = self._partition.num_held + self._consumer.num_undrawn - ready  # under way, or lacking fields
         policy = self._task.tail_policy(self._dp_size)
         if coming and (policy != "drop" or ready + coming >= draw.needed()):
             return None
         shares = draw.tail_shares(policy)
-        left = ready - sum(len(share.consumed) for share in shares)
-        if self._partition.sealed:
+        left = ready + coming - sum(len(share.consumed) for share in shares)
+        if self._partition.sealed and not (shares and left):
             self._consumer.ended, self._consumer.dropped = "sealed", left
         if shares:
             return self._hand_out(draw, shares)
-        return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed", left)
+        return Ended(self._fetch.id, "sealed", left) if self._partition.sealed else self._over(draw.batch_index, left)
 
     def _is_closed(self, now: float, waited: bool) -> bool:
         if self._partition.sealed:
             return True
-        if not self._fetch.finite or not self._partition.num_live or self._coming(0, count_held_only=True):
+        if not self._fetch.finite or not self._partition.num_live or self._partition.num_held:
             return False
         if self._partition.all_inserted():
             return True
         last = self._partition.last_published
         return waited and last is not None and now >= last + QUIET_S
-
-    def _coming(self, ready: int, count_held_only: bool = False) -> int:
-        """Samples that may still become ready: under way, or lacking fields."""
-        held = self._partition.num_held()
-        if count_held_only:
-            return held
-        undrawn = int(np.count_nonzero(self._partition.live() & (self._consumer.given == 0)))
-        return held + undrawn - ready
 
     def batch(
         self, indexes: Indexes, token: str | None = None, batch_index: int | None = None,
@@ -162,14 +185,21 @@ class Service:
     def not_ready(self, now: float) -> NotReady:
         """Why there is no batch yet, in numbers."""
         partition, fetch = self._partition, self._fetch
-        undrawn = np.flatnonzero(partition.live() & (self._consumer.given == 0))
-        lacking = {name: int((~partition.schema.has(name)[undrawn]).sum()) for name in fetch.fields}
+        undrawn = self._consumer.num_undrawn
+        ready = self._consumer.ready(tuple(fetch.fields)).count
         last = partition.last_published
         return NotReady(
-            fetch.id, self._draw(None).needed(), self._consumer.ready(tuple(fetch.fields)).count, len(undrawn),
-            {name: count for name, count in lacking.items() if count},
+            fetch.id, self._task.needed(fetch), ready, undrawn, self._lacking() if undrawn > ready else {},
             None if last is None else now - last, partition.schema.written(),
         )  # fmt: skip
+
+    def _lacking(self) -> dict[str, int]:
+        table = self._partition.table
+        undrawn = np.flatnonzero((table.column("state") == RowState.LIVE) & (self._consumer.given == 0))
+        counts = {
+            name: int(np.count_nonzero(~self._partition.schema.has(name)[undrawn])) for name in self._fetch.fields
+        }
+        return {name: count for name, count in counts.items() if count}
 
 
 def describe(

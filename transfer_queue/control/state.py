@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from transfer_queue.control.indexes import IndexAllocator
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.producers import Producers
 from transfer_queue.control.tasks import Tasks
-from transfer_queue.control.waiters import Waiters
+from transfer_queue.control.waiters import Parked, Waiters
 from transfer_queue.errors import UnknownPartitionError
 from transfer_queue.protocol import Indexes
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
+
+_MAX_STRANDED = 64
+"""Per writer: cleared reservations kept in mind. A writer has few puts under way, all of them recent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +49,11 @@ class PlaneState:
         self.waiters = Waiters()
         self.producers = Producers(config.producer_grace_s)
         self.touched: dict[str, None] = {}
+        self.cut_off: list[Parked] = []
         self.orphans: list[Indexes] = []
         self._holders: dict[str, int] = {}
         self._num_holders = 0
+        self._stranded: dict[int, deque[Indexes]] = {}
         self._incarnations = 0
 
     def touch(self, partition: str) -> None:
@@ -62,7 +71,7 @@ class PlaneState:
     def create(self, name: str, num_samples: int | None = None) -> Partition:
         """A new partition; the name must be free."""
         self._incarnations += 1
-        partition = Partition(name, self._incarnations, self.config.preallocate, num_samples)
+        partition = Partition(name, self._incarnations, self.allocator, self.config.preallocate, num_samples)
         self.partitions[name] = partition
         return partition
 
@@ -79,8 +88,21 @@ class PlaneState:
     def forget_holder(self, client: str) -> int | None:
         return self._holders.pop(client, None)
 
+    def strand(self, unpublished: dict[int, Indexes]) -> None:
+        """Clearing took these from their writers, who may store values still; their end turns them into orphans."""
+        for holder, indexes in unpublished.items():
+            self._stranded.setdefault(holder, deque(maxlen=_MAX_STRANDED)).append(indexes)
+
+    def take_stranded(self, holder: int) -> list[Indexes]:
+        return list(self._stranded.pop(holder, ()))
+
+    def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
+        """Which of the indexes some partition has."""
+        found = np.zeros(len(indexes), dtype=np.bool_)
+        for partition in self.partitions.values():
+            found |= partition.table.find(indexes)[1]
+        return found
+
     def room(self) -> int | None:
         """Samples that may still be inserted, None: unlimited."""
-        if self.config.capacity is None:
-            return None
-        return self.config.capacity - sum(partition.num_used for partition in self.partitions.values())
+        return None if self.config.capacity is None else self.config.capacity - self.allocator.num_used

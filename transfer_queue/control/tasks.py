@@ -29,10 +29,15 @@ class Task:
         sizes = {size for size in (self.dp_size, fetch.dp_size, self.sampler.dp_size) if size is not None}
         if len(sizes) > 1:
             raise InvalidRequestError(
-                f"task {self.name!r} is used with different numbers of data-parallel ranks: {sorted(sizes)} (registered "
-                f"{self.dp_size}, fetch {fetch.dp_size}, sampler {self.sampler.dp_size}). Use one dp_size everywhere."
+                f"task {self.name!r} is used with different numbers of data-parallel ranks: {sorted(sizes)} "
+                f"(registered {self.dp_size}, fetch {fetch.dp_size}, sampler {self.sampler.dp_size}). "
+                f"Use one dp_size everywhere."
             )
         return sizes.pop() if sizes else None
+
+    def needed(self, fetch: Fetch) -> int:
+        """Ready samples that a round for this fetch takes, for all its ranks together."""
+        return self.sampler.samples_needed(fetch.batch_size, self.size_for(fetch) or 1)
 
     def tail_policy(self, dp_size: int | None) -> str:
         """As registered; else nothing is lost for a single consumer, and nobody is left alone in a collective."""
@@ -48,9 +53,8 @@ class Tasks:
         self._tasks: dict[str, Task] = {}
 
     def get(self, name: str) -> Task:
-        if name not in self._tasks:
-            self._tasks[name] = Task(name, self._default)
-        return self._tasks[name]
+        """Only what was registered is remembered: names cost nothing."""
+        return self._tasks.get(name) or Task(name, self._default)
 
     def register(self, request: RegisterTask) -> None:
         """Raises before anything changes. The same sampler spec again keeps the sampler and its state."""
@@ -64,16 +68,15 @@ class Tasks:
             task.spec = request.sampler
         task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
         task.tail = request.tail or task.tail
+        self._tasks[request.task] = task
 
     def set_sampler(self, name: str, sampler: BaseSampler) -> None:
         """Use this very object: only for tasks of the process that the plane lives in."""
-        self.get(name).sampler = sampler
+        self._tasks[name] = task = self.get(name)
+        task.sampler, task.spec = sampler, None
 
     def samplers(self) -> list[BaseSampler]:
         """Every sampler once."""
         unique = {id(task.sampler): task.sampler for task in self._tasks.values()}
         unique[id(self._default)] = self._default
         return list(unique.values())
-
-    def names(self) -> list[str]:
-        return list(self._tasks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +32,19 @@ class Waiters:
         self._lanes: dict[str, list[Parked]] = {}
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._arrivals = itertools.count()
+        self._count = 0
 
     def park(self, client: str, request: Any, now: float, deadline: float, lane: str, order: float) -> Parked:
         """Add a request; it is found by ``lane`` until ``remove``."""
         arrival = next(self._arrivals)
         parked = Parked(client, request, now, deadline, lane, (order, arrival))
         self._lanes.setdefault(lane, []).append(parked)
+        self._count += 1
         heapq.heappush(self._deadlines, (deadline, arrival, parked))
-        if len(self._deadlines) > 64 + 2 * self._count():
+        if len(self._deadlines) > 64 + 2 * self._count:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
             heapq.heapify(self._deadlines)
         return parked
-
-    def _count(self) -> int:
-        return sum(map(len, self._lanes.values()))
 
     def lane(self, lane: str) -> list[Parked]:
         """The requests of a lane in their order; a copy."""
@@ -56,6 +55,7 @@ class Waiters:
         if parked.done:
             return
         parked.done = True
+        self._count -= 1
         waiting = self._lanes[parked.lane]
         waiting.remove(parked)
         if not waiting:
@@ -69,19 +69,19 @@ class Waiters:
         return found
 
     def expired(self, now: float) -> list[Parked]:
-        """Remove and return the requests whose deadline has come."""
+        """Remove and return the requests whose deadline has come, those of a lane in their order."""
         due: list[Parked] = []
         while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
             parked = heapq.heappop(self._deadlines)[2]
             if not parked.done:
                 self.remove(parked)
                 due.append(parked)
-        return due
+        return sorted(due, key=lambda parked: parked.rank)
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][2].done:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def all(self) -> Iterable[Parked]:
+    def all(self) -> list[Parked]:
         return [parked for waiting in self._lanes.values() for parked in waiting]

@@ -39,7 +39,11 @@ def check(state: PlaneState, request: Writer) -> None:
             f"(total_storage_size). Put fewer at a time, or raise it."
         )
     partition = state.partitions.get(request.partition)
-    if partition is not None and not isinstance(request, p.Insert):
+    if partition is None:
+        return
+    if count:
+        partition.check_open(count)
+    if not isinstance(request, p.Insert):
         partition.schema.check(request.fields, request.partition)
 
 
@@ -53,7 +57,7 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
     if isinstance(request, p.ResolveKeys):
         return _bind_keys(state, client, request)
     partition = state.get_or_create(request.partition)
-    rows = partition.hold(state.allocator, request.count, state.holder(client))
+    rows = partition.hold(request.count, state.holder(client))
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
         return p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
@@ -88,7 +92,7 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
     if partition is None:
         return p.Batch(request.id, request.partition, b"", {}, b"")
     if new:
-        rows = partition.hold(state.allocator, len(new), state.holder(client))
+        rows = partition.hold(len(new), state.holder(client))
         for key, index in zip(new, partition.table.column("index")[rows].tolist(), strict=True):
             partition.keys.bind(key, index)
         if not request.hold:
@@ -123,19 +127,27 @@ def _reserve_next(state: PlaneState, client: str, partition: Partition, count: i
         return b""
     if partition.num_samples is not None and partition.num_published + count > partition.num_samples:
         return b""
-    rows = partition.hold(state.allocator, count, state.holder(client), RowState.HELD_AHEAD)
+    rows = partition.hold(count, state.holder(client), RowState.HELD_AHEAD)
     return p.pack_indexes(partition.table.column("index")[rows])
 
 
 def cancel(state: PlaneState, client: str, request: p.Cancel) -> p.Reply:
-    """Give back what this client reserved and did not publish; another writer may hold one of the same keys."""
+    """Give back what this client reserved and did not publish; another writer may hold one of the same keys.
+
+    What was cleared since is named too: its values may have been stored after the clear.
+    """
+    indexes = p.unpack_indexes(request.indexes)
     partition = state.partitions.get(request.partition)
-    if partition is None:
-        return p.Cleared(request.id, b"")
-    rows, found = partition.table.find(p.unpack_indexes(request.indexes))
-    own = found & (partition.table.column("holder")[rows] == state.holder(client))
-    state.touch(request.partition)
-    return p.Cleared(request.id, p.pack_indexes(partition.give_back(rows[own])))
+    given_back = np.empty(0, dtype=np.int64)
+    if partition is not None:
+        rows, found = partition.table.find(indexes)
+        rows = rows[found]
+        given_back = partition.give_back(rows[partition.table.column("holder")[rows] == state.holder(client)])
+        indexes = indexes[~found]
+        state.touch(request.partition)
+    if len(indexes):
+        given_back = np.concatenate([given_back, indexes[~state.holds(indexes)]])
+    return p.Cleared(request.id, p.pack_indexes(given_back))
 
 
 def check_fields(state: PlaneState, request: p.CheckFields) -> p.Reply:

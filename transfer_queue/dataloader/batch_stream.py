@@ -7,15 +7,21 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from transfer_queue.errors import ClosedError, EndOfPartitionError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.modes import cancel_on
+from transfer_queue.utils.logging_utils import get_logger
+
+logger = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.25
+_JOIN_S = 10.0
 Fetched = tuple[int, Any, BatchMeta]
+Pause = Callable[[float], bool]
+Fetch = Callable[[int], tuple[Any, BatchMeta] | None]
 
 
 class BatchStream:
@@ -29,7 +35,7 @@ class BatchStream:
 
     def __init__(
         self,
-        make_fetcher: Callable[[Callable[[float], bool]], Callable[[int], tuple[Any, BatchMeta] | None]],
+        make_fetcher: Callable[[Pause], Fetch],
         first: int,
         stride: int,
         ahead: int,
@@ -45,12 +51,14 @@ class BatchStream:
         self._thread: threading.Thread | None = None
         self._ahead = ahead
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Generator[Fetched, None, None]:
         if not self._ahead:
             yield from self._batches()
             return
-        self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="transfer-queue-prefetch", daemon=True)
+        wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(
+            target=self._run, args=(wake_read,), name="transfer-queue-prefetch", daemon=True
+        )
         self._thread.start()
         try:
             while (item := self._next()) is not None:
@@ -59,6 +67,7 @@ class BatchStream:
                 self._ready.popleft()
                 self._slots.release()
                 yield item
+                item = None  # else it would be held while the next one is awaited
         finally:
             self.close()
 
@@ -80,10 +89,11 @@ class BatchStream:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        os.write(self._wake_write, b"x")
-        thread.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(self._wake_write)  # the other end becomes readable, which ends a call that waits
+        self._slots.release()
+        thread.join(_JOIN_S)
+        if thread.is_alive():
+            logger.warning("a fetch did not return within %.0f s of closing its stream; its thread is left.", _JOIN_S)
 
     def _pause(self, seconds: float) -> bool:
         return self._stop.wait(seconds) if seconds else self._stop.is_set() or self._is_given_up()
@@ -92,30 +102,36 @@ class BatchStream:
         for batch_index in self._indexes:
             try:
                 batch = self._fetch(batch_index)
-            except EndOfPartitionError:
+            except EndOfPartitionError as end:
+                logger.info("%s", end)
                 return
             if batch is None:
                 return
             yield batch_index, *batch
+            del batch
 
-    def _run(self) -> None:
+    def _run(self, wake_read: int) -> None:
         try:
-            with cancel_on(self._wake_read):
+            with cancel_on(wake_read):
                 self._fetch_ahead()
         except ClosedError as error:
             if not self._stop.is_set():
                 self._fetched.put(error)
         except BaseException as error:  # the consumer's thread raises it
             self._fetched.put(error)
+        finally:
+            os.close(wake_read)
 
     def _fetch_ahead(self) -> None:
         batches = self._batches()
-        while not self._stop.is_set():
-            if not self._slots.acquire(timeout=_LOOK_EVERY_S):
-                continue
+        while True:
+            self._slots.acquire()  # ``close`` gives one back, too
+            if self._stop.is_set():
+                return
             item = next(batches, None)
             if item is not None:
                 self._ready.append(item[1:])
             self._fetched.put(item)
             if item is None:
                 return
+            del item

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the next iterator of a stream starts, in memory that DataLoader workers share, persistent ones included."""
+"""Where a stream starts, and how a loader tells its workers, persistent ones included: in memory they share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from transfer_queue.errors import InvalidRequestError
 
 _MAX_NAME_BYTES = 1024
-_RING = 64
-_EDITION, _BATCH, _MICRO, _NAME_LENGTH, _ITERATION = range(5)
+_EDITION, _ITERATION, _GIVEN_UP, _BATCH, _MICRO, _NAME_LENGTH, _NAME = range(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,50 +21,59 @@ class Start:
     batch_index: int = 0
     micro_batch: int = 0
 
+    def __post_init__(self) -> None:
+        if len(self.partition_id.encode()) > _MAX_NAME_BYTES:
+            raise InvalidRequestError(
+                f"a stream's partition name may have {_MAX_NAME_BYTES} bytes, got {len(self.partition_id.encode())}."
+            )
+        if self.batch_index < 0 or self.micro_batch < 0:
+            raise InvalidRequestError(
+                f"a stream starts at batch 0 or later, got batch {self.batch_index}, micro-batch {self.micro_batch}."
+            )
+
 
 class Cursor:
-    """Written by the process of the loader, read by whoever starts an iterator. A live iterator never looks here
-    for its place, only whether it was given up."""
+    """Of one set of workers. The loader opens iterations, numbered from 1; every worker joins each of them once."""
 
-    def __init__(self, partition_id: str) -> None:
-        self._numbers = torch.zeros(5, dtype=torch.int64).share_memory_()
-        self._name = torch.zeros(_MAX_NAME_BYTES, dtype=torch.uint8).share_memory_()
-        self._given_up = torch.zeros(_RING, dtype=torch.int64).share_memory_()
-        self.move(Start(partition_id))
+    def __init__(self) -> None:
+        self._cells = torch.zeros(_NAME + _MAX_NAME_BYTES // 8, dtype=torch.int64).share_memory_()
+        self._joined = 0
 
-    def move(self, start: Start) -> None:
-        """The next iterator starts here. Raises ValueError for a name of more than 1024 bytes."""
+    # ---- in the loader's process ----
+
+    def open(self, start: Start) -> int:
+        """The next iteration starts here; the one before it is over. Returns its number."""
         name = start.partition_id.encode()
-        if len(name) > _MAX_NAME_BYTES:
-            raise InvalidRequestError(f"a partition's name may have {_MAX_NAME_BYTES} bytes, got {len(name)}.")
-        self._numbers[_EDITION] += 1  # odd: being written
-        self._name[: len(name)] = torch.frombuffer(bytearray(name or b"\0"), dtype=torch.uint8)[: len(name)]
-        self._numbers[_NAME_LENGTH] = len(name)
-        self._numbers[_BATCH] = start.batch_index
-        self._numbers[_MICRO] = start.micro_batch
-        self._numbers[_EDITION] += 1
-
-    def read(self) -> Start:
-        """Where to start now."""
-        while True:
-            edition = int(self._numbers[_EDITION])
-            _, batch, micro, length, _ = self._numbers.tolist()
-            name = bytes(self._name[:length].tolist())
-            if edition % 2 == 0 and int(self._numbers[_EDITION]) == edition:
-                return Start(name.decode(), batch, micro)
-
-    def begin_iteration(self) -> int:
-        """A number for the iterator that starts now."""
-        self._numbers[_ITERATION] += 1
-        return int(self._numbers[_ITERATION])
-
-    def iteration(self) -> int:
-        """The number of the iterator that started last."""
-        return int(self._numbers[_ITERATION])
+        cells = self._cells
+        cells[_EDITION] += 1  # odd: being written
+        cells[_BATCH], cells[_MICRO], cells[_NAME_LENGTH] = start.batch_index, start.micro_batch, len(name)
+        cells[_NAME:].view(torch.uint8).numpy()[: len(name)] = list(name)
+        cells[_ITERATION] += 1
+        cells[_EDITION] += 1
+        return int(cells[_ITERATION])
 
     def give_up(self, iteration: int) -> None:
-        """Nobody takes from that iterator any more; its workers may stop waiting."""
-        self._given_up[iteration % _RING] = iteration
+        """Nobody takes from this iteration any more; its workers may stop waiting."""
+        self._cells[_GIVEN_UP] = max(iteration, int(self._cells[_GIVEN_UP]))
 
-    def is_given_up(self, iteration: int) -> bool:
-        return int(self._given_up[iteration % _RING]) == iteration
+    # ---- in a worker ----
+
+    def join(self) -> int:
+        """The number of the iteration that this worker begins."""
+        self._joined += 1
+        return self._joined
+
+    def start_of(self, iteration: int) -> Start | None:
+        """Where this iteration starts; None when it is over already."""
+        while True:
+            edition = int(self._cells[_EDITION])
+            _, current, _, batch, micro, length, *_ = self._cells.tolist()
+            name = bytes(self._cells[_NAME:].view(torch.uint8)[:length].tolist())
+            if edition % 2 == 0 and int(self._cells[_EDITION]) == edition:
+                return Start(name.decode(), batch, micro) if current == iteration else None
+
+    # ---- in both ----
+
+    def is_over(self, iteration: int) -> bool:
+        """It was given up, or the next one was opened."""
+        return int(self._cells[_GIVEN_UP]) >= iteration or int(self._cells[_ITERATION]) > iteration

@@ -6,13 +6,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, explain
 from transfer_queue.config import environment_number
-from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError
+from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata_wire import to_meta
 from transfer_queue.utils.logging_utils import get_logger
@@ -21,6 +21,8 @@ logger = get_logger(__name__)
 
 SLICE_S = 2.0
 """Longest time that one request is parked: between two, the stream looks whether it should stop or report."""
+UNTHREADED_SLICE_S = 0.5
+"""The same where the consumer's own thread waits, which nothing can wake."""
 
 _ARGUMENTS = ("tq_client", "data_fields", "batch_size", "partition_id", "task_name", "sampling_config", "batch_index")
 
@@ -36,7 +38,8 @@ class StreamSpec:
     finite: bool = False
     timeout_s: float | None = None
     report_every_s: float = 30.0
-    fetch_batch_fn: Callable[..., Any] | None = field(default=None)
+    fetch_batch_fn: Callable[..., Any] | None = None
+    slice_s: float = SLICE_S
 
 
 def default_fetch_batch_fn(
@@ -48,12 +51,14 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[Any, BatchMeta]:
-    """(values, metadata) of one batch, or (None, empty metadata) for "nothing yet"."""
+    """(values, metadata) of one batch, or (None, empty metadata) for "nothing yet".
+
+    Raises:
+        EndOfPartitionError: the stream has ended before this batch.
+    """
     config = {**sampling_config, "batch_index": batch_index, "partition_id": partition_id}
     try:
         meta = tq_client.get_meta(data_fields, batch_size, partition_id, "fetch", task_name, config)
-    except EndOfPartitionError:
-        raise
     except BatchTimeoutError:
         return None, BatchMeta.empty()
     return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
@@ -69,8 +74,7 @@ class BatchFetcher:
         self._spec = spec
         self._partition = partition_id
         self._pause = pause
-        custom = spec.fetch_batch_fn
-        self._custom = None if custom is None or custom is default_fetch_batch_fn else _by_name(custom)
+        self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
 
     def __call__(self, batch_index: int) -> tuple[Any, BatchMeta] | None:
         """The batch, or None when told to stop.
@@ -79,27 +83,36 @@ class BatchFetcher:
             EndOfPartitionError: the stream has ended before this batch.
             BatchTimeoutError: it did not come within the stream's ``timeout_s``.
         """
-        started = reported = time.monotonic()
+        spec = self._spec
+        started = time.monotonic()
+        deadline = None if spec.timeout_s is None else started + spec.timeout_s
+        report_at = started + spec.report_every_s
         while not self._pause(0.0):
-            answer = self._try(batch_index)
-            if not isinstance(answer, p.NotReady):
+            wait_s = min(spec.slice_s, *(at - time.monotonic() for at in (deadline, report_at) if at is not None))
+            answer = self._try(batch_index, max(0.0, wait_s))
+            if isinstance(answer, tuple):
                 return answer
-            waited = time.monotonic() - started
-            if self._spec.timeout_s is not None and waited >= self._spec.timeout_s:
-                raise BatchTimeoutError(self._explain(answer, waited))
-            if time.monotonic() - reported >= self._spec.report_every_s:
-                reported = time.monotonic()
-                logger.warning(self._explain(answer, waited))
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise BatchTimeoutError(self._explain(answer, now - started))
+            if now >= report_at:
+                report_at = now + spec.report_every_s
+                logger.warning("%s", self._explain(answer, now - started))
         return None
 
-    def _explain(self, answer: p.NotReady, waited: float) -> str:
-        return explain(answer, self._spec.task_name, self._partition, self._spec.data_fields, waited)
+    def _explain(self, answer: p.NotReady | None, waited: float) -> str:
+        task = self._spec.task_name
+        if answer is not None:
+            return explain(answer, task, self._partition, self._spec.data_fields, waited)
+        return (
+            f"task {task!r} waited {waited:.1f} s for a batch of {self._partition!r}: fetch_batch_fn has returned none "
+            f"so far. Check the producers, or wait longer (timeout_s)."
+        )
 
-    def _try(self, batch_index: int) -> tuple[Any, BatchMeta] | p.NotReady:
+    def _try(self, batch_index: int, wait_s: float) -> tuple[Any, BatchMeta] | p.NotReady | None:
         if self._custom is not None:
-            return self._try_custom(batch_index)
+            return self._try_custom(self._custom, batch_index)
         spec = self._spec
-        wait_s = SLICE_S if spec.timeout_s is None else min(SLICE_S, spec.timeout_s)
         reply = self._client.fetch(
             spec.data_fields,
             spec.batch_size,
@@ -114,31 +127,47 @@ class BatchFetcher:
         meta = to_meta(reply)
         return self._client.get_data(meta), meta
 
-    def _try_custom(self, batch_index: int) -> tuple[Any, BatchMeta] | p.NotReady:
+    def _try_custom(self, fetch: Callable[[tuple[Any, ...]], Any], batch_index: int) -> tuple[Any, BatchMeta] | None:
         spec = self._spec
-        assert self._custom is not None
-        data, meta = self._custom(
-            (
-                self._client, spec.data_fields, spec.batch_size, self._partition, spec.task_name,
-                dict(spec.sampling_config), batch_index,
-            )  # fmt: skip
-        )
+        asked = (spec.data_fields, spec.batch_size, self._partition, spec.task_name, dict(spec.sampling_config))
+        data, meta = fetch((self._client, *asked, batch_index))
         if data is not None:
             return data, meta
         if spec.finite and self._client.check_consumption_status(spec.task_name, self._partition):
             raise EndOfPartitionError(f"every sample of {self._partition!r} is consumed by {spec.task_name!r}.")
         self._pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
-        return p.NotReady(0, spec.batch_size, 0, 0)
+        return None
 
 
-def _by_name(function: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any]:
-    """Call the user's function by the names it has, or in the documented order where it chose names of its own."""
-    parameters = inspect.signature(function).parameters.values()
-    named = {parameter.name for parameter in parameters}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return lambda values: function(**dict(zip(_ARGUMENTS, values, strict=True)))
-    if named & set(_ARGUMENTS):
+def as_fetch(function: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
+    """How to call the user's function: by the names it has, else in the documented order. None: it is the default one.
+
+    Raises:
+        ValueError: it can't be called either way.
+    """
+    if function is default_fetch_batch_fn:
+        return None
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    names = [name for name in _ARGUMENTS if takes_any or name in named]
+    if names and _binds(signature, **dict.fromkeys(names)):
+        chosen = frozenset(names)
         return lambda values: function(
-            **{name: value for name, value in zip(_ARGUMENTS, values, strict=True) if name in named}
+            **{name: value for name, value in zip(_ARGUMENTS, values, strict=True) if name in chosen}
         )
-    return lambda values: function(*values)
+    if _binds(signature, *_ARGUMENTS):
+        return lambda values: function(*values)
+    raise InvalidRequestError(
+        f"fetch_batch_fn has the parameters {signature}, so it can be called neither by name nor by position. It gets "
+        f"{', '.join(_ARGUMENTS)}: take those by these names (any of them, or **kwargs), or all seven by position."
+    )
+
+
+def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
-from transfer_queue.dataloader.streaming_dataset import Bundle, StreamingDataset
+from transfer_queue.dataloader.cursor import Cursor
+from transfer_queue.dataloader.streaming_dataset import Bundle, Place, StreamingDataset
+
+_LOOK_EVERY_S = 0.25
 
 
 def identity(batch: Any) -> Any:
@@ -30,7 +36,8 @@ class _PerItem:
 class StreamingDataLoader(DataLoader[Any]):
     """Yields micro-batches in the order of their batches, with any number of workers.
 
-    All state is the dataset's, so a loader that is made again over the same dataset goes on where this one was.
+    All state is the dataset's, so an iterator goes on where the one before it was left, also one of a loader that is
+    made again over the same dataset; ``reset`` and ``step`` are how to start elsewhere.
     """
 
     def __init__(
@@ -50,12 +57,12 @@ class StreamingDataLoader(DataLoader[Any]):
         batch_sampler: None = None,
     ) -> None:
         """Args:
-            num_batches: Items of one pass, where that is known: gives the loader a length and ends it there.
-            sampler, batch_sampler: Only for frameworks that make the loader again from its arguments; always None.
+        num_batches: Items of one pass, where that is known: gives the loader a length and ends it there.
+        sampler, batch_sampler: Only for frameworks that make the loader again from its arguments; always None.
         """
         # Every argument is also an attribute: Lightning makes loaders again from what it finds there.
-        dataset.bundle_in_workers = True
         self.num_batches = num_batches
+        self._cursor: Cursor | None = None
         super().__init__(
             dataset,
             batch_size=None,
@@ -82,26 +89,45 @@ class StreamingDataLoader(DataLoader[Any]):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        stream = self.stream
-        start = stream.cursor.read()
-        iteration = stream.cursor.begin_iteration()
-        # With workers they are started here, not at the first next(): prefetching begins with the iterator.
-        bundles = super().__iter__() if self.num_workers else self._collated(stream.bundles(start, iteration))
-        return self._items(bundles, start, iteration)
+        place = self.stream.place()
+        if self.num_workers:
+            return self._from_workers(place)
+        return self._items(self._collated(self.stream.bundles(place.start)), place, ExitStack())
 
-    def _items(self, bundles: Iterator[Any], start: Any, iteration: int) -> Iterator[Any]:
+    def _from_workers(self, place: Place) -> Iterator[Any]:
+        # Persistent workers know only the cursor they were started with; others get a new one each time, so that two
+        # iterators of one loader have nothing in common.
+        if self._cursor is None or not self.persistent_workers:
+            self._cursor = Cursor()
+        cursor = self._cursor
+        iteration = cursor.open(place.start)
+        self.stream.worker_cursor = cursor
+        try:
+            # Workers are started here, not at the first next(): prefetching begins with the iterator.
+            bundles = super().__iter__()
+        finally:
+            self.stream.worker_cursor = None
+        guard = ExitStack()
+        guard.callback(cursor.give_up, iteration)
+        if self.stream.should_stop is not None:
+            guard.enter_context(_watching(self.stream.should_stop, lambda: cursor.give_up(iteration)))
+        items = self._items(_while_not(lambda: cursor.is_over(iteration), bundles), place, guard)
+        weakref.finalize(items, guard.close)  # dropped before its first next(), a generator's "finally" doesn't run
+        return items
+
+    def _items(self, bundles: Iterator[Any], place: Place, guard: ExitStack) -> Generator[Any, None, None]:
         left = -1 if self.num_batches is None else self.num_batches
         try:
             if not left:
                 return
             for bundle in bundles:
-                for item in self.stream.take(bundle, start):
+                for item in self.stream.take(bundle, place):
                     left -= 1
                     yield item
                     if not left:
                         return
         finally:
-            self.stream.cursor.give_up(iteration)
+            guard.close()
             close = getattr(bundles, "close", None)
             if close is not None:
                 close()
@@ -132,3 +158,32 @@ class StreamingDataLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on behind what had been taken."""
         self.stream.load_state_dict(state)
+
+
+def _while_not(is_over: Callable[[], bool], bundles: Iterator[Any]) -> Iterator[Any]:
+    # Persistent workers serve one iterator at a time: an older one must not take what is meant for the newer.
+    while not is_over():
+        try:
+            yield next(bundles)
+        except StopIteration:
+            return
+
+
+@contextmanager
+def _watching(should_stop: Callable[[], bool], stop: Callable[[], None]) -> Iterator[None]:
+    """Asks from a thread: the consumer's own waits inside torch, and workers can't see this process' state."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_EVERY_S):
+            if should_stop():
+                stop()
+                return
+
+    thread = threading.Thread(target=watch, name="transfer-queue-should-stop", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

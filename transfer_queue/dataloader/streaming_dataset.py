@@ -5,19 +5,27 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.dataloader.cursor import Cursor, Start
-from transfer_queue.dataloader.fetching import BatchFetcher, StreamSpec, default_fetch_batch_fn
+from transfer_queue.dataloader.fetching import (
+    SLICE_S,
+    UNTHREADED_SLICE_S,
+    BatchFetcher,
+    StreamSpec,
+    as_fetch,
+    default_fetch_batch_fn,
+)
 from transfer_queue.dataloader.splitting import chunk_batch_fn
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.interface import connect, plain_config
+from transfer_queue.interface import connect, get_client, init
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -40,12 +48,19 @@ class Bundle:
         return Bundle(self.batch_index, [pin_memory(item) for item in self.items])
 
 
+class Place(NamedTuple):
+    """Where an iterator starts, and how often the dataset had been moved by then."""
+
+    start: Start
+    moves: int
+
+
 class StreamingDataset(IterableDataset[Any]):
     """Yields what ``process_batch_fn`` makes of each batch: by default (TensorDict, BatchMeta) micro-batches.
 
-    An iterator starts where the cursor stands and never changes partition under its reader: ``step``, ``reset`` and
-    ``load_state_dict`` move the cursor for the next iterator, in DataLoader workers too. Worker w of W takes batches
-    w, w + W, … Batches are read from storage each time; the dataset keeps none but those fetched ahead.
+    An iterator goes on where the one before it was left, and never changes partition under its reader: ``step``,
+    ``reset`` and ``load_state_dict`` are for the next iterator. Batches are read from storage each time; the dataset
+    keeps none but those fetched ahead. With workers use a StreamingDataLoader: worker w of W takes batches w, w + W, …
     """
 
     def __init__(
@@ -89,7 +104,7 @@ class StreamingDataset(IterableDataset[Any]):
         """
         super().__init__()
         _check(batch_size, micro_batch_size, data_fields, dp_rank, dp_size, prefetch_batches)
-        self.config = config if config is not None else plain_config()
+        self.config = config if config is not None else _config_of_this_process()
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.data_fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
@@ -104,13 +119,16 @@ class StreamingDataset(IterableDataset[Any]):
         self.timeout_s = timeout_s
         self.report_every_s = report_every_s
         self.should_stop = should_stop
+        if fetch_batch_fn is not None:
+            as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
         self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name, **(sampling_config or {})}
         if dp_size is not None:
             self.sampling_config["dp_size"] = dp_size
-        self.cursor = Cursor(partition_id)
-        self.position = self.cursor.read()
-        self.bundle_in_workers = False
-        self._client: tuple[int, TransferQueueClient] | None = None
+        self.position = Start(partition_id)
+        self.worker_cursor: Cursor | None = None
+        """Set while a StreamingDataLoader starts its workers, which keep it."""
+        self._moves = 0
+        self._client: tuple[int, TransferQueueClient, Callable[[], Any]] | None = None
         self._stream: weakref.ref[BatchStream] | None = None
 
     # ---- where it stands ----
@@ -118,7 +136,7 @@ class StreamingDataset(IterableDataset[Any]):
     @property
     def partition_id(self) -> str:
         """Where the next iterator starts."""
-        return self.cursor.read().partition_id
+        return self.position.partition_id
 
     @property
     def batch_index(self) -> int:
@@ -131,10 +149,14 @@ class StreamingDataset(IterableDataset[Any]):
         stream = None if self._stream is None else self._stream()
         return [] if stream is None else stream.ahead()
 
+    def place(self) -> Place:
+        """Where an iterator that begins now starts."""
+        return Place(self.position, self._moves)
+
     def move(self, start: Start) -> None:
-        """The next iterator starts there."""
-        self.cursor.move(start)
+        """The next iterator starts there, whatever is still taken from a live one."""
         self.position = start
+        self._moves += 1
 
     def step(self, partition_id: str) -> None:
         """The next iterator starts at the first batch of this partition."""
@@ -150,29 +172,48 @@ class StreamingDataset(IterableDataset[Any]):
         return {"partition_id": where.partition_id, "batch_index": where.batch_index, "micro_batch": where.micro_batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iterator goes on behind what had been taken."""
-        self.move(Start(str(state["partition_id"]), int(state["batch_index"]), int(state["micro_batch"])))
+        """The next iterator goes on behind what had been taken.
+
+        Raises:
+            ValueError: that is no ``state_dict`` of a stream.
+        """
+        try:
+            start = Start(str(state["partition_id"]), int(state["batch_index"]), int(state["micro_batch"]))
+        except KeyError as error:
+            raise InvalidRequestError(f"no state of a stream, it lacks {error}: {dict(state)!r}.") from None
+        self.move(start)
 
     # ---- iterating ----
 
     def __iter__(self) -> Iterator[Any]:
-        start = self.cursor.read()
-        if get_worker_info() is not None and self.bundle_in_workers:
-            yield from self.bundles(start, self.cursor.iteration())
-            return
-        for bundle in self.bundles(start, self.cursor.begin_iteration()):
-            yield from self.take(bundle, start)
+        if get_worker_info() is None:
+            return self._items(self.place())
+        if self.worker_cursor is not None:
+            return self._bundles_for(self.worker_cursor, self.worker_cursor.join())
+        return self._items(Place(self.position, -1))  # workers of a plain DataLoader: each would note another position
 
-    def take(self, bundle: Bundle, start: Start) -> Iterator[Any]:
+    def _items(self, place: Place) -> Iterator[Any]:
+        with closing(self.bundles(place.start)) as bundles:
+            for bundle in bundles:
+                yield from self.take(bundle, place)
+
+    def _bundles_for(self, cursor: Cursor, iteration: int) -> Iterator[Bundle]:
+        start = cursor.start_of(iteration)
+        if start is not None:
+            yield from self.bundles(start, lambda: cursor.is_over(iteration))
+
+    def take(self, bundle: Bundle, place: Place) -> Iterator[Any]:
         """The items of a bundle, each noted as taken when it is handed out."""
+        start = place.start
         skip = start.micro_batch if bundle.batch_index == start.batch_index else 0
         for number, item in enumerate(bundle.items[skip:], start=skip + 1):
             done = number == len(bundle.items)
-            self.position = Start(start.partition_id, bundle.batch_index + done, 0 if done else number)
+            if place.moves == self._moves:
+                self.position = Start(start.partition_id, bundle.batch_index + done, 0 if done else number)
             yield item
 
-    def bundles(self, start: Start, iteration: int) -> Iterator[Bundle]:
-        """This worker's share of the batches from ``start`` on."""
+    def bundles(self, start: Start, is_over: Callable[[], bool] | None = None) -> Generator[Bundle, None, None]:
+        """This worker's share of the batches from ``start`` on, until the stream or the iteration is over."""
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, spec = self._own_client(), self._spec()
@@ -181,16 +222,20 @@ class StreamingDataset(IterableDataset[Any]):
             start.batch_index + first,
             stride,
             self.prefetch_batches,
-            self._give_up_check(iteration),
+            _end_of_worker(is_over) if worker is not None else (self.should_stop or _never),
         )
-        self._stream = weakref.ref(stream)
-        for batch_index, data, meta in stream:
-            yield Bundle(batch_index, list(self._process(data, meta)))
+        if worker is None:
+            self._stream = weakref.ref(stream)
+        with closing(iter(stream)) as batches:
+            for batch_index, data, meta in batches:
+                yield Bundle(batch_index, list(self._process(data, meta)))
+                del data, meta  # else they would be held while the next batch is awaited
 
     def _spec(self) -> StreamSpec:
         return StreamSpec(
             self.data_fields, self.batch_size, self.task_name, self.sampling_config,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
+            SLICE_S if self.prefetch_batches else UNTHREADED_SLICE_S,
         )  # fmt: skip
 
     def _process(self, data: Any, meta: Any) -> Iterable[Any]:
@@ -198,36 +243,39 @@ class StreamingDataset(IterableDataset[Any]):
             return self.process_batch_fn(data, meta, micro_batch_size=self.micro_batch_size)
         return chunk_batch_fn(data, meta, min(self.micro_batch_size, meta.size))  # a tail may be short
 
-    def _give_up_check(self, iteration: int) -> Callable[[], bool]:
-        worker = get_worker_info()
-        parent = os.getppid()
-
-        def given_up() -> bool:
-            if worker is not None and os.getppid() != parent:
-                return True  # the loader's process is gone
-            if self.should_stop is not None and self.should_stop():
-                return True
-            return worker is not None and self.cursor.is_given_up(iteration)
-
-        return given_up
-
     # ---- the client ----
 
     def _own_client(self) -> TransferQueueClient:
         if self._client is None or self._client[0] != os.getpid():
             client = connect(f"StreamingDataset_{self.task_name}_{self.dp_rank}", self.config, layout=self.layout)
-            self._client = (os.getpid(), client)
-            weakref.finalize(self, _close_in_process, client, os.getpid())
+            close = weakref.finalize(self, _close_in_process, client, os.getpid())
+            self._client = (os.getpid(), client, close)
         return self._client[1]
 
     def close(self) -> None:
         """Close this process' connection; iterating opens it again."""
         if self._client is not None and self._client[0] == os.getpid():
-            self._client[1].close()
+            self._client[2]()
         self._client = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None, "_stream": None}  # sockets don't travel
+        # Sockets don't travel, and whether to stop is decided in the process of the loader.
+        return {**self.__dict__, "_client": None, "_stream": None, "should_stop": None}
+
+
+def _never() -> bool:
+    return False
+
+
+def _end_of_worker(is_over: Callable[[], bool] | None) -> Callable[[], bool]:
+    """True once the loader's process is gone, or nobody takes from this iteration any more."""
+    loader = os.getppid()
+    return lambda: os.getppid() != loader or (is_over is not None and is_over())
+
+
+def _config_of_this_process() -> DictConfig:
+    get_client()  # raises where there is neither a queue nor TQ_ADDRESS; init() would start one
+    return init()
 
 
 def _close_in_process(client: TransferQueueClient, pid: int) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue.config import preallocated_samples, to_plain
-from transfer_queue.errors import LaunchError, SamplerError
+from transfer_queue.errors import LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.transport.zmq_server import ZmqServer
+from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.processes import pid_namespace
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
 
@@ -64,11 +65,10 @@ class LocalQueue:
         units = [self._spawn() for _ in names]
         sampler = _portable(conf.controller.sampler)
         controller = self._spawn() if sampler is not None else None
-        info = local_server(
-            "controller", "controller", "request_handle_socket", self.address, controller.pid if controller else self._owner
-        )  # fmt: skip
+        pid = self._owner if controller is None else controller.pid
+        info = local_server(Role.CONTROLLER.value, "controller", "request_handle_socket", self.address, pid)
         infos = {
-            name: local_server("storage unit", name, "put_get_socket", self._socket(name), process.pid)
+            name: local_server(Role.STORAGE.value, name, "put_get_socket", self._socket(name), process.pid)
             for name, process in zip(names, units, strict=True)
         }
         conf = _with_servers(conf, self.address, info, infos)
@@ -119,7 +119,7 @@ class LocalQueue:
         controller = TransferQueueController(plane, conf, value_dropper(conf))
         server = ZmqServer(self.address)
         controller.watch = server.watch
-        thread = threading.Thread(target=server.serve, args=(controller,), name="transfer-queue-controller", daemon=True)
+        thread = threading.Thread(target=server.serve, args=(controller,), name="tq-controller", daemon=True)
         self._own_controller.append((server, thread))
         thread.start()
 
@@ -175,10 +175,16 @@ def _await_ready(process: subprocess.Popen[str]) -> None:
     finally:
         watchdog.cancel()
         watchdog.join()
-    answer = json.loads(line) if line else {}
-    if not answer.get("ready"):
-        said = answer.get("error") or f"nothing within {_START_TIMEOUT_S:.0f} s (exit code {process.poll()})"
-        raise LaunchError(f"a server process of the queue did not start; it said: {said}.")
+    if not line:
+        code = process.wait(_STOP_TIMEOUT_S)
+        raise LaunchError(
+            f"a server process of the queue ended with exit code {code} before it was ready (it has "
+            f"{_START_TIMEOUT_S:.0f} s to start); look at what it printed to stderr."
+        )
+    answer = json.loads(line)
+    if "ready" not in answer:
+        said = f"a server process of the queue did not start: {answer['text']}"
+        raise LaunchError(said) if answer["code"] == RemoteError.__name__ else from_wire(answer["code"], said)
 
 
 def _portable(sampler: Any) -> str | dict[str, Any] | None:

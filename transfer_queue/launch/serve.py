@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main program of a server process: reads its orders as JSON from stdin, says "ready", serves until told to stop."""
+"""The main program of a server process: reads orders as JSON from stdin, says "ready", serves until told to stop."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from transfer_queue.errors import to_wire
 from transfer_queue.transport.zmq_server import ZmqServer
 
 
@@ -26,7 +28,10 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
 
 
 def _stop_with(server: ZmqServer, orders: Mapping[str, Any]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    # A handler would run between two bytecodes only: a signal that comes just before the server waits would be slept
+    # over. A thread that waits for the signal itself misses none.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_stop_at_sigterm, args=(server,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
     def parent_ended(_: float) -> tuple[()]:
@@ -37,6 +42,11 @@ def _stop_with(server: ZmqServer, orders: Mapping[str, Any]) -> None:
     server.watch(orders["parent"], orders["pid_namespace"], parent_ended)
     if os.getppid() != orders["parent"]:  # it ended before we could watch it
         parent_ended(0.0)
+
+
+def _stop_at_sigterm(server: ZmqServer) -> None:
+    signal.sigwait({signal.SIGTERM})
+    server.stop()
 
 
 def _controller(orders: Mapping[str, Any], server: ZmqServer) -> Any:
@@ -85,6 +95,7 @@ if __name__ == "__main__":
     except Exception as error:  # told to the process that waits for "ready"
         if replies.closed:
             raise
-        replies.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        code, text = to_wire(error)
+        replies.write(json.dumps({"code": code, "text": text}) + "\n")
         replies.close()
         sys.exit(1)

@@ -235,7 +235,11 @@ def _steps(dense: torch.Tensor) -> IntArray:
 
 def _jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
     _hear_tracing_note_once()
-    return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+    lengths = np.diff(offsets)
+    # Without the longest length to_padded_tensor() would pad to the sum of all.
+    return torch.nested.nested_tensor_from_jagged(
+        values, torch.from_numpy(offsets), min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
+    )
 
 
 @functools.cache

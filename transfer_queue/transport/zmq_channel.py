@@ -1,41 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling side over ZMQ: sockets are borrowed from a pool per call, so one request is on one socket at a time."""
+"""The calling side over ZMQ: a blocked thread borrows a socket per call, the calls of an event loop share one."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import os
-import struct
 import threading
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
-from transfer_queue.errors import ClosedError, QueueUnreachableError
+from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import Call, Peer, Reply
 from transfer_queue.transport.modes import cancel_descriptor, is_blocking
-from transfer_queue.transport.zmq_context import acquire_context, release_context
-from transfer_queue.utils.processes import close_descriptor, has_ended, open_process
-
-_SLICE_S = 0.5
-"""How often a waiting coroutine looks whether its peer still lives; a blocked thread is told at once."""
-
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
-_of_parents: list[Any] = []
+from transfer_queue.transport.zmq_context import close_socket
+from transfer_queue.transport.zmq_lines import LoopLine, connect, gone, packed, reply_in, silent
+from transfer_queue.utils.processes import close_descriptor, open_process
 
 
-def _keep_parents_sockets() -> None:
-    # A child that closes (or collects) a socket of its parent disturbs it: keep them for ever, untouched.
-    _of_parents.extend(_open)
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_keep_parents_sockets)
+def _closed() -> ClosedError:
+    return ClosedError("this client was closed; make a new one, or call init() again.")
 
 
 class ZmqCaller:
@@ -47,74 +35,85 @@ class ZmqCaller:
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._context: Any = None
-        self._idle: dict[tuple[str, int], list[Any]] = {}
-        self._loops: dict[int, asyncio.AbstractEventLoop] = {}
+        self._idle: dict[Peer, list[Any]] = {}
         self._watches: dict[Peer, int | None] = {}
+        self._lines: dict[tuple[int, Peer], LoopLine] = {}
+        self._num_blocked = 0
+        self._wake: tuple[int, int] | None = None
 
     async def call_many(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
-        """See ``Caller``. A call that fails leaves no socket behind that a late answer could reach."""
-        if self._closed:
-            raise ClosedError("this client was closed; make a new one, or call init() again.")
+        """See ``Caller``. Raises ClosedError after ``close``, also where that came while the call waited."""
         if self._pid != os.getpid():
             raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
         if is_blocking():
-            return self._call_blocking(calls, timeout_s)
-        return list(await asyncio.gather(*(self._call_async(call, timeout_s) for call in calls)))
+            with self._blocked() as wake:
+                return self._call_blocking(calls, timeout_s, wake)
+        return await self._call_on_loop(calls, timeout_s)
+
+    def for_this_process(self, client_id: str) -> ZmqCaller:
+        """After a fork: the child's own caller, under another name."""
+        return ZmqCaller(client_id)
 
     def close(self) -> None:
-        """Close every socket. Idempotent; calls under way in other threads fail."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._pid != os.getpid() or self._context is None:
-            return
+        """Close every socket. Idempotent; calls under way fail, in whatever thread or loop they wait."""
         with self._lock:
-            for sockets in self._idle.values():
-                for socket in sockets:
-                    socket.close(linger=0)
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+            lines = list(self._lines.values())
+            self._lines.clear()
+            if self._num_blocked and self._wake is not None:
+                os.write(self._wake[1], b"x")
+            else:
+                self._close_descriptors()
+            for socket in itertools.chain.from_iterable(self._idle.values()):
+                close_socket(socket)
             self._idle.clear()
-            for watch in self._watches.values():
-                close_descriptor(watch)
-            self._watches.clear()
-        release_context()
+        for line in lines:
+            line.close_from_anywhere(_closed)
 
-    # ---- sockets ----
+    def _close_descriptors(self) -> None:
+        for descriptor in [*self._watches.values(), *(self._wake or ())]:
+            close_descriptor(descriptor)
+        self._watches.clear()
+        self._wake = None
 
-    def _borrow(self, peer: Peer, loop: asyncio.AbstractEventLoop | None) -> Any:
-        key = (peer.address, id(loop) if loop else 0)
+    def _parts(self, request_id: int, call: Call) -> list[Any]:
+        return [self._client, packed(request_id), call.header, *call.frames]
+
+    # ---- in a blocked thread ----
+
+    @contextmanager
+    def _blocked(self) -> Iterator[int]:
+        """Counts the threads inside; gives what becomes readable when the caller is closed meanwhile."""
         with self._lock:
-            if self._context is None:
-                self._context = acquire_context()
-            if loop is not None:
-                self._forget_closed_loops(loop)
-            idle = self._idle.get(key)
+            if self._closed:
+                raise _closed()
+            if self._wake is None:
+                self._wake = os.pipe()
+            self._num_blocked += 1
+            wake = self._wake[0]
+        try:
+            yield wake
+        finally:
+            with self._lock:
+                self._num_blocked -= 1
+                if self._closed and not self._num_blocked:
+                    self._close_descriptors()
+
+    def _borrow(self, peer: Peer) -> Any:
+        with self._lock:
+            idle = self._idle.get(peer)
             if idle:
                 return idle.pop()
-        kind = zmq.Socket if loop is None else zmq.asyncio.Socket
-        socket: Any = kind(self._context, zmq.DEALER)
-        socket.linger = 0
-        socket.set_hwm(0)
-        socket.connect(peer.address)
-        _open.add(socket)
-        return socket
+        return connect(peer)
 
-    def _give_back(self, peer: Peer, loop: asyncio.AbstractEventLoop | None, socket: Any) -> None:
+    def _give_back(self, peer: Peer, socket: Any) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.setdefault((peer.address, id(loop) if loop else 0), []).append(socket)
+                self._idle.setdefault(peer, []).append(socket)
                 return
-        socket.close(linger=0)
-
-    def _forget_closed_loops(self, current: asyncio.AbstractEventLoop) -> None:
-        self._loops[id(current)] = current
-        for key, loop in list(self._loops.items()):
-            if not loop.is_closed():
-                continue
-            del self._loops[key]
-            for pool in [pool for pool in self._idle if pool[1] == key]:
-                for socket in self._idle.pop(pool):
-                    socket.close(linger=0)
+        close_socket(socket)
 
     def _watch(self, peer: Peer) -> int | None:
         with self._lock:
@@ -122,100 +121,94 @@ class ZmqCaller:
                 self._watches[peer] = open_process(peer.pid, peer.pid_namespace)
             return self._watches[peer]
 
-    def _parts(self, request_id: int, call: Call) -> list[Any]:
-        return [self._client, struct.pack("<Q", request_id), call.header, *call.frames]
-
-    # ---- blocking ----
-
-    def _call_blocking(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
+    def _call_blocking(self, calls: Sequence[Call], timeout_s: float, wake: int) -> list[Reply]:
         deadline = time.monotonic() + timeout_s
         waiting: dict[int, tuple[Any, int]] = {}
         replies: dict[int, Reply] = {}
         try:
             for position, call in enumerate(calls):
-                socket, request_id = self._borrow(call.peer, None), next(self._ids)
+                socket, request_id = self._borrow(call.peer), next(self._ids)
                 waiting[position] = (socket, request_id)
                 socket.send_multipart(self._parts(request_id, call), copy=False)
-            for position, call in enumerate(calls):
-                socket, request_id = waiting[position]
-                replies[position] = self._receive(call.peer, socket, request_id, deadline, timeout_s)
-                del waiting[position]
-                self._give_back(call.peer, None, socket)
+            peers = {position: call.peer for position, call in enumerate(calls)}
+            while waiting:
+                self._receive(peers, waiting, replies, deadline, timeout_s, wake)
         finally:
             for socket, _ in waiting.values():
-                socket.close(linger=0)
+                close_socket(socket)  # with it goes the late answer to a call that was given up
         return [replies[position] for position in range(len(calls))]
 
-    def _receive(self, peer: Peer, socket: Any, request_id: int, deadline: float, timeout_s: float) -> Reply:
-        watch = self._watch(peer)
+    def _receive(
+        self,
+        peers: dict[int, Peer],
+        waiting: dict[int, tuple[Any, int]],
+        replies: dict[int, Reply],
+        deadline: float,
+        timeout_s: float,
+        wake: int,
+    ) -> None:
+        """Wait for any of the replies and move it from ``waiting`` to ``replies``, or raise."""
+        watches = {position: self._watch(peers[position]) for position in waiting}
+        left = 0.0 if -1 in watches.values() else max(0.0, deadline - time.monotonic())
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        if watch is not None and watch >= 0:
-            poller.register(watch, zmq.POLLIN)
         cancel = cancel_descriptor()
-        if cancel is not None:
-            poller.register(cancel, zmq.POLLIN)
-        while True:
-            left = deadline - time.monotonic()
-            events = dict(poller.poll(max(0.0, left) * 1000 if watch is None or watch >= 0 else 0))
-            if socket in events:
-                reply = _matching(socket.recv_multipart(copy=False), request_id)
-                if reply is not None:
-                    return reply
-            elif cancel in events:
-                raise ClosedError("the call was given up by its own process.")
-            elif events or (watch is not None and watch < 0):
-                raise _gone(peer)
-            elif left <= 0:
-                raise _silent(peer, timeout_s)
+        for awaited in {wake, cancel, *watches.values(), *(socket for socket, _ in waiting.values())} - {None, -1}:
+            poller.register(awaited, zmq.POLLIN)
+        events = dict(poller.poll(left * 1000))
+        arrived = [position for position, (socket, _) in waiting.items() if socket in events]
+        for position in arrived:
+            socket, request_id = waiting[position]
+            found = reply_in(socket.recv_multipart(copy=False))
+            if found is not None and found[0] == request_id:
+                replies[position] = found[1]
+                del waiting[position]
+                self._give_back(peers[position], socket)
+        if arrived:
+            return
+        if wake in events:
+            raise _closed()
+        if cancel in events:
+            raise ClosedError("the call was given up by its own process.")
+        for position, watch in watches.items():
+            if watch == -1 or watch in events:
+                raise gone(peers[position])
+        if time.monotonic() >= deadline:
+            raise silent(peers[next(iter(waiting))], timeout_s)
 
     # ---- on an event loop ----
 
-    async def _call_async(self, call: Call, timeout_s: float) -> Reply:
+    async def _call_on_loop(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
         loop = asyncio.get_running_loop()
-        socket, request_id = self._borrow(call.peer, loop), next(self._ids)
-        done = False
+        sent: list[tuple[LoopLine, int]] = []
+        futures: list[asyncio.Future[Reply]] = []
         try:
-            await socket.send_multipart(self._parts(request_id, call), copy=False)
-            reply = await self._receive_async(call.peer, socket, request_id, timeout_s)
-            done = True
-            return reply
+            for call in calls:
+                line, request_id = self._line(call.peer, loop), next(self._ids)
+                sent.append((line, request_id))
+                futures.append(line.send(request_id, self._parts(request_id, call)))
+            if futures:
+                await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            done = [future for future in futures if future.done()]
+            replies = [future.result() for future in done]  # raises what one of them failed with
+            if len(done) < len(futures):
+                raise silent(
+                    next(call.peer for call, future in zip(calls, futures, strict=True) if not future.done()), timeout_s
+                )
+            return replies
         finally:
-            if done:
-                self._give_back(call.peer, loop, socket)
-            else:
-                socket.close(linger=0)
+            for line, request_id in sent:
+                line.forget(request_id)
 
-    async def _receive_async(self, peer: Peer, socket: Any, request_id: int, timeout_s: float) -> Reply:
-        deadline = time.monotonic() + timeout_s
-        watch = self._watch(peer)
-        while True:
-            left = deadline - time.monotonic()
-            if await socket.poll(max(0.0, min(left, _SLICE_S)) * 1000):
-                reply = _matching(await socket.recv_multipart(copy=False), request_id)
-                if reply is not None:
-                    return reply
-            elif has_ended(watch):
-                raise _gone(peer)
-            elif left <= 0:
-                raise _silent(peer, timeout_s)
+    def _line(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopLine:
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            line = self._lines.get((id(loop), peer))  # a line keeps its loop alive, so the id stays its own
+            if line is None:
+                self._drop_closed_loops()
+                line = self._lines[id(loop), peer] = LoopLine(peer, loop)
+            return line
 
-
-def _matching(parts: list[Any], request_id: int) -> Reply | None:
-    if struct.unpack("<Q", parts[0].bytes)[0] != request_id:
-        return None  # the late answer to a call that was given up
-    return Reply(parts[1].bytes, [part.buffer for part in parts[2:]])
-
-
-def _gone(peer: Peer) -> QueueUnreachableError:
-    return QueueUnreachableError(
-        f"{peer.name} at {peer.address} (process {peer.pid}) has ended. What it held is lost; look at its output and "
-        f"start the queue again."
-    )
-
-
-def _silent(peer: Peer, timeout_s: float) -> QueueUnreachableError:
-    return QueueUnreachableError(
-        f"{peer.name} at {peer.address} did not answer within {timeout_s:.1f} s. Is the address right and the queue "
-        f"still running?"
-    )
+    def _drop_closed_loops(self) -> None:
+        for key in [key for key, line in self._lines.items() if line.loop.is_closed()]:
+            self._lines.pop(key).close(_closed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import InvalidRequestError, TransferQueueError
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.session import Session
 from transfer_queue.storage.registry import create as create_storage
 from transfer_queue.storage.settings import storage_settings
@@ -45,7 +45,7 @@ class Line:
     def storage_manager(self) -> StorageManager:
         """Raises RuntimeError before ``initialize_storage_manager``."""
         if self._storage is None or self._storage_args is None:
-            raise TransferQueueError("this client has no storage yet: call initialize_storage_manager() first.")
+            raise InvalidRequestError("this client has no storage yet: call initialize_storage_manager() first.")
         self.session.follow_fork()
         if self._storage.caller is not self.session.caller:
             self._storage = create_storage(self._storage_args[0], self.session.caller, self._storage_args[1])

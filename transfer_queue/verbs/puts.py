@@ -31,6 +31,7 @@ class Puts(Line):
         metadata: BatchMeta | None = None,
         partition_id: str | None = None,
         data_parser: DataParser | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> BatchMeta:
         """Store fields of samples and make them visible; they are when this returns.
 
@@ -40,16 +41,20 @@ class Puts(Line):
                 Rows that only fill a padded batch are skipped.
             partition_id: Where new samples go.
             data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
+            tags: One mapping per row, visible together with the values; merges into what a sample has.
         Raises:
             ValueError: rows and metadata disagree, no rows, or a dtype that differs from what the field holds.
             SampleClearedError: some of the samples were cleared.
             StorageFullError: there was no room in time.
         """
         rows = as_tensordict(data)
+        if tags is not None and len(tags) != rows.batch_size[0]:
+            raise InvalidRequestError(f"put got {rows.batch_size[0]} rows of data with {len(tags)} tags.")
+        check_tags(dict(enumerate(tags or ())))
         if metadata is None:
             if partition_id is None:
                 raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
-            return await self._put_new(rows, partition_id, data_parser)
+            return await self._put_new(rows, partition_id, data_parser, tags)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
         if metadata.size != rows.batch_size[0]:
@@ -57,11 +62,18 @@ class Puts(Line):
                 f"put got {rows.batch_size[0]} rows of data for {metadata.size} samples of metadata; nothing was "
                 f"written. Select the same rows of both."
             )
+        metadata.update_custom_meta(tags)
         return await self._put_existing(rows, metadata, data_parser)
 
     # ---- new samples ----
 
-    async def _put_new(self, rows: TensorDict, partition: str, parser: DataParser | None) -> BatchMeta:
+    async def _put_new(
+        self,
+        rows: TensorDict,
+        partition: str,
+        parser: DataParser | None,
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> BatchMeta:
         count = rows.batch_size[0]
         if not count:
             raise InvalidRequestError("put got 0 rows; there is nothing to store.")
@@ -69,23 +81,32 @@ class Puts(Line):
         ahead = self._reservations.take(partition, count) if parser is None else None
         if ahead is not None:
             try:
-                return await self._put_reserved(rows, partition, None, ahead)
+                return await self._put_reserved(rows, partition, None, ahead, tags)
             except (SampleClearedError, UnknownPartitionError):
                 pass  # the partition was cleared or sealed since, and the reservation with it
         await self.cancel(partition, self._reservations.drop(partition))
         specs = to_specs(extract_field_schema(rows)) if parser is None else {}
         wait_s = await self.put_timeout_s()
         reserved = await self.session.ask(p.Reserve, p.Reserved, partition, count, specs, wait_s, wait_s=wait_s)
-        return await self._put_reserved(rows, partition, parser, p.unpack_indexes(reserved.indexes).tolist())
+        indexes = p.unpack_indexes(reserved.indexes).tolist()
+        return await self._put_reserved(rows, partition, parser, indexes, tags)
 
     async def _put_reserved(
-        self, rows: TensorDict, partition: str, parser: DataParser | None, indexes: list[int]
+        self,
+        rows: TensorDict,
+        partition: str,
+        parser: DataParser | None,
+        indexes: list[int],
+        tags: Sequence[Mapping[str, Any]] | None,
     ) -> BatchMeta:
         meta = BatchMeta(indexes, [partition] * len(indexes))
+        meta.update_custom_meta(tags)
+        changed = meta.changed_custom_meta()
         wish = self._reservations.wish(partition, len(indexes))
         try:
             meta.add_fields(await self.storage_manager.put_data(rows, meta, parser))
-            await self._publish(meta, {}, wish)
+            await self._publish(meta, changed, wish)
+            meta.mark_custom_meta_clean()
         except BaseException:
             await self.cancel(partition, indexes)
             raise

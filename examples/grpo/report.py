@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run: its CSV as a picture, and a closing summary."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import lightning as L
+from lightning.pytorch.loggers import CSVLogger
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Series = dict[str, list[tuple[int, float]]]
+"""(step, value) pairs by the name of the metric."""
+
+_SMOOTHED_STEPS = 10
+_BLUE, _ORANGE, _GREY = "#2864b4", "#d9722a", "#8a8f98"
+
+
+class RunReport(L.Callback):
+    """At the end, on rank zero: draws ``reward.png`` above the CSVLogger's ``version_…`` folder, prints the summary.
+
+    The module has its accuracy after the warm-up as ``warmup_accuracy``.
+    """
+
+    def __init__(self) -> None:
+        self._started = self._trained_from = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._trained_from = time.perf_counter()
+        for logger in trainer.loggers:
+            logger.log_metrics({"val/accuracy": float(pl_module.warmup_accuracy)}, step=trainer.global_step)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
+        if logger is None or not trainer.is_global_zero:
+            return  # fast_dev_run takes the loggers away
+        logger.save()
+        now = time.perf_counter()
+        series = read_metrics(Path(logger.log_dir) / "metrics.csv")
+        picture = Path(logger.root_dir) / "reward.png"
+        draw(series, picture)
+        waited_s = trainer.datamodule.train_feed().waited_s
+        print(summary(series, trainer.world_size, waited_s, now - self._trained_from, now - self._started))
+        print(f"  picture             {picture}", flush=True)
+
+
+def read_metrics(path: Path) -> Series:
+    """The metrics that a CSVLogger wrote, without the gaps."""
+    series: Series = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if value and name != "step":
+                    series.setdefault(name, []).append((int(row["step"]), float(value)))
+    return series
+
+
+def summary(series: Series, world_size: int, waited_s: float, training_s: float, wall_s: float) -> str:
+    """What the run achieved and what it waited for, as text.
+
+    Args:
+        waited_s: Seconds that training waited for batches.
+        training_s: Seconds since the warm-up, validation included.
+        wall_s: Seconds since the run was set up, warm-up included.
+    """
+    accuracy, staleness = _values(series, "val/accuracy"), _values(series, "train/staleness")
+    return "\n".join(
+        (
+            "",
+            f"  warm-up accuracy    {accuracy[0]:.1%}",
+            f"  final accuracy      {accuracy[-1]:.1%}  ({100 * (accuracy[-1] - accuracy[0]):+.1f} points)",
+            f"  optimizer steps     {len(staleness)}",
+            f"  answers trained on  {world_size * sum(_values(series, 'train/answers')):.0f}",
+            f"  staleness           mean {fmean(staleness):.2f}, "
+            f"max {max(_values(series, 'train/staleness_max')):.0f} versions",
+            f"  waited for data     {waited_s:.1f} s, {waited_s / training_s:.1%} of the training time",
+            f"  wall time           {wall_s:.0f} s",
+        )
+    )
+
+
+def draw(series: Series, path: Path) -> None:
+    """Four panels over the optimizer steps: reward, accuracy, staleness, wait."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    accuracy = _values(series, "val/accuracy")
+    figure.suptitle(f"GRPO on chain_sum: {accuracy[0]:.0%} solved after the warm-up, {accuracy[-1]:.0%} at the end")
+    for panel, axis in zip((_draw_reward, _draw_accuracy, _draw_staleness, _draw_wait), axes.flat, strict=True):
+        panel(axis, series)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_reward(axis: Axes, series: Series) -> None:
+    steps, rewards = _columns(series, "train/reward")
+    axis.plot(steps, rewards, color=_BLUE, alpha=0.3, linewidth=1, label="mean of a batch")
+    axis.plot(steps, _smoothed(rewards), color=_BLUE, linewidth=2, label=f"mean of {_SMOOTHED_STEPS} batches")
+    axis.set(title="Reward of the sampled answers", ylabel="reward (0 to 1)")
+    axis.legend(loc="upper left", frameon=False)
+
+
+def _draw_accuracy(axis: Axes, series: Series) -> None:
+    steps, shares = _columns(series, "val/accuracy")
+    percent = [100 * share for share in shares]
+    axis.plot(steps, percent, color=_ORANGE, marker="o", markersize=4, linewidth=2, label="likeliest answer")
+    axis.axhline(percent[0], color=_GREY, linestyle="--", label=f"after the warm-up: {shares[0]:.0%}")
+    axis.set(title="Accuracy on held-out tasks", ylabel="entirely right (%)", ylim=(0, 100))
+    axis.legend(loc="upper left", frameon=False)
+
+
+def _draw_staleness(axis: Axes, series: Series) -> None:
+    steps, highest = _columns(series, "train/staleness_max")
+    axis.fill_between(steps, highest, step="mid", color=_BLUE, alpha=0.15, linewidth=0, label="stalest answer")
+    axis.plot(*_columns(series, "train/staleness"), color=_BLUE, linewidth=1.5, label="mean of a batch")
+    axis.set(title="Staleness of the answers trained on", ylabel="versions behind", ylim=(0, max(highest) + 1))
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.legend(loc="upper right", frameon=False)
+
+
+def _draw_wait(axis: Axes, series: Series) -> None:
+    steps, seconds = _columns(series, "queue/wait_s")
+    axis.plot(steps, [1000 * value for value in seconds], color=_ORANGE, marker=".", linestyle="none")
+    axis.set(title="Time that training waited for a batch", ylabel="milliseconds per step (log)", yscale="log")
+
+
+def _columns(series: Series, name: str) -> tuple[list[int], list[float]]:
+    pairs = series.get(name, [])
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _values(series: Series, name: str) -> list[float]:
+    return _columns(series, name)[1]
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    return [fmean(values[max(0, end - _SMOOTHED_STEPS) : end]) for end in range(1, len(values) + 1)]
+
+
+def main(arguments: list[str]) -> None:
+    """Draw the picture of an earlier run: ``python -m examples.grpo.report runs/grpo/version_0/metrics.csv``."""
+    metrics = Path(arguments[0])
+    draw(read_metrics(metrics), metrics.with_name("reward.png"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward process: scores answers as they arrive, and puts the rewards onto the same samples."""
+
+from __future__ import annotations
+
+from itertools import count
+from math import gcd
+
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+
+from .tasks import score
+from .vocabulary import decode
+from .weights import PolicyFollower
+
+
+def reward(batch_size: int = 64) -> None:
+    """Add the field ``rewards`` to every answer of the train partitions, one after the other, until ended.
+
+    Args:
+        batch_size: Most answers scored at once.
+    """
+    torch.set_num_threads(1)
+    client = tq.get_client()
+    trainer = PolicyFollower(client, "reward")
+    trainer.follow()
+    # A part of a training step: waiting for more, the scorer would wait for the rollout, and that for the trainer.
+    size = gcd(batch_size, trainer.plan.answers_per_step)
+    answers = tq.StreamingDataset(
+        tq.init(), size, size, ["responses", "entry"], "train@0", "reward", dp_rank=0, layout="dense"
+    )
+    for epoch in count(trainer.plan.epoch):
+        answers.step(f"train@{epoch}")
+        for data, meta in answers:
+            texts = map(decode, data["responses"])
+            rewards = [score(entry, text) for entry, text in zip(data["entry"], texts, strict=True)]
+            client.put(TensorDict({"rewards": torch.tensor(rewards)}, batch_size=[len(rewards)]), metadata=meta)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bookkeeper: the callback that TQDataModule adds for itself; notes what was trained and how many rows a batch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_tq.batch import TQBatch
+
+if TYPE_CHECKING:
+    from lightning_tq.run import Run
+
+
+class Bookkeeper(Callback):
+    """First in the Trainer's list, so that a checkpoint saved at the end of a batch knows that it was trained."""
+
+    def __init__(self, run: Callable[[], Run | None]) -> None:
+        self._run = run
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        _tell_batch_size(trainer, batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        run = self._run()
+        if run is None:
+            return
+        for feed in run.of_stage("train"):
+            feed.mark_trained(batch)
+        run.check()
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        _tell_batch_size(trainer, batch)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        _tell_batch_size(trainer, batch)
+
+
+def _tell_batch_size(trainer: Trainer, batch: Any) -> None:
+    # What self.log(on_epoch=True) weights by. Lightning would search the batch for a tensor; a closed pair has none to
+    # find, and the first column of a TensorDict is a poor guess (jagged fields, strings).
+    results = trainer._results
+    if results is not None and isinstance(batch, TQBatch):
+        results.batch_size = batch.size

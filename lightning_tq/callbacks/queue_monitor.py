@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QueueMonitor: shows whether training or generation is the bottleneck."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_tq.callbacks.partition_switch import datamodule_of
+from lightning_tq.feed import Feed
+from transfer_queue.errors import InvalidRequestError
+
+
+class QueueMonitor(Callback):
+    """Logs, from the first rank, to the logger and the progress bar:
+
+    ``queue/wait_s``: seconds that a step waited for its batch, mean since the last values. ``queue/starved``: share of
+    the time since then (validation left out) that training spent waiting. ``queue/ready``: samples ready for the
+    training task now. ``queue/in_flight``: batches that were drawn for it, on all ranks, and aren't trained yet.
+
+    Waiting with nothing ready means that generation is slow; samples ready and no waiting, that training is.
+    """
+
+    def __init__(self, every_n_steps: int = 1) -> None:
+        """Args:
+        every_n_steps: Training batches between two sets of values. Each set asks the controller once.
+        """
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise InvalidRequestError(f"every_n_steps must be an int of at least 1, got {every_n_steps!r}.")
+        self.every_n_steps = every_n_steps
+        self._batches = 0
+        self._since = 0.0
+        self._waited_before = 0.0
+        self._paused_at: float | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        datamodule_of(trainer, "QueueMonitor")
+        self._batches, self._since, self._waited_before = 0, time.perf_counter(), 0.0
+        self._paused_at = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused_at = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._paused_at is not None:
+            self._since += time.perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if self._batches < self.every_n_steps or not trainer.is_global_zero:
+            return
+        datamodule = datamodule_of(trainer, "QueueMonitor")
+        feed = datamodule.train_feed()
+        values = {**self._timing(feed), **_counts(datamodule.stats(), feed, datamodule.dp_size)}
+        for name, value in values.items():
+            shown = name in ("queue/wait_s", "queue/ready")
+            pl_module.log(name, value, prog_bar=shown, on_step=True, on_epoch=False, rank_zero_only=True)
+
+    def _timing(self, feed: Feed) -> dict[str, float]:
+        now = time.perf_counter()
+        waited, elapsed = feed.waited_s - self._waited_before, now - self._since
+        values = {
+            "queue/wait_s": waited / self._batches,
+            "queue/starved": min(1.0, waited / elapsed) if elapsed > 0 else 0.0,
+        }
+        self._batches, self._since, self._waited_before = 0, now, feed.waited_s
+        return values
+
+
+def _counts(stats: dict[str, Any], feed: Feed, dp_size: int) -> dict[str, float]:
+    partition = stats["partitions"].get(feed.partition, {})
+    task = partition.get("tasks", {}).get(feed.stream.task, {})
+    ready = task.get("ready", {}).get(",".join(feed.stream.fields), 0)
+    in_flight = task.get("in_flight", 0) - feed.batches_done * dp_size
+    return {"queue/ready": float(ready), "queue/in_flight": float(max(0, in_flight))}

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QueueConfig: which queue a TQDataModule uses, as a user writes it; becomes the argument of transfer_queue.init."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from transfer_queue.errors import ConfigError
+
+_SECTIONS = ("address", "launch", "metrics", "client", "controller", "backend")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueConfig:
+    """A queue to join (address), or how to start one on this host (everything else)."""
+
+    address: str | None = None
+    """Join the queue at this address instead of starting one. The environment variable TQ_ADDRESS does the same."""
+    units: int = 2
+    """Processes that hold values."""
+    memory: str | int | None = None
+    """Most memory that all units together may hold: "4GiB", "500MB" or bytes. A put waits when it is full. Default: no
+    limit."""
+    total_storage_size: int | None = None
+    """Most samples held at once; a put waits when it is full. Default: no limit."""
+    put_timeout_s: float = 60.0
+    """Longest wait of a put for room before StorageFullError."""
+    sampler_modules: list[str] = field(default_factory=list)
+    """Modules (or packages) whose samplers may be used. Those of the streams are added by themselves."""
+    allow_pickle: bool = False
+    """Store objects of any class. Readers then unpickle what producers sent: only where all of them are trusted."""
+    polling_mode: bool = False
+    """get_meta answers at once with empty metadata instead of waiting. Streams wait in any case."""
+    producer_grace_s: float = 5.0
+    """Seconds in which a dead producer may be replaced before those who wait for its fields get an error."""
+    timeout_s: float = 30.0
+    """Longest wait for a server's answer, on top of the wait that was asked for."""
+    options: dict[str, Any] | None = None
+    """Anything else of transfer_queue's config.yaml, laid over what the rest says."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
+            raise ConfigError(f"queue.units must be an int of at least 1, got {self.units!r}.")
+        self.capacity_bytes()
+        for key in self.options or {}:
+            if key not in _SECTIONS:
+                raise _unknown(f"options.{key}", str(key), _SECTIONS)
+
+    def capacity_bytes(self) -> int | None:
+        """Most bytes of one unit; None without a limit."""
+        if self.memory is None:
+            return None
+        return max(1, parse_bytes(self.memory) // self.units)
+
+    def conf(self, sampler_modules: Iterable[str] = ()) -> dict[str, Any]:
+        """The argument of ``transfer_queue.init``."""
+        storage = {
+            "num_data_storage_units": self.units, "capacity_bytes": self.capacity_bytes(),
+            "total_storage_size": self.total_storage_size, "put_timeout_s": self.put_timeout_s,
+            "allow_pickle": self.allow_pickle,
+        }  # fmt: skip
+        conf = {
+            "address": self.address,
+            "client": {"timeout_s": self.timeout_s},
+            "controller": {
+                "sampler_modules": list(dict.fromkeys([*self.sampler_modules, *sampler_modules])),
+                "polling_mode": self.polling_mode,
+                "producer_grace_s": self.producer_grace_s,
+            },
+            "backend": {"SimpleStorage": storage},
+        }
+        return _overlaid(conf, self.options or {})
+
+
+def as_queue_config(queue: QueueConfig | Mapping[str, Any] | str | None) -> QueueConfig:
+    """A QueueConfig from any form a user may give.
+
+    Args:
+        queue: Fields of QueueConfig and sections of config.yaml in one mapping, the path of a YAML file that holds
+            such a mapping, the address of a running queue, or None for the defaults.
+    Raises:
+        ConfigError: unknown key, with the nearest known one; no such file; an impossible value.
+    """
+    if isinstance(queue, QueueConfig):
+        return queue
+    if isinstance(queue, str) and "://" in queue:
+        return QueueConfig(address=queue)
+    values = dict(_read(queue) if isinstance(queue, str) else queue or {})
+    names = [each.name for each in fields(QueueConfig)]
+    known = list(dict.fromkeys([*names, *_SECTIONS]))
+    for key in values:
+        if key not in known:
+            raise _unknown(f"queue.{key}", str(key), known)
+    sections = {key: values.pop(key) for key in list(values) if key not in names}
+    if sections:
+        values["options"] = _overlaid(sections, values.get("options") or {})
+    return QueueConfig(**values)
+
+
+def parse_bytes(text: str | int) -> int:
+    """ "4GiB" -> 4294967296. Raises ConfigError for anything that isn't a positive size."""
+    number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
+    if isinstance(text, bool) or number is None or number[2] not in _UNITS or not float(number[1]):
+        raise ConfigError(f"queue.memory must be a size like '4GiB', '500MB' or a number of bytes, got {text!r}.")
+    return int(float(number[1]) * _UNITS[number[2]])
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    from omegaconf import OmegaConf
+
+    if not Path(path).is_file():
+        raise ConfigError(f"queue is {path!r}: no such file, and no address either (ipc://..., tcp://...).")
+    plain = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} must hold keys and values of a queue's configuration, got {type(plain).__name__}.")
+    return {str(key): value for key, value in plain.items()}
+
+
+def _overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _overlaid(merged[key], value) if both else value
+    return merged
+
+
+def _unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:
+    names = list(known)
+    near = difflib.get_close_matches(key, names, 1, 0.0)[0]
+    return ConfigError(f"unknown configuration key {where!r}; did you mean {near!r}? Known: {', '.join(names)}.")

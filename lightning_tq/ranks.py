@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks of a Trainer do together: one acts, all hear how it went."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from transfer_queue.errors import from_wire, to_wire
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_QUIET = (
+    # Fetching ahead is a thread's work here, whatever num_workers says.
+    r"The '.*_dataloader' does not have many workers",
+    # Workers share one stream, so the length holds for any number of them.
+    r"Your `IterableDataset` has `__len__` defined",
+    # A list of no loaders is how a data module says that it has none of a kind.
+    r"Total length of `list` across ranks is zero",
+)
+
+
+def on_first_rank(trainer: Trainer, action: Callable[[], str]) -> str:
+    """Run on global rank 0; its result, or its error, on every rank. A collective: all ranks must call it."""
+    failure: BaseException | None = None
+    answer: tuple[str, tuple[str, str] | None] = ("", None)
+    if trainer.is_global_zero:
+        try:
+            answer = (action(), None)
+        except Exception as error:  # the other ranks wait for the broadcast; unheard, they would for ever
+            failure = error
+            answer = ("", to_wire(error))
+    result, refused = trainer.strategy.broadcast(answer, src=0)
+    if failure is not None:
+        raise failure
+    if refused is not None:
+        raise from_wire(*refused)
+    return result
+
+
+def quiet_known_warnings() -> None:
+    """Lightning warns of things that don't hold for streams of a queue."""
+    for message in _QUIET:
+        warnings.filterwarnings("ignore", message=message)

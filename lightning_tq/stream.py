@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stream: what one loader of a Trainer reads from the queue, and how."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Literal
+
+from transfer_queue import BaseSampler
+from transfer_queue.errors import InvalidRequestError
+
+VARIABLES = ("epoch", "global_step", "stage")
+"""What a partition template may use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Samples of one task, batch after batch, out of the partitions that a template names."""
+
+    partition: str
+    """Partition, or a template of it: "train@{epoch}". May use {epoch}, {global_step} and {stage} ("train", "val", ...)
+    as they are when an iterator starts; a running one never changes partition."""
+    task: str
+    """Name of the consumer. Each task sees every sample of a partition, independently of other tasks."""
+    fields: list[str]
+    """Fields to read. A sample is ready when it has all of them."""
+    batch_size: int
+    """Samples per data-parallel rank and batch: what the sampler picks at once."""
+    micro_batch_size: int | None = None
+    """Rows of what the loader yields, a part of a batch. Default: the whole batch."""
+    sampler: BaseSampler | str | None = None
+    """Which ready samples make a batch: class_path and init_args, or the name of a built-in sampler. Default:
+    RankAwareSampler with the number of data-parallel ranks."""
+    tail: Literal["drop", "pad", "uneven_ok"] | None = None
+    """What becomes of samples that can't fill the last round of a sealed partition: drop (counted), pad (repeat
+    samples, marked in BatchMeta.padding_mask) or uneven_ok. Default: uneven_ok for one rank, drop for more."""
+    num_batches: int | None = None
+    """Micro-batches per epoch and rank, where that is known. The loader then has a length, and Lightning fetches
+    nothing ahead of the batch it trains; needed when producers wait for step k before they make batch k+1."""
+    replay: bool | None = None
+    """Whether an iterator that comes back to its partition reads it from the first batch again (true), or goes on
+    behind what was trained (false). Default: false for training, true for validation, test and prediction."""
+    num_workers: int = 0
+    """DataLoader worker processes. 0 is right for most: a thread fetches ahead in any case."""
+    persistent_workers: bool = False
+    """Keep the workers from one epoch to the next. Needs num_workers of 1 or more."""
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
+    """How workers start. Default: as torch does on this system."""
+    prefetch_batches: int = 2
+    """Batches fetched ahead, per worker. 0: each is fetched when it is asked for."""
+    layout: Literal["dense", "jagged"] = "dense"
+    """Tensor fields come as dense tensors where the rows' shapes agree, or always as jagged nested tensors."""
+    timeout_s: float | None = None
+    """Longest wait for one batch before BatchTimeoutError. Default: wait, and report every 30 s what for."""
+    pin_memory: bool = False
+    """Copy batches into page-locked memory, for faster transfer to an accelerator."""
+    sampling_config: dict[str, Any] | None = None
+    """More keywords for the sampler, with every fetch."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError (a ValueError) for what can't be right."""
+        self._check_names()
+        self._check_sizes()
+        _check_choice("tail", self.tail, ("drop", "pad", "uneven_ok", None))
+        _check_choice("layout", self.layout, ("dense", "jagged"))
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise InvalidRequestError(f"timeout_s must be above 0, or None to wait, got {self.timeout_s!r}.")
+        if self.persistent_workers and not self.num_workers:
+            raise InvalidRequestError("persistent_workers needs num_workers of at least 1, got num_workers=0.")
+        if not isinstance(self.sampler, (BaseSampler, str, type(None))):
+            raise InvalidRequestError(f"sampler must be a sampler, a built-in's name or None, got {self.sampler!r}.")
+
+    def _check_names(self) -> None:
+        for name in ("partition", "task"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise InvalidRequestError(f"{name} must be a name, got {value!r}.")
+        if isinstance(self.fields, str) or not self.fields or not all(isinstance(f, str) and f for f in self.fields):
+            raise InvalidRequestError(f"fields must be a list of field names, at least one, got {self.fields!r}.")
+        unknown = [name for name in self.variables if name not in VARIABLES]
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], VARIABLES, 1, 0.0)[0]
+            known = ", ".join(f"{{{name}}}" for name in VARIABLES)
+            raise InvalidRequestError(
+                f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean {{{near}}}? Known: {known}."
+            )
+
+    def _check_sizes(self) -> None:
+        least = {"batch_size": 1, "micro_batch_size": 1, "num_batches": 1, "num_workers": 0, "prefetch_batches": 0}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is None and name in ("micro_batch_size", "num_batches"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise InvalidRequestError(f"{name} must be an int of at least {minimum}, got {value!r}.")
+        if self.micro_size > self.batch_size:
+            raise InvalidRequestError(
+                f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}, of which it "
+                f"is a part. Lower it, or leave it out."
+            )
+
+    @property
+    def micro_size(self) -> int:
+        """Rows of what the loader yields."""
+        return self.batch_size if self.micro_batch_size is None else self.micro_batch_size
+
+    @property
+    def variables(self) -> list[str]:
+        """Names that the partition template uses."""
+        try:
+            return [name for _, name, _, _ in Formatter().parse(self.partition) if name is not None]
+        except ValueError as error:
+            raise InvalidRequestError(f"partition template {self.partition!r} is malformed: {error}.") from error
+
+    def partition_at(self, *, epoch: int, global_step: int, stage: str) -> str:
+        """The partition's name at this point of a run."""
+        return self.partition.format(epoch=epoch, global_step=global_step, stage=stage)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job as a whole, made small: its command ends well, draws its picture and prints its summary."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("reasoning_gym")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(sys.executable).with_name("lightning-tq")
+SMALL = {
+    "trainer.max_epochs": 2,
+    "data.train.num_batches": 3,
+    "data.train.batch_size": 64,
+    "data.val.batch_size": 64,
+    "model.warmup.steps": 10,
+}
+
+
+def run(folder: Path, **trainer: str | int) -> str:
+    """What the small job prints. Its files lie under ``folder / "grpo"``."""
+    options = {**SMALL, "trainer.logger.init_args.save_dir": folder}
+    options.update({f"trainer.{name}": value for name, value in trainer.items()})
+    command = [COMMAND, "fit", "--config=configs/grpo.yaml", *(f"--{name}={options[name]}" for name in options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metric(folder: Path, name: str) -> list[float]:
+    with (folder / "grpo" / "version_0" / "metrics.csv").open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def summary(printed: str) -> dict[str, str]:
+    return dict(re.findall(r"^  ([a-z -]+?)  +(.+)$", printed, re.MULTILINE))
+
+
+@pytest.mark.timeout(120)
+def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(tmp_path):
+    told = summary(run(tmp_path))
+    assert told["optimizer steps"] == "6"
+    assert told["answers trained on"] == str(6 * 64)
+    assert told["picture"] == str(tmp_path / "grpo" / "reward.png")
+    assert (tmp_path / "grpo" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert len(metric(tmp_path, "val/accuracy")) == 3  # after the warm-up and after each epoch
+    assert len(metric(tmp_path, "train/reward")) == 6
+    assert max(metric(tmp_path, "train/staleness_max")) <= 1.0
+    assert all(seconds >= 0.0 for seconds in metric(tmp_path, "queue/wait_s"))
+
+
+@pytest.mark.timeout(120)
+def test_two_data_parallel_ranks_train_on_twice_the_answers_in_as_many_steps(tmp_path):
+    told = summary(run(tmp_path, devices=2, strategy="ddp"))
+    assert told["optimizer steps"] == "6"
+    assert told["answers trained on"] == str(2 * 6 * 64)
+    assert max(metric(tmp_path, "train/staleness_max")) <= 1.0

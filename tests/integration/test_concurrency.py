@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers and readers at the same time: no update is lost, no row is mixed up, no reader sees half of a put."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+
+WAIT_S = 20.0
+
+
+def rows(**columns: Any) -> TensorDict:
+    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
+
+
+def together(works: list[Callable[[], Any]]) -> None:
+    """Run in a thread each; the first failure is raised here."""
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    if failures:
+        raise failures[0]
+
+
+def test_forty_concurrent_tag_merges_all_survive(queue, name):
+    async def go() -> None:
+        await asyncio.gather(*(tq.async_kv_put("k", name, tag={f"t{i}": i}) for i in range(40)))
+
+    asyncio.run(go())
+    assert tq.kv_list(name)[name]["k"] == {f"t{i}": i for i in range(40)}
+
+
+def test_tag_merges_of_several_processes_all_survive(queue, name, fork):
+    children = [fork(merge_tags, name, worker) for worker in range(4)]
+    for child in children:
+        child.join(WAIT_S)
+    assert [child.exitcode for child in children] == [0] * 4
+    assert tq.kv_list(name)[name]["k"] == {f"{worker}/{i}": i for worker in range(4) for i in range(10)}
+
+
+def merge_tags(partition: str, worker: int) -> None:
+    for i in range(10):
+        tq.kv_put("k", partition, tag={f"{worker}/{i}": i})
+
+
+def test_one_new_key_put_by_many_at_once_is_one_sample_with_all_fields(queue, client, name):
+    together([lambda i=i: tq.kv_put("k", name, {f"f{i}": torch.tensor(i)}, {f"t{i}": i}) for i in range(12)])
+    data = tq.kv_batch_get("k", name)
+    assert {field: data[field].tolist() for field in data.keys()} == {f"f{i}": [i] for i in range(12)}  # noqa: SIM118
+    assert tq.kv_list(name) == {name: {"k": {f"t{i}": i for i in range(12)}}}
+    assert client.get_stats()["partitions"][name]["samples"] == 1
+
+
+def test_a_put_of_a_key_that_fails_does_not_take_it_from_another_writer(queue, name):
+    entered, failed = threading.Event(), threading.Event()
+
+    def waits(columns: dict[str, Any]) -> dict[str, Any]:
+        entered.set()
+        assert failed.wait(WAIT_S)
+        return columns
+
+    def fails() -> None:
+        assert entered.wait(WAIT_S)
+        other = tq.TransferQueueClient("other", queue.controller.zmq_info)
+        other.initialize_storage_manager("SimpleStorage", queue.backend.SimpleStorage)
+        try:
+            asyncio.run(tq.kv.batch_put(other, ["k"], name, rows(x=torch.arange(1)), None, lambda columns: None))
+        except RuntimeError:
+            failed.set()
+        other.close()
+
+    together([lambda: tq.kv_put("k", name, {"x": torch.tensor(5)}, data_parser=waits), fails])
+    assert tq.kv_batch_get("k", name)["x"].tolist() == [5]
+
+
+def test_concurrent_puts_from_threads_keep_their_rows_together(client, name):
+    def put(worker: int) -> None:
+        for i in range(15):
+            value = worker * 1000 + i
+            meta = client.put(rows(a=torch.full((3,), value), b=torch.full((3, 4), value)), partition_id=name)
+            assert meta.global_indexes == list(range(meta.global_indexes[0], meta.global_indexes[0] + 3))
+
+    together([lambda worker=worker: put(worker) for worker in range(6)])
+    every = client.get_meta(["a", "b"], partition_id=name, mode="force_fetch")
+    data = client.get_data(every)
+    assert (every.size, len(set(every.global_indexes))) == (270, 270)
+    assert all(row.tolist() == [value] * 4 for row, value in zip(data["b"].unbind(), data["a"].tolist(), strict=True))
+
+
+def test_puts_and_fetches_and_clears_at_once_lose_nothing(client, name):
+    seen: list[int] = []
+
+    def consume() -> None:
+        while True:
+            try:
+                meta = client.get_meta(["a"], 5, name, task_name="t", timeout_s=WAIT_S)
+            except tq.EndOfPartitionError:
+                return
+            seen.extend(client.get_data(meta)["a"].tolist())
+            client.clear_samples(meta)
+
+    def produce() -> None:
+        together(
+            [
+                lambda w=w: [client.put(rows(a=torch.arange(4) + 4 * i), partition_id=name) for i in range(w, 60, 3)]
+                for w in range(3)
+            ]
+        )
+        client.seal_partition(name)
+
+    together([consume, consume, produce])
+    assert sorted(seen) == list(range(240))
+    assert client.get_stats()["partitions"][name]["samples"] == 0
+
+
+def test_readers_never_see_a_sample_without_the_fields_they_asked_for(client, name):
+    def produce() -> None:
+        for i in range(40):
+            meta = client.put(rows(a=torch.full((2,), i)), partition_id=name)
+            client.put(rows(b=torch.full((2, 3), i)), metadata=meta)
+        client.seal_partition(name)
+
+    def consume() -> None:
+        count = 0
+        while count < 80:
+            meta = client.get_meta(["a", "b"], 4, name, task_name="t", timeout_s=WAIT_S)
+            data = client.get_data(meta)
+            pairs = zip(data["b"].unbind(), data["a"].tolist(), strict=True)
+            assert all(row.tolist() == [value] * 3 for row, value in pairs)
+            count += meta.size
+
+    together([produce, consume])

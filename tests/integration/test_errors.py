@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bad input gets: a typed error that says what to do, and nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import transfer_queue as tq
+
+
+def rows(**columns: Any) -> TensorDict:
+    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
+
+
+class Point:
+    """Of no plain type, and importable, so that pickle could store it."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point) and other.x == self.x
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+# ---- bad requests ----
+
+
+def test_an_unknown_field_is_named_beside_those_that_exist(client, name):
+    client.put(rows(prompt=torch.arange(2), reward=torch.arange(2)), partition_id=name)
+    with pytest.raises(TimeoutError, match=r"'rewards'.*fields there are: prompt, reward") as caught:
+        client.get_meta(["prompt", "rewards"], 1, name, task_name="t", timeout_s=0.0)
+    assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_size_below_one_is_refused(client, name, batch_size):
+    for mode in ("fetch", "insert"):
+        with pytest.raises(ValueError, match=rf"at least.*got {batch_size}"):
+            client.get_meta(["a"], batch_size, name, mode=mode, task_name="t")
+
+
+def test_a_rank_outside_its_group_is_refused_before_anything_is_consumed(client, name):
+    client.put(rows(a=torch.arange(4)), partition_id=name)
+    for dp_rank, text in ((2, "ranks go from 0 to 1"), (-1, "must be greater than or equal to 0")):
+        with pytest.raises(ValueError, match=text):
+            client.get_meta(["a"], 1, name, task_name="t", sampling_config={"dp_rank": dp_rank, "dp_size": 2})
+    assert client.get_consumption_status("t", name)[1].tolist() == [0] * 4
+
+
+def test_different_group_sizes_for_one_task_are_refused(client, name):
+    client.register_task(f"task of {name}", dp_size=2)
+    with pytest.raises(ValueError, match=r"\[2, 4\]"):
+        client.get_meta(["a"], 1, name, task_name=f"task of {name}", sampling_config={"dp_rank": 0, "dp_size": 4})
+
+
+def test_a_fetch_needs_fields_a_partition_a_task_and_a_known_mode(client, name):
+    with pytest.raises(ValueError, match="at least one field"):
+        client.get_meta([], 1, name, task_name="t")
+    with pytest.raises(ValueError, match="partition_id"):
+        client.get_meta(["a"], 1, task_name="t")
+    with pytest.raises(ValueError, match="task_name"):
+        client.get_meta(["a"], 1, name)
+    with pytest.raises(ValueError, match="batch_size"):
+        client.get_meta(["a"], partition_id=name, task_name="t")
+    with pytest.raises(ValueError, match="did you mean 'force_fetch'"):
+        client.get_meta(["a"], 1, name, mode="force-fetch")
+    with pytest.raises(TypeError, match="data_fields"):
+        client.get_meta([1], 1, name, task_name="t")
+    assert name not in client.get_partition_list()
+
+
+def test_a_put_needs_rows_and_somewhere_to_go(client, name):
+    meta = client.put(rows(a=torch.arange(2)), partition_id=name)
+    with pytest.raises(ValueError, match="partition_id"):
+        client.put(rows(a=torch.arange(2)))
+    with pytest.raises(ValueError, match="0 rows"):
+        client.put(TensorDict({"a": torch.zeros(0)}, batch_size=[0]), partition_id=name)
+    with pytest.raises(ValueError, match="0 samples"):
+        client.put(rows(a=torch.arange(2)), metadata=tq.BatchMeta())
+    with pytest.raises(ValueError, match="batch dimension"):
+        client.put(TensorDict({"a": torch.zeros(2)}, batch_size=[]), partition_id=name)
+    with pytest.raises(ValueError, match=r"\[1, 2\]"):
+        client.put({"a": [1], "b": [1, 2]}, partition_id=name)
+    with pytest.raises(ValueError, match="got list"):
+        client.put([1, 2], partition_id=name)
+    assert client.get_meta(["a"], partition_id=name, mode="force_fetch").global_indexes == meta.global_indexes
+
+
+def test_more_or_fewer_rows_than_samples_write_nothing(client, name):
+    meta = client.put(rows(a=torch.tensor([1, 2])), partition_id=name)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=f"{count} rows of data for 2 samples"):
+            client.put(rows(a=torch.zeros(count, dtype=torch.int64)), metadata=meta)
+    assert client.get_data(meta)["a"].tolist() == [1, 2]
+
+
+def test_a_dtype_that_changes_names_both_and_the_old_values_stay(client, name):
+    meta = client.put(rows(a=torch.tensor([1, 2])), partition_id=name)
+    text = "'a' of partition .* holds dtype int64, this put brings dtype float32"
+    with pytest.raises(ValueError, match=text) as caught:
+        client.put(rows(a=torch.zeros(2)), metadata=meta)
+    assert isinstance(caught.value, tq.SchemaConflictError)
+    with pytest.raises(ValueError, match=text):
+        client.put(rows(a=torch.zeros(2)), partition_id=name)
+    with pytest.raises(ValueError, match="holds dtype int64, this put brings plain objects"):
+        client.put(TensorDict({"a": ["x", "y"]}, batch_size=[2]), metadata=meta)
+    everything = client.get_meta(["a"], partition_id=name, mode="force_fetch")
+    assert (everything.global_indexes, client.get_data(everything)["a"].tolist()) == (meta.global_indexes, [1, 2])
+
+
+def test_a_nested_tensordict_is_refused_with_the_way_out(client, name):
+    with pytest.raises(TypeError, match="flatten_keys"):
+        client.put(TensorDict({"a": rows(b=torch.arange(2))}, batch_size=[2]), partition_id=name)
+    assert client.get_production_status(["a"], name) == (None, None)
+
+
+def test_an_object_that_needs_pickle_names_its_type_and_the_switch(client, name):
+    with pytest.raises(TypeError, match=r"Point.*allow_pickle") as caught:
+        client.put(TensorDict({"a": NonTensorStack(Point(1))}, batch_size=[1]), partition_id=name)
+    assert isinstance(caught.value, tq.UnsupportedValueError)
+    assert client.get_production_status(["a"], name) == (None, None)
+
+
+def test_a_tag_that_is_no_plain_data_is_refused_before_the_values_are_written(client, name):
+    meta = client.put(rows(a=torch.tensor([1])), partition_id=name)
+    for tag, text in (({"t": object()}, "holds a object"), ({3: 1}, "named by strings"), ({"big": 2**70}, "can't be sent")):
+        bad = meta.copy()
+        bad.update_custom_meta([tag])
+        with pytest.raises(TypeError, match=text):
+            client.put(rows(a=torch.tensor([2])), metadata=bad)
+        with pytest.raises(TypeError, match=text):
+            client.set_custom_meta(bad)
+    assert client.get_data(meta)["a"].tolist() == [1]
+
+
+def test_a_field_never_put_and_a_sample_cleared_are_told_apart_from_nothing(client, name):
+    meta = client.put(rows(a=torch.arange(1)), partition_id=name)
+    meta.add_fields(rows(b=torch.arange(1)))
+    with pytest.raises(RuntimeError, match="'b'"):
+        client.get_data(meta)
+
+
+def test_a_sampler_that_is_unknown_or_not_allowed_says_what_there_is(client):
+    with pytest.raises(ValueError, match=r"Could not find sampler 'Sequental'. Did you mean 'SequentialSampler'"):
+        client.register_task("t", sampler="Sequental")
+    with pytest.raises(ValueError, match=r"'os' may not be imported.*sampler_modules"):
+        client.register_task("t", sampler="os:PathLike")
+
+
+def test_a_late_fetch_says_what_it_waited_for(client, name):
+    with pytest.raises(tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 samples of .* nothing was published"):
+        client.get_meta(["a"], 1, name, task_name="t", timeout_s=0.0)

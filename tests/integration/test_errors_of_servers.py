@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a bad configuration, a missing queue and dead servers get; each test has a queue of its own, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+
+import transfer_queue as tq
+
+JOIN_S = 20.0
+
+
+def rows(**columns: Any) -> TensorDict:
+    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
+
+
+class Point:
+    """Of no plain type, and importable, so that pickle could store it."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point) and other.x == self.x
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Pickled:
+    """Ends a test that its unpickling would fail."""
+
+    def __reduce__(self) -> Any:
+        return (os.abort, ())
+
+
+def test_get_client_and_the_module_functions_ask_for_init_first():
+    for call in (tq.get_client, lambda: tq.kv_put("k", "p", tag={"a": 1}), tq.kv_list):
+        with pytest.raises(AssertionError, match=r"Please call init\(\) first"):
+            call()
+    assert tq.get_metrics_endpoint() is None
+    tq.close()
+
+
+# ---- configuration ----
+
+
+@pytest.mark.parametrize(
+    ("conf", "text"),
+    [
+        ({"controler": {}}, "'controler'. Nearest known key: 'controller'"),
+        ({"controller": {"poling_mode": True}}, "'controller.poling_mode'. Nearest known key: 'polling_mode'"),
+        ({"backend": {"SimpleStorage": {"num_units": 2}}}, "'backend.SimpleStorage.num_units'"),
+        ({"backend": {"SimpleStorage": {"num_data_storage_units": 0}}}, "above 0 or null, got 0"),
+        ({"backend": {"storage_backend": "Redis"}}, "'Redis'"),
+        ({"client": {"layout": "ragged"}}, "got 'ragged'"),
+    ],
+    ids=["section", "key", "deep", "units", "backend", "layout"],
+)
+def test_a_configuration_that_cannot_be_meant_starts_nothing(start, conf, text):
+    with pytest.raises(ValueError, match=text) as caught:
+        start(conf)
+    assert isinstance(caught.value, tq.ConfigError)
+
+
+def test_an_unknown_or_impossible_sampler_starts_nothing(start):
+    with pytest.raises(ValueError, match="Could not find sampler"):
+        start({"controller": {"sampler": "TransferQueueClient"}})
+    for wrong in (3, print):
+        with pytest.raises(TypeError, match="sampler"):
+            start(OmegaConf.create({"controller": {"sampler": wrong}}, flags={"allow_objects": True}))
+
+
+def test_keys_of_a_larger_program_pass(start):
+    conf = start(OmegaConf.create({"enable": True, "verl_key": {"x": 1}, "metrics": {"enabled": False}}))
+    assert (conf.enable, conf.verl_key.x) == (True, 1)
+
+
+# ---- nobody there ----
+
+
+def test_a_wrong_address_is_an_error_at_once(start, tmp_path):
+    with pytest.raises(ConnectionError, match="no such socket") as caught:
+        start(f"ipc://{tmp_path}/controller")
+    assert isinstance(caught.value, RuntimeError)
+
+
+def killed(process: psutil.Process) -> None:
+    process.kill()
+    psutil.wait_procs([process], JOIN_S)
+
+
+def server(conf: Any, name: str) -> psutil.Process:
+    infos = {"controller": conf.controller.zmq_info, **conf.backend.SimpleStorage.zmq_info}
+    return psutil.Process(infos[name].pid)
+
+
+def test_a_controller_killed_while_a_fetch_waits_ends_it_at_once(start, fork):
+    conf = start()
+    client = tq.get_client()
+    client.put(rows(a=torch.arange(1)), partition_id="p")
+    fork(kill_when_waiting, server(conf, "controller").pid)
+    with pytest.raises(ConnectionError, match="controller .* has ended"):
+        client.get_meta(["a"], 2, "p", task_name="t", timeout_s=60.0)
+    with pytest.raises(ConnectionError, match="controller .* has ended"):
+        asyncio.run(client.async_get_meta(["a"], 2, "p", task_name="t", timeout_s=60.0))
+    with pytest.raises(ConnectionError):
+        client.put(rows(a=torch.arange(1)), partition_id="p")
+
+
+def kill_when_waiting(controller: int) -> None:
+    client = tq.get_client()
+    while not client.get_stats()["waiting"]:
+        pass
+    os.kill(controller, signal.SIGKILL)
+
+
+def test_a_killed_unit_is_an_error_for_what_it_holds_and_the_queue_still_closes(start, fork):
+    conf = start({"backend": {"SimpleStorage": {"num_data_storage_units": 1, "put_timeout_s": 5}}})
+    client = tq.get_client()
+    meta = client.put(rows(a=torch.arange(1)), partition_id="p")
+    writer = fork(reserve_and_wait)
+    while not client.get_stats()["partitions"].get("other", {}).get("held"):
+        pass
+    killed(server(conf, "unit0"))
+    with pytest.raises(ConnectionError, match="storage unit .* has ended"):
+        client.get_data(meta)
+    with pytest.raises(ConnectionError, match="storage unit .* has ended"):
+        client.put(rows(a=torch.arange(1)), partition_id="p")
+    writer.kill()  # what it had reserved can't be freed in the dead unit, and the controller must outlive that
+    writer.join(JOIN_S)
+    client.seal_partition("other")
+    with pytest.raises(tq.EndOfPartitionError):
+        client.get_meta(["a"], 1, "other", task_name="t", timeout_s=JOIN_S)
+
+
+def reserve_and_wait() -> None:
+    client = tq.get_client()
+    client.put(rows(a=torch.arange(1)), partition_id="other", data_parser=lambda columns: signal.pause() or columns)
+
+
+# ---- pickle, only when asked for ----
+
+
+def test_with_allow_pickle_objects_of_any_class_come_back(start):
+    start({"backend": {"SimpleStorage": {"allow_pickle": True}}})
+    client = tq.get_client()
+    meta = client.put(TensorDict({"a": NonTensorStack(Point(1), {"in": Point(2)})}, batch_size=[2]), partition_id="p")
+    assert client.get_data(meta)["a"] == [Point(1), {"in": Point(2)}]
+
+
+def test_a_reader_that_does_not_allow_pickle_never_unpickles(start):
+    conf = start()
+    trusting = tq.TransferQueueClient("trusting", conf.controller.zmq_info)
+    trusting.initialize_storage_manager("SimpleStorage", conf.backend.SimpleStorage, allow_pickle=True)
+    meta = trusting.put(TensorDict({"a": NonTensorStack(Pickled())}, batch_size=[1]), partition_id="p")
+    trusting.close()
+    with pytest.raises(TypeError, match="allow_pickle"):
+        tq.get_client().get_data(meta)

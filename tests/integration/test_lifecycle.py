@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a queue begins and ends: who owns it, who only joined, what is left behind by whoever was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+import transfer_queue as tq
+
+JOIN_S = 20.0
+MAX_RSS_BYTES = 80e6
+
+
+def rows(**columns: Any) -> TensorDict:
+    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
+
+
+def servers() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What a script printed; it must have ended well and silently."""
+    output, errors = process.communicate(timeout=JOIN_S)
+    assert (process.returncode, errors) == (0, "")
+    return output
+
+
+# ---- begin and end ----
+
+
+def test_init_and_close_again_and_again_leave_nothing(own_temporary_directory, start):
+    for turn in range(3):
+        conf = start()
+        tq.kv_put("k", "p", {"x": torch.tensor(turn)})
+        assert tq.kv_batch_get("k", "p")["x"].tolist() == [turn]
+        assert Path(conf.address.removeprefix("ipc://")).is_socket()
+        tq.close()
+        tq.close()
+        assert servers() == []
+        assert list(own_temporary_directory.glob("tq-*")) == []
+        assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+
+
+def test_init_returns_the_merged_configuration_and_again_the_same(start):
+    conf = start({"backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
+    assert conf.controller.zmq_info.to_addr("request_handle_socket") == conf.address
+    assert list(conf.backend.SimpleStorage.zmq_info) == ["unit0", "unit1", "unit2"]
+    assert conf.backend.SimpleStorage.zmq_info["unit1"].to_addr("put_get_socket").startswith("ipc://")
+    assert (conf.controller.polling_mode, conf.metrics.enabled) == (False, False)
+    assert start({"controller": {"polling_mode": True}}) is conf
+    assert tq.get_metrics_endpoint() is None
+
+
+def test_the_configuration_travels_by_pickle_and_leads_to_the_queue(start):
+    conf = pickle.loads(pickle.dumps(start()))
+    client = tq.TransferQueueClient("c", conf.controller.zmq_info)
+    client.initialize_storage_manager(conf.backend.storage_backend, conf.backend[conf.backend.storage_backend])
+    assert client.put(rows(a=torch.arange(2)), partition_id="p").size == 2
+    client.close()
+
+
+def test_the_defaults_are_a_file_that_others_may_read_and_pass_back(start):
+    text = (files("transfer_queue") / "config.yaml").read_text()
+    conf = OmegaConf.create(text)
+    OmegaConf.set_struct(conf, True)
+    assert start(conf).controller.sampler == "SequentialSampler"
+
+
+def test_a_section_of_a_larger_configuration_resolves_against_its_whole(start):
+    whole = OmegaConf.create({"units": 1, "tq": {"backend": {"SimpleStorage": {"num_data_storage_units": "${units}"}}}})
+    assert len(start(whole.tq).backend.SimpleStorage.zmq_info) == 1
+
+
+def test_after_close_the_old_client_says_so(start):
+    start()
+    client = tq.get_client()
+    tq.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.put(rows(a=torch.arange(1)), partition_id="p")
+    with pytest.raises(AssertionError, match="init"):
+        tq.get_client()
+
+
+def test_several_units_hold_the_values_together(start):
+    start({"backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
+    meta = tq.get_client().put(rows(a=torch.arange(1000)), partition_id="p")
+    assert tq.get_client().get_data(meta)["a"].tolist() == list(range(1000))
+
+
+# ---- servers ----
+
+
+def test_servers_are_light(start):
+    start()
+    tq.kv_put("k", "p", {"x": torch.ones(10)})
+    for server in servers():
+        assert server.memory_info().rss < MAX_RSS_BYTES
+        assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
+    assert len(servers()) == 3
+
+
+def test_importing_the_package_loads_neither_torch_nor_lightning():
+    code = "import sys, transfer_queue; print(sorted({'torch', 'ray', 'lightning', 'zmq'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_what_one_process_writes_needs_no_close(start, script):
+    code = "import torch, transfer_queue as tq; tq.init(); tq.kv_put('k', 'p', {'x': torch.ones(2, 3)})"
+    assert finished(script(code + "; print(tq.kv_batch_get('k', 'p')['x'][0].tolist())")) == "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]\n"
+
+
+def test_an_owner_that_is_killed_or_interrupted_leaves_no_process_and_no_directory(own_temporary_directory, script):
+    wait = "; print('up', flush=True); input()"
+    plain = "import transfer_queue as tq; tq.init()" + wait
+    in_thread = MINE + "tq.init({'controller': {'sampler': Mine()}})" + wait
+    ends = [(plain, signal.SIGKILL), (in_thread, signal.SIGKILL), (plain, signal.SIGTERM), (plain, signal.SIGINT)]
+    owners = [(script(code), number) for code, number in ends]
+    children = []
+    for owner, number in owners:
+        assert owner.stdout.readline() == "up\n"
+        children += [os.pidfd_open(child.pid) for child in psutil.Process(owner.pid).children(recursive=True)]
+        owner.send_signal(number)
+    assert len(children) == 3 + 2 + 3 + 3
+    for child in children:
+        assert select.select([child], [], [], JOIN_S)[0] == [child]  # readable: it has ended
+        os.close(child)
+    for owner, _ in owners:
+        owner.communicate()
+    assert list(own_temporary_directory.glob("tq-*")) == []
+
+
+# ---- joining ----
+
+
+def test_a_process_finds_the_queue_by_tq_address_and_only_detaches(start, script):
+    conf = start()
+    code = (
+        "import torch, transfer_queue as tq\n"
+        "conf = tq.init(); assert len(conf.backend.SimpleStorage.zmq_info) == 2\n"
+        "assert conf.controller.zmq_info.to_addr('request_handle_socket') == conf.address\n"
+        "tq.kv_put('joined', 'p', {'x': torch.tensor(1)}); tq.close(); tq.close()\n"
+        "print(sorted(tq.kv_list()['p'])); tq.close()"
+    )
+    assert finished(script(code)) == "['joined']\n"
+    by_address = f"import transfer_queue as tq; tq.init({conf.address!r}); print(sorted(tq.kv_list()['p'])); tq.close()"
+    assert finished(script(by_address, env={"TQ_ADDRESS": ""})) == "['joined']\n"
+    assert tq.kv_batch_get("joined", "p")["x"].tolist() == [1]
+
+
+def test_a_worker_that_only_calls_kv_functions_joins_by_itself(start, script):
+    start()
+    assert finished(script("import transfer_queue as tq; tq.kv_put('k', 'p', tag={'a': 1}); print(tq.kv_list())"))
+    assert tq.kv_list() == {"p": {"k": {"a": 1}}}
+
+
+# ---- forks, threads, loops ----
+
+
+def child_of_a_fork(numbers: list[int]) -> None:
+    for number in numbers:
+        tq.kv_put(f"k{number}", "p", {"x": torch.tensor(number)})
+    tq.close()
+    tq.init()  # joins again: the parent owns the queue
+    assert tq.kv_batch_get(f"k{numbers[0]}", "p")["x"].tolist() == [numbers[0]]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused client", "used client"])
+def test_a_forked_child_uses_its_parents_client(start, fork, used):
+    start()
+    if used:
+        tq.kv_put("k", "p", {"x": torch.tensor(0)})
+    children = [fork(child_of_a_fork, list(range(n, 40, 4))) for n in range(4)]
+    for child in children:
+        child.join(JOIN_S)
+    assert [child.exitcode for child in children] == [0] * 4
+    keys = [f"k{n}" for n in range(40)]
+    assert tq.kv_batch_get(keys, "p")["x"].tolist() == list(range(40))
+
+
+def ends_without_close() -> None:
+    tq.get_client().put(rows(a=torch.arange(1)), partition_id="p")
+
+
+def test_a_producer_that_ends_without_close_is_not_taken_for_dead(start, fork):
+    start({"controller": {"producer_grace_s": 0.0}})
+    worker = fork(ends_without_close)
+    worker.join(JOIN_S)
+    client = tq.get_client()
+    assert client.get_meta(["a"], 1, "p", task_name="t", timeout_s=JOIN_S).size == 1
+    with pytest.raises(tq.BatchTimeoutError):
+        client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
+
+
+def test_threads_share_one_client(start):
+    start()
+    errors: list[BaseException] = []
+
+    def work(worker: int) -> None:
+        try:
+            for i in range(20):
+                meta = tq.get_client().put(rows(a=torch.tensor([worker * 100 + i])), partition_id="p")
+                assert tq.get_client().get_data(meta)["a"].tolist() == [worker * 100 + i]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert errors == []
+    every = tq.get_client().get_meta(["a"], partition_id="p", mode="force_fetch")
+    values = sorted(tq.get_client().get_data(every)["a"].tolist())
+    assert values == sorted(worker * 100 + i for worker in range(6) for i in range(20))
+
+
+def test_a_first_use_by_many_threads_and_coroutines_at_once(start):
+    start()
+    client = tq.get_client()
+    done: list[int] = []
+
+    async def many() -> list[tq.BatchMeta]:
+        return await asyncio.gather(*(client.async_put(rows(a=torch.arange(1)), partition_id="p") for _ in range(5)))
+
+    threads = [threading.Thread(target=lambda: done.append(len(asyncio.run(many())))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert done == [5] * 4
+
+
+def test_loops_come_and_go_without_leaving_descriptors(start):
+    start()
+    client = tq.get_client()
+
+    async def use() -> None:
+        await asyncio.gather(*(client.async_put(rows(a=torch.arange(1)), partition_id="p") for _ in range(4)))
+
+    def descriptors() -> int:
+        asyncio.run(use())
+        return psutil.Process().num_fds()
+
+    first = max(descriptors() for _ in range(3))
+    assert max(descriptors() for _ in range(30)) <= first + 8
+
+
+# ---- samplers of users ----
+
+MINE = """
+import os, sys, torch, transfer_queue as tq
+from tensordict import TensorDict
+
+class Mine(tq.BaseSampler):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+    def sample(self, ready_indexes, batch_size, *args, **kwargs):
+        self.calls.append(kwargs["task_name"])
+        picked = ready_indexes[-batch_size:]
+        return picked, picked
+"""
+
+
+def test_a_sampler_defined_in_the_script_picks_and_is_the_very_object(script):
+    code = MINE + (
+        "mine = Mine(); tq.init({'controller': {'sampler': mine}}); c = tq.get_client()\n"
+        "c.put(TensorDict({'a': torch.arange(4)}, batch_size=[4]), partition_id='p')\n"
+        "print(c.get_meta(['a'], 2, 'p', task_name='t').global_indexes, mine.calls); tq.close()\n"
+        "tq.init({'controller': {'sampler': Mine}}); c = tq.get_client()\n"
+        "c.put(TensorDict({'a': torch.arange(4)}, batch_size=[4]), partition_id='p')\n"
+        "print(c.get_meta(['a'], 2, 'p', task_name='t').global_indexes)\n"
+    )
+    assert finished(script(code)) == "[2, 3] ['t']\n[2, 3]\n"
+
+
+def test_a_sampler_of_a_module_is_named_by_path(start, tmp_path, monkeypatch):
+    module = "import transfer_queue as tq\n" + MINE[MINE.index("class Mine") :]
+    (tmp_path / "users_samplers.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    start({"controller": {"sampler_modules": ["users_samplers"]}})
+    client = tq.get_client()
+    client.register_task("t", sampler="users_samplers:Mine")
+    meta = client.put(rows(a=torch.arange(4)), partition_id="p")
+    assert client.get_meta(["a"], 1, "p", task_name="t").global_indexes == meta.global_indexes[3:]
+    assert client.get_meta(["a"], 1, "p", task_name="other").global_indexes == meta.global_indexes[:1]
+
+
+@pytest.mark.parametrize("sampler", [tq.GRPOGroupNSampler(2), tq.SequentialSampler, "GRPOGroupNSampler"], ids=str)
+def test_built_in_samplers_may_be_given_as_object_class_or_name(start, sampler):
+    start(OmegaConf.create({"controller": {"sampler": sampler}}, flags={"allow_objects": True}))
+    client = tq.get_client()
+    client.put(rows(a=torch.arange(4)), partition_id="p")
+    assert client.get_meta(["a"], 2, "p", task_name="t").size == 2
+    assert len(servers()) == 3
+
+
+def test_the_environment_reaches_the_controller_and_the_fetch(start, monkeypatch):
+    monkeypatch.setenv("TQ_PRE_ALLOC_SAMPLE_NUM", "8")
+    monkeypatch.setenv("TQ_CONTROLLER_GET_METADATA_TIMEOUT", "0.05")
+    start()
+    client = tq.get_client()
+    meta = client.put(rows(a=torch.arange(3)), partition_id="p")
+    assert (meta.global_indexes, client.get_consumption_status("t", "p")[1].tolist()) == ([0, 1, 2], [0] * 8)
+    assert client.check_production_status(["a"], "p") is False
+    with pytest.raises(tq.BatchTimeoutError, match=r"waited 0\.[01] s"):
+        client.get_meta(["a"], 4, "p", task_name="t")
+
+
+def test_the_address_is_announced_while_the_queue_runs(start):
+    assert "TQ_ADDRESS" not in os.environ
+    conf = start()
+    assert os.environ["TQ_ADDRESS"] == conf.address
+    tq.close()
+    assert "TQ_ADDRESS" not in os.environ

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kind of column comes back for what was put, through real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import transfer_queue as tq
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def round_trip(client: tq.TransferQueueClient, name: str, column: Any, count: int) -> tuple[Any, dict[str, Any]]:
+    """The column as it comes back, and its entry in the schema of a fetch."""
+    client.put(TensorDict({"x": column}, batch_size=[count]), partition_id=name)
+    meta = client.get_meta(["x"], count, name, task_name="t")
+    data = client.get_data(meta)
+    assert data.batch_size == (count,)
+    return data["x"] if isinstance(column, torch.Tensor) else data.get("x"), meta.field_schema["x"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_are_kept_bit_by_bit(client, name, dtype):
+    column = torch.arange(12).to(torch.float32).to(dtype).reshape(3, 4)
+    back, entry = round_trip(client, name, column, 3)
+    assert (back.dtype, entry["dtype"], entry["shape"]) == (dtype, dtype, (4,))
+    assert torch.equal(back.values().view(torch.uint8), column.reshape(-1).view(torch.uint8))
+
+
+def test_tensors_of_equal_shape_come_back_jagged(client, name):
+    column = torch.randn(3, 4, 2)
+    back, entry = round_trip(client, name, column, 3)
+    assert (back.is_nested, back.layout, back.offsets().tolist()) == (True, torch.jagged, [0, 4, 8, 12])
+    assert torch.equal(back.values(), column.flatten(0, 1))
+    assert torch.equal(back[1], column[1])
+    assert torch.equal(back._values, back.values())
+    assert entry == {"dtype": torch.float32, "shape": (4, 2), "is_nested": False, "is_non_tensor": False}
+
+
+def test_rows_of_different_length_come_back_jagged_with_their_shapes(client, name):
+    parts = [torch.arange(n) for n in (3, 1, 0, 2)]
+    back, entry = round_trip(client, name, torch.nested.nested_tensor(parts, layout=torch.jagged), 4)
+    assert back.layout == torch.jagged
+    assert [row.tolist() for row in back.unbind()] == [part.tolist() for part in parts]
+    assert (entry["is_nested"], entry["per_sample_shapes"]) == (True, [(3,), (1,), (0,), (2,)])
+    assert back.to_padded_tensor(padding=-1).shape == (4, 3)
+
+
+def test_rows_that_differ_in_an_inner_dim_come_back_strided(client, name):
+    parts = [torch.ones(1, 2), torch.ones(2, 1), torch.ones(3, 3)]
+    back, _ = round_trip(client, name, torch.nested.as_nested_tensor(parts, layout=torch.strided), 3)
+    assert (back.is_nested, back.layout) == (True, torch.strided)
+    assert all(torch.equal(a, b) for a, b in zip(back.unbind(), parts, strict=True))
+
+
+def test_rows_of_different_rank_come_back_as_a_stack_of_tensors(client, name):
+    parts = [torch.ones(2), torch.ones(2, 2)]
+    back, _ = round_trip(client, name, NonTensorStack(*parts), 2)
+    assert isinstance(back, NonTensorStack)
+    assert all(torch.equal(a, b) for a, b in zip(back.tolist(), parts, strict=True))
+
+
+def test_scalars_come_back_dense_and_count_as_shape_one(client, name):
+    back, entry = round_trip(client, name, torch.tensor([1.5, 2.5]), 2)
+    assert (back.is_nested, back.tolist(), entry["shape"]) == (False, [1.5, 2.5], (1,))
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
+def test_zero_sized_rows_are_values_too(client, name, shape):
+    back, _ = round_trip(client, name, torch.zeros(3, *shape), 3)
+    assert [tuple(row.shape) for row in back.unbind()] == [shape] * 3
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["a", "", "ü" * 1000],
+        [b"", b"\x00\xff", b"x"],
+        [1, 2.5, None],
+        [{"a": [1, {"b": None}]}, {}, {"t": (1, 2)}],
+        [True, "mixed", b"kinds"],
+    ],
+    ids=["text", "bytes", "numbers", "containers", "mixed"],
+)
+def test_plain_objects_come_back_as_a_stack(client, name, values):
+    back, entry = round_trip(client, name, NonTensorStack(*values), 3)
+    assert isinstance(back, NonTensorStack)
+    assert back.tolist() == values
+    assert (entry["dtype"], entry["shape"], entry["is_non_tensor"]) == (None, None, True)
+
+
+def test_one_object_is_a_stack_as_well(client, name):
+    back, _ = round_trip(client, name, NonTensorStack("only"), 1)
+    assert (isinstance(back, NonTensorStack), back.tolist()) == (True, ["only"])
+
+
+def test_arrays_and_tensors_within_objects_keep_their_type(client, name):
+    values = [{"array": np.arange(3, dtype=np.int16), "tensor": torch.ones(2, dtype=torch.bfloat16)}, {"none": None}]
+    back, _ = round_trip(client, name, NonTensorStack(*values), 2)
+    first = back.tolist()[0]
+    assert (first["array"].dtype, first["array"].tolist()) == (np.int16, [0, 1, 2])
+    assert torch.equal(first["tensor"], values[0]["tensor"])
+
+
+def test_a_list_of_strings_and_an_object_array_are_columns_of_objects(client, name):
+    client.put(TensorDict({"s": ["x", "y"]}, batch_size=[2]), partition_id=name)
+    client.put({"o": np.array([{"a": 1}, None], dtype=object)}, partition_id=f"{name}/2")
+    assert client.get_data(client.get_meta(["s"], 2, name, task_name="t"))["s"] == ["x", "y"]
+    assert client.get_data(client.get_meta(["o"], 2, f"{name}/2", task_name="t"))["o"] == [{"a": 1}, None]
+
+
+def test_a_field_that_becomes_ragged_is_nested_in_later_metadata(client, name):
+    client.put(TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]), partition_id=name)
+    client.put(TensorDict({"x": torch.ones(1, 5)}, batch_size=[1]), partition_id=name)
+    meta = client.get_meta(["x"], 3, name, task_name="t")
+    assert (meta.field_schema["x"]["is_nested"], meta.get_shapes("x")) == (True, [(3,), (3,), (5,)])
+    assert [len(row) for row in client.get_data(meta)["x"].unbind()] == [3, 3, 5]
+
+
+def test_regular_puts_of_two_shapes_do_not_take_the_shape_of_the_first(client, name):
+    one = client.put(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2]), partition_id=name)
+    two = client.put(TensorDict({"x": torch.zeros(2, 4)}, batch_size=[2]), partition_id=name)
+    assert tq.BatchMeta.concat([one, two]).get_shapes("x") == [(3,), (3,), (4,), (4,)]
+
+
+def test_ragged_rows_in_any_order_and_over_both_units(client, name):
+    parts = [torch.full((i % 7,), i, dtype=torch.int16) for i in range(300)]
+    column = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    meta = client.put(TensorDict({"x": column, "s": [str(i) for i in range(300)]}, batch_size=[300]), partition_id=name)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).tolist()
+    data = client.get_data(meta.select_samples(order))
+    assert [row.tolist() for row in data["x"].unbind()] == [[i] * (i % 7) for i in order]
+    assert data["s"] == [str(i) for i in order]
+
+
+def test_dense_layout_gives_dense_where_shapes_agree(queue, client, name):
+    dense = tq.TransferQueueClient("dense", queue.controller.zmq_info)
+    dense.initialize_storage_manager("SimpleStorage", queue.backend.SimpleStorage, layout="dense")
+    even = client.put(TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]), partition_id=name)
+    odd = client.put(TensorDict({"x": torch.ones(1, 4)}, batch_size=[1]), partition_id=name)
+    assert torch.equal(dense.get_data(even)["x"], torch.ones(2, 3))
+    assert dense.get_data(tq.BatchMeta.concat([even, odd]))["x"].is_nested
+    dense.close()
+
+
+def test_tensors_that_need_grad_or_are_views_are_stored_by_value(client, name):
+    source = torch.randn(4, 6, requires_grad=True)
+    meta = client.put(TensorDict({"x": source.t()[::2]}, batch_size=[3]), partition_id=name)
+    back = client.get_data(meta)["x"]
+    assert not back.requires_grad
+    assert torch.equal(back.values().reshape(3, 4), source.detach().t()[::2])
+
+
+def test_columns_with_more_batch_dims_than_one_are_rows_of_the_first(client, name):
+    data = TensorDict({"x": torch.arange(6).reshape(2, 3)}, batch_size=[2, 3])
+    meta = client.put(data, partition_id=name)
+    assert client.get_data(meta)["x"].unbind()[1].tolist() == [3, 4, 5]

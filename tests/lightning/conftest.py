@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real Trainers on real queues, small; and a check that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from lightning.pytorch import Trainer
+
+import transfer_queue as tq
+from lightning_tq import Stream, TQDataModule
+from producing import FIELDS
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"))  # Lightning and torch
+
+
+def stream(partition: str = "train", task: str = "learn", batch_size: int = 4, **options: Any) -> Stream:
+    return Stream(partition=partition, task=task, fields=FIELDS, batch_size=batch_size, **options)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No thread, process, socket directory or address outlives a test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert "TQ_ADDRESS" not in os.environ
+    before = {thread.name for thread in threading.enumerate()}
+    yield
+    tq.close()
+    children = psutil.Process().children(recursive=True)
+    left = {
+        "threads": {thread.name for thread in threading.enumerate()} - before - {"pytest_timeout"},
+        "processes": {" ".join(child.cmdline()) for child in children},
+        "directories": {path.name for path in tmp_path.glob("tq-*")},
+        "address": os.environ.get("TQ_ADDRESS"),
+    }
+    assert left == {"threads": set(), "processes": set(), "directories": set(), "address": None}
+
+
+@pytest.fixture
+def data() -> Iterator[Callable[..., TQDataModule]]:
+    """``data(train=..., ...)``: a TQDataModule with an open queue, closed with the test."""
+    made = []
+
+    def make(**streams: Any) -> TQDataModule:
+        datamodule = TQDataModule(queue={"units": 1}, **streams)
+        datamodule.open()
+        made.append(datamodule)
+        return datamodule
+
+    yield make
+    for datamodule in made:
+        datamodule.close()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    def make(**options: Any) -> Trainer:
+        quiet = {
+            "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+            "enable_model_summary": False, "max_epochs": 1, "default_root_dir": tmp_path,
+        }  # fmt: skip
+        return Trainer(**{**quiet, **options})
+
+    return make

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of a run that nobody planned: everything is closed once, and the error says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import producing
+from conftest import stream
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from producing import fill
+from recorders import Recorder
+
+import transfer_queue as tq
+from lightning_tq import Producer, ProducerError, TQDataModule
+from transfer_queue import BatchTimeoutError, ConfigError
+from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
+
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+
+
+class Closings(TQDataModule):
+    """Counts how often the queue that it started was ended."""
+
+    closed = 0
+
+    def close(self) -> None:
+        was_open = self._connection.is_open
+        super().close()
+        self.closed += was_open
+
+
+@pytest.mark.parametrize(("how", "error", "workers"), [("raise", ValueError, 0), ("interrupt", SystemExit, 2)])
+def test_an_exception_in_a_step_closes_what_was_started_exactly_once(
+    trainer: MakeTrainer, how: str, error: type[BaseException], workers: int
+) -> None:
+    dm = Closings(train=stream(num_workers=workers), producers=[_endless()])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(error):
+            trainer(max_epochs=-1).fit(Recorder(fail_at=2, how=how), datamodule=dm)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning leaves it ignored
+    assert dm.closed == 1
+    assert psutil.Process().children() == []
+    with pytest.raises(NotInitializedError):
+        tq.get_client()
+    dm.close()
+    assert dm.closed == 1
+
+
+def _endless(**options: Any) -> Producer:
+    args = {"partition": "train", "count": 100, "pid_file": os.devnull}
+    return Producer(target=producing.produce_then_stay, args=args, **options)
+
+
+def test_a_queue_that_was_there_before_is_used_and_left_alone(trainer: MakeTrainer) -> None:
+    conf = tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+    indexes = fill(tq.get_client(), "train", 8)
+    dm = TQDataModule(train=stream())
+    model = Recorder()
+    trainer().fit(model, datamodule=dm)
+    assert (model.indexes(), dm.address) == (indexes, conf.address)
+    dm.close()
+    assert tq.get_client().get_partition_list() == ["train"]
+
+
+def test_keep_alive_false_ends_the_queue_with_the_fit(trainer: MakeTrainer) -> None:
+    dm = Closings(train=stream(), producers=[Producer(target=producing.produce, args={"partition": "train", "count": 8})],
+                  keep_alive=False)  # fmt: skip
+    model = Recorder()
+    trainer().fit(model, datamodule=dm)
+    assert (len(model.indexes()), dm.closed) == (8, 1)
+
+
+def test_producers_run_beside_the_fit_and_end_with_it(trainer: MakeTrainer, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    args = {"partition": "train", "count": 100, "pid_file": str(pid_file)}
+    dm = TQDataModule(
+        train=stream(),
+        producers=[
+            Producer(target="producing:produce_then_stay", args=args),
+            Producer(target=["sh", "-c", f"echo $TQ_WORKER/$TQ_NUM_WORKERS > {tmp_path}/command$TQ_WORKER"], count=2),
+        ],
+    )
+    model = Recorder()
+    with dm:
+        trainer(limit_train_batches=3).fit(model, datamodule=dm)
+        assert len(model.indexes()) == 12
+        assert not psutil.pid_exists(int(pid_file.read_text()))
+    assert [(tmp_path / f"command{worker}").read_text() for worker in range(2)] == ["0/2\n", "1/2\n"]
+
+
+@pytest.mark.parametrize(
+    ("target", "says", "workers"),
+    [
+        (producing.produce_then_fail, r"exit code 1(?s:.*)Traceback(?s:.*)RuntimeError: the reward model fell over", 0),
+        (producing.produce_then_die, r"killed by SIGKILL(?s:.*)about to be killed", 2),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_a_dead_producer_ends_a_fit_that_waits_with_its_traceback(
+    trainer: MakeTrainer, target: Callable[..., None], says: str, workers: int
+) -> None:
+    dm = TQDataModule(
+        train=stream(num_workers=workers),
+        producers=[Producer(target=target, args={"partition": "train", "count": 2}, name="reward")],
+    )
+    with pytest.raises(ProducerError, match=rf"producer 'reward' \(process 1 of 1\).*{says}"):
+        trainer(max_epochs=-1).fit(Recorder(), datamodule=dm)
+
+
+def test_producers_that_are_done_leave_the_fit_alone(trainer: MakeTrainer) -> None:
+    args = {"partition": "train", "count": 4, "seal": False}
+    dm = TQDataModule(train=stream(), producers=[Producer(target=producing.produce, args=args, count=2)])
+    model = Recorder()
+    with dm:
+        trainer(limit_train_batches=2).fit(model, datamodule=dm)
+    assert len(set(model.indexes())) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sigterm_ends_a_fit_that_waits_for_a_batch(trainer: MakeTrainer, workers: int) -> None:
+    class TermSoon(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:  # the second batch never comes
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    dm = TQDataModule(train=stream(num_workers=workers, num_batches=2))
+    with dm:
+        dm.client.put(producing.rows(4), partition_id="train")
+        started = time.monotonic()
+        with pytest.raises(SIGTERMException):
+            trainer(callbacks=[TermSoon()]).fit(Recorder(), datamodule=dm)
+    assert time.monotonic() - started < 5
+
+
+def test_a_batch_that_does_not_come_in_time_is_an_error_that_says_what_is_missing(
+    data: Make, trainer: MakeTrainer
+) -> None:
+    dm = data(train=stream(timeout_s=0.3))
+    dm.client.put(producing.rows(3), partition_id="train")
+    with pytest.raises(BatchTimeoutError, match="3 ready"):
+        trainer().fit(Recorder(), datamodule=dm)
+
+
+def test_a_stage_without_a_stream_is_refused(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream())
+    with pytest.raises(InvalidRequestError, match=r"trainer.test needs TQDataModule\(test="):
+        trainer().test(Recorder(), datamodule=dm)
+
+
+def test_a_sampler_that_cannot_serve_the_batch_size_is_refused_before_anything_is_read(
+    data: Make, trainer: MakeTrainer
+) -> None:
+    dm = data(train=stream(sampler=tq.GRPOGroupNSampler(n_samples_per_prompt=3)))
+    with pytest.raises(SamplerError):
+        trainer().fit(Recorder(), datamodule=dm)
+
+
+def test_one_task_draws_in_one_way() -> None:
+    with pytest.raises(InvalidRequestError, match="two streams of task 'learn'"):
+        TQDataModule(train=stream(tail="pad"), val=stream("val"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"micro_batch_size": 5}, "micro_batch_size 5 is larger than batch_size 4"),
+        ({"batch_size": 0}, "batch_size must be an int of at least 1, got 0"),
+        ({"partition": "train@{epoc}"}, r"uses \{epoc\}; did you mean \{epoch\}"),
+        ({"partition": "train@{"}, "malformed"),
+        ({"fields": "x"}, "fields must be a list"),
+        ({"tail": "keep"}, "tail must be one of 'drop', 'pad'"),
+        ({"persistent_workers": True}, "needs num_workers"),
+        ({"num_batches": 0}, "num_batches must be an int of at least 1"),
+    ],
+)
+def test_a_stream_that_cannot_be_right_is_refused_at_once(options: dict[str, Any], says: str) -> None:
+    from lightning_tq import Stream
+
+    base = {"partition": "train", "task": "learn", "fields": ["x"], "batch_size": 4}
+    with pytest.raises(ValueError, match=says):
+        Stream(**{**base, **options})
+
+
+@pytest.mark.parametrize(
+    ("queue", "says"),
+    [
+        ({"unit": 2}, "unknown configuration key 'queue.unit'; did you mean 'units'"),
+        ({"options": {"backends": {}}}, "did you mean 'backend'"),
+        ({"memory": "4 gigs"}, "must be a size like '4GiB'"),
+        ({"units": 0}, "units must be an int of at least 1"),
+        ("nowhere.yaml", "no such file"),
+    ],
+)
+def test_a_queue_configuration_that_cannot_be_right_is_refused_at_once(queue: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TQDataModule(queue=queue)
+
+
+def test_memory_is_shared_out_over_the_units_and_options_go_over_everything(tmp_path: Path) -> None:
+    from lightning_tq.queue_config import as_queue_config
+
+    file = tmp_path / "queue.yaml"
+    file.write_text("units: 4\nmemory: 1GiB\nbackend:\n  SimpleStorage:\n    put_timeout_s: 3\n")
+    storage = as_queue_config(str(file)).conf()["backend"]["SimpleStorage"]
+    assert (storage["num_data_storage_units"], storage["capacity_bytes"], storage["put_timeout_s"]) == (4, 2**28, 3)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fit in one process: every sample once, in the partition that the template names, whatever the Trainer is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import stream
+from lightning.pytorch import Trainer
+from producing import fill
+from recorders import Recorder
+
+from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule
+from transfer_queue import EndOfPartitionError
+
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_batches": 0}],
+    ids=["thread", "workers", "persistent workers"],
+)
+def test_every_sample_is_trained_once_in_the_epoch_of_its_partition(
+    data: Make, trainer: MakeTrainer, options: dict[str, Any]
+) -> None:
+    dm = data(train=stream("train@{epoch}", micro_batch_size=2, **options))
+    indexes = [fill(dm.client, f"train@{epoch}", 10) for epoch in range(3)]
+    model = Recorder()
+    trainer(max_epochs=3).fit(model, datamodule=dm)
+    assert model.partitions() == ["train@0", "train@1", "train@2"]
+    assert [len(batch) for _, batch in model.seen["train"]] == [2] * 15
+    assert sorted(model.indexes()) == sorted(sum(indexes, []))
+
+
+def test_validation_reads_the_partition_of_its_epoch_and_the_sanity_check_costs_it_nothing(
+    data: Make, trainer: MakeTrainer
+) -> None:
+    dm = data(train=stream("train@{epoch}"), val=stream("val@{epoch}", task="evaluate"))
+    train = [fill(dm.client, f"train@{epoch}", 8) for epoch in range(2)]
+    val = [fill(dm.client, f"val@{epoch}", 6) for epoch in range(2)]
+    model = Recorder()
+    trainer(max_epochs=2, num_sanity_val_steps=2).fit(model, datamodule=dm)
+    assert model.indexes() == train[0] + train[1]
+    assert model.indexes("val") == val[0] + val[0] + val[1]  # the first six: the sanity check
+
+
+def test_validation_in_the_middle_of_an_epoch_leaves_the_training_iterator_alone(
+    data: Make, trainer: MakeTrainer
+) -> None:
+    first, second = stream("val@{epoch}", task="a"), stream("other@{epoch}", task="b")
+    dm = data(train=stream("train@{epoch}", num_batches=4), val=[first, second])
+    train = [fill(dm.client, f"train@{epoch}", 16) for epoch in range(2)]
+    val = {name: [fill(dm.client, f"{name}@{epoch}", 4) for epoch in range(2)] for name in ("val", "other")}
+    model = Recorder()
+    switch = PartitionSwitch()
+    trainer(max_epochs=2, val_check_interval=2, num_sanity_val_steps=0, callbacks=[switch]).fit(model, datamodule=dm)
+    assert model.indexes() == train[0] + train[1]
+    assert model.indexes("val") == 2 * (val["val"][0] + val["other"][0]) + 2 * (val["val"][1] + val["other"][1])
+    assert sorted(dm.client.get_partition_list()) == ["other@1", "train@1", "val@1"]
+
+
+def test_without_a_partition_switch_templates_work_and_nothing_is_cleared(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    for epoch in range(2):
+        fill(dm.client, f"train@{epoch}", 4)
+    trainer(max_epochs=2).fit(Recorder(), datamodule=dm)
+    assert sorted(dm.client.get_partition_list()) == ["train@0", "train@1"]
+
+
+def test_an_endless_partition_goes_on_where_the_epoch_before_stopped(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", micro_batch_size=2, num_batches=3))
+    indexes = fill(dm.client, "train", 40)
+    model = Recorder()
+    trainer(max_epochs=3).fit(model, datamodule=dm)
+    assert model.indexes() == indexes[:18]
+    trainer(max_epochs=1).fit(model, datamodule=dm)  # another Trainer: exactly once still holds
+    assert model.indexes() == indexes[:24]
+
+
+def test_limit_train_batches_loses_nothing_between_epochs(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 40)
+    model = Recorder()
+    trainer(max_epochs=3, limit_train_batches=2).fit(model, datamodule=dm)
+    assert model.indexes() == indexes[:24]
+
+
+def test_what_lightning_fetched_ahead_is_trained_by_the_next_fit(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 40)
+    model = Recorder()
+    trainer(max_epochs=-1, max_steps=3).fit(model, datamodule=dm)
+    assert model.indexes() == indexes[:12]
+    trainer(max_epochs=-1, max_steps=2).fit(model, datamodule=dm)
+    assert model.indexes() == indexes[:20]
+
+
+def test_a_partition_read_to_its_end_stops_the_trainer_instead_of_spinning(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    train, val = fill(dm.client, "train", 8), fill(dm.client, "val", 4)
+    model = Recorder()
+    fitted = trainer(max_epochs=-1, num_sanity_val_steps=0)
+    fitted.fit(model, datamodule=dm)
+    assert (model.indexes(), model.indexes("val"), fitted.current_epoch) == (train, val, 1)
+
+
+def test_replay_reads_the_partition_again_every_epoch(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", replay=True))
+    indexes = fill(dm.client, "train", 8)
+    model = Recorder()
+    trainer(max_epochs=3).fit(model, datamodule=dm)
+    assert model.indexes() == indexes * 3
+
+
+def test_overfit_batches_repeats_the_same_batches(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    indexes, _ = fill(dm.client, "train", 40), fill(dm.client, "val", 8)
+    model = Recorder()
+    with pytest.warns(UserWarning, match="overfit"):
+        trainer(max_epochs=3, overfit_batches=2, num_sanity_val_steps=0).fit(model, datamodule=dm)
+    assert model.indexes() == indexes[:8] * 3
+
+
+def test_fast_dev_run_takes_one_batch(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 40)
+    model = Recorder()
+    trainer(fast_dev_run=True).fit(model, datamodule=dm)
+    assert model.indexes() == indexes[:4]
+
+
+def test_gradient_accumulation_steps_once_per_group(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 40)
+    model = Recorder()
+    fitted = trainer(accumulate_grad_batches=4)
+    fitted.fit(model, datamodule=dm)
+    assert (model.indexes(), fitted.global_step) == (indexes, 3)
+
+
+def test_loaders_made_again_every_epoch_lose_no_batch(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(3)]
+    model = Recorder()
+    trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(model, datamodule=dm)
+    assert model.indexes() == sum(indexes, [])
+
+
+def test_a_promised_length_that_the_stream_does_not_keep_is_an_error(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", num_batches=5))
+    fill(dm.client, "train", 12)
+    with pytest.raises(EndOfPartitionError, match="num_batches=5.*ended after 3"):
+        trainer().fit(Recorder(), datamodule=dm)
+
+
+def test_fit_then_validate_test_and_predict_use_one_queue(data: Make, trainer: MakeTrainer) -> None:
+    val, test = stream("val", task="evaluate"), stream("test", task="examine")
+    dm = data(train=stream("train"), val=val, test=test, predict=stream("test", task="answer"))
+    fill(dm.client, "train", 8)
+    expected = {name: fill(dm.client, name, 6) for name in ("val", "test")}
+    address = dm.address
+    model, fitted = Recorder(), trainer(num_sanity_val_steps=0)
+    fitted.fit(model, datamodule=dm)
+    fitted.validate(model, datamodule=dm, verbose=False)
+    fitted.test(model, datamodule=dm, verbose=False)
+    assert sum(fitted.predict(model, datamodule=dm), []) == expected["test"]
+    assert (model.indexes("val"), model.indexes("test")) == (expected["val"] * 2, expected["test"])
+    assert dm.address == address
+
+
+def test_self_log_weights_by_rows_without_a_batch_size_and_without_a_warning(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    fill(dm.client, "train", 6)  # batches of 4 and 2: their means are 1.5 and 4.5, that of all rows is 2.5
+    fill(dm.client, "val", 5)  # 1.5 and 4.0, that of all rows is 2.0
+    fitted = trainer(num_sanity_val_steps=0)
+    fitted.fit(Recorder(), datamodule=dm)
+    assert {name: value.item() for name, value in fitted.callback_metrics.items()} == {"rows_mean": 2.5, "val_mean": 2.0}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+def test_no_precision_takes_the_tensordict_apart(data: Make, trainer: MakeTrainer, precision: str) -> None:
+    class AsItComes(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            data, _ = self._note("train", batch)
+            loss: torch.Tensor = self.layer(data["x"].to(self.layer.weight.dtype)).mean()
+            return loss
+
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 8)
+    model = AsItComes()
+    trainer(precision=precision).fit(model, datamodule=dm)
+    assert model.types == [((4,), torch.float32, "BatchMeta")] * 2
+
+
+def test_the_monitor_tells_waiting_from_ready(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", num_batches=2))
+    fill(dm.client, "train", 40)
+    fitted = trainer(callbacks=[QueueMonitor()])
+    fitted.fit(Recorder(), datamodule=dm)
+    values = {name: value.item() for name, value in fitted.logged_metrics.items() if name.startswith("queue/")}
+    assert set(values) == {"queue/wait_s", "queue/starved", "queue/ready", "queue/in_flight"}
+    assert 0 <= values["queue/starved"] <= 1
+    # 10 batches of 4: 2 are trained, up to 3 more are drawn ahead, the rest is ready
+    assert values["queue/ready"] == 40 - 8 - 4 * values["queue/in_flight"]
+    assert 0 <= values["queue/in_flight"] <= 3
+
+
+def test_printing_the_datamodule_starts_nothing(data: Make) -> None:
+    assert "Train dataloader: None" in str(TQDataModule(train=stream()))

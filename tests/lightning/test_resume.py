@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint holds what was trained: a resumed fit goes on exactly there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import stream
+from lightning.pytorch import Callback, Trainer
+from producing import fill
+from recorders import Recorder
+
+from lightning_tq import TQDataModule
+
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+
+
+class Save(Callback):
+    """A checkpoint at the end of every batch and epoch, where ModelCheckpoint saves them, too."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.directory / f"step={trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.directory / "end.ckpt")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 6}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
+@pytest.mark.parametrize("step", [1, 3, 8])
+def test_a_resumed_fit_trains_the_rest_and_nothing_twice(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, step: int, options: dict[str, Any]
+) -> None:
+    dm = data(train=stream("train@{epoch}", micro_batch_size=2, **options))
+    indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(2)]
+    before = Recorder()
+    trainer(max_epochs=2, max_steps=step, callbacks=[Save(tmp_path)]).fit(before, datamodule=dm)
+    after = Recorder()
+    other = TQDataModule(train=stream("train@{epoch}", micro_batch_size=2, **options))
+    trainer(max_epochs=2).fit(after, datamodule=other, ckpt_path=tmp_path / f"step={step}.ckpt")
+    trained = before.indexes() + after.indexes()
+    assert (len(before.indexes()), len(trained)) == (2 * step, 24)
+    assert sorted(trained[:12]) == sorted(indexes[0])
+    assert sorted(trained[12:]) == sorted(indexes[1])
+
+
+def test_an_end_of_epoch_checkpoint_goes_on_with_the_next_epoch(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train@{epoch}"), val=stream("val@{epoch}", task="evaluate"))
+    indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(2)]
+    for epoch in range(2):
+        fill(dm.client, f"val@{epoch}", 4)
+    trainer(max_epochs=1, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    model = Recorder()
+    trainer(max_epochs=2).fit(model, datamodule=dm, ckpt_path=tmp_path / "end.ckpt")
+    assert (model.indexes(), model.partitions("val")) == (indexes[1], ["val@1"])
+
+
+def test_an_endless_stream_resumes_behind_the_last_trained_batch(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 40)
+    fitted = trainer(max_epochs=-1, max_steps=5, callbacks=[Save(tmp_path)])
+    fitted.fit(Recorder(), datamodule=dm)
+    model = Recorder()
+    trainer(max_epochs=-1, max_steps=6).fit(model, datamodule=dm, ckpt_path=tmp_path / "step=2.ckpt")
+    assert model.indexes() == indexes[8:24]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a partition should be, in plain dicts and sets: the reference that the control plane is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Key = tuple[int | None, int]
+
+
+@dataclass
+class Sample:
+    """One reserved or published row."""
+
+    holder: str
+    state: str = "held"  # held, ahead, live
+    fields: set[str] = field(default_factory=set)
+    tags: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Entry:
+    """One batch that the plane promised to give again."""
+
+    indexes: list[int]
+    consumes: set[int]
+    token: str
+    dp_size: int | None
+
+
+@dataclass
+class View:
+    """One task in one partition. ``given``: the ledger key each sample went to, None where it was an unnamed fetch."""
+
+    given: dict[int, Key | None] = field(default_factory=dict)
+    consumed: set[int] = field(default_factory=set)
+    ledger: dict[Key, Entry] = field(default_factory=dict)
+    settled: set[Key] = field(default_factory=set)
+    ended: bool = False
+
+    def ack(self, tokens: list[str]) -> int:
+        hit = [key for key, entry in self.ledger.items() if entry.token in tokens]
+        for key in hit:
+            self.settle(key)
+        return len(hit)
+
+    def settle(self, key: Key) -> None:
+        del self.ledger[key]
+        self.settled.add(key)
+
+    def clear(self, gone: set[int]) -> None:
+        for index in gone:
+            self.given.pop(index, None)
+            self.consumed.discard(index)
+        for key, entry in list(self.ledger.items()):
+            if entry.consumes & gone and entry.consumes.isdisjoint(self.given):
+                self.settle(key)
+
+    def reset(self) -> None:
+        for key, entry in list(self.ledger.items()):
+            if entry.dp_size is not None and any(batch == key[1] for _, batch in self.settled):
+                del self.ledger[key]
+        self.settled.clear()
+        self.consumed.clear()
+        self.given = {index: key for index, key in self.given.items() if key in self.ledger}
+        self.ended = False
+
+
+@dataclass
+class PartitionModel:
+    """Samples by index, in order of index."""
+
+    samples: dict[int, Sample] = field(default_factory=dict)
+    views: dict[str, View] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
+    sealed: bool = False
+    num_samples: int | None = None
+    published: int = 0
+    last_published: float | None = None
+    alive: dict[str, set[str]] = field(default_factory=dict)
+    died_at: dict[str, float] = field(default_factory=dict)
+
+    def view(self, task: str) -> View:
+        return self.views.setdefault(task, View())
+
+    def live(self) -> list[int]:
+        return [index for index, sample in self.samples.items() if sample.state == "live"]
+
+    def held(self) -> list[int]:
+        """Under way: reserved for a put that has begun."""
+        return [index for index, sample in self.samples.items() if sample.state == "held"]
+
+    def has(self, index: int, fields: list[str]) -> bool:
+        sample = self.samples.get(index)
+        return sample is not None and sample.state == "live" and sample.fields.issuperset(fields)
+
+    def undrawn(self, task: str) -> list[int]:
+        given = self.view(task).given
+        return [index for index in self.live() if index not in given]
+
+    def ready(self, task: str, fields: list[str]) -> list[int]:
+        return [index for index in self.undrawn(task) if self.has(index, fields)]
+
+    def lacking(self, task: str, fields: list[str]) -> dict[str, int]:
+        counts = {name: sum(not self.has(index, [name]) for index in self.undrawn(task)) for name in fields}
+        return {name: count for name, count in counts.items() if count}
+
+    def make_live(self, indexes: list[int]) -> None:
+        for index in indexes:
+            self.published += self.samples[index].state != "live"
+            self.samples[index].state = "live"
+        self.seal_if_complete()
+
+    def seal_if_complete(self) -> None:
+        if self.num_samples is not None and self.published >= self.num_samples:
+            self.sealed = True
+
+    def publish(self, client: str, indexes: list[int], fields: list[str], now: float) -> None:
+        for index in indexes:
+            self.samples[index].fields.update(fields)
+        self.make_live(indexes)
+        self.last_published = now
+        for name in fields:
+            if not self.alive.setdefault(name, set()):
+                self.died_at.pop(name, None)
+            self.alive[name].add(client)
+
+    def clear(self, indexes: list[int]) -> list[int]:
+        gone = [index for index in sorted(set(indexes)) if index in self.samples]
+        for index in gone:
+            del self.samples[index]
+        self.keys = {key: index for key, index in self.keys.items() if index in self.samples}
+        for view in self.views.values():
+            view.clear(set(gone))
+        return gone
+
+    def writer_gone(self, client: str, died: bool, now: float) -> None:
+        for name, alive in self.alive.items():
+            if client in alive:
+                alive.discard(client)
+                if died:
+                    self.died_at[name] = now
+
+    def abandoned(self, fields: list[str], now: float, grace_s: float) -> bool:
+        return any(
+            name in self.died_at and not self.alive[name] and now >= self.died_at[name] + grace_s for name in fields
+        )
