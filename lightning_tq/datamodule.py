@@ -158,6 +158,7 @@ class TQDataModule(LightningDataModule):
         for _, stream in streams.values():
             sampler = stream.sampler or "RankAwareSampler"
             if isinstance(sampler, BaseSampler):
+                sampler = sampler.for_ranks(topology.dp_size)
                 sampler.check(stream.batch_size, topology.dp_size)
             self.client.register_task(stream.task, sampler, topology.dp_size, stream.tail)
         assert self._group is not None

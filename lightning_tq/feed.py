@@ -20,8 +20,8 @@ Place = dict[str, Any]
 class Host(Protocol):
     """What a feed needs to know of the run it is part of."""
 
-    def partition_of(self, stage: str, stream: Stream) -> str:
-        """Name of the partition that an iterator starting now reads."""
+    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
+        """Name of the partition that an iterator starting now (or so many epochs later) reads."""
 
     def replays(self, stage: str) -> bool:
         """Whether this run reads the same batches again and again."""
@@ -112,15 +112,21 @@ class Feed:
 
     # ---- iterators ----
 
-    def begin(self) -> None:
-        """Move the cursor to where an iterator that starts now begins; ends the one before it."""
+    def read(self, iterate: Callable[[], Iterator[Any]]) -> Reading:
+        """The live iterator; ends the one before it. ``iterate`` gives the loader's items from the cursor on."""
         self.close_reading()
-        name = self._host.partition_of(self.stage, self.stream)
+        self._reading = Reading(self, iterate)
+        return self._reading
+
+    def begin(self, epochs_ahead: int = 0) -> None:
+        """Move the cursor to where an iterator that starts now begins."""
+        name = self._host.partition_of(self.stage, self.stream, epochs_ahead)
         if self.partition not in (None, name):
             self.left.append(str(self.partition))
         self.partition = name
+        self.taken = self.trained = 0
+        self.resumed = self._restored
         place = self.place
-        self.resumed, self._restored = self._restored, False
         if self.replay or place is None or place["partition_id"] != name:
             self.batches_done = 0
             self.dataset.step(name)
@@ -128,18 +134,12 @@ class Feed:
             self.batches_done = place["batch_index"] if self.resumed else self.batches_done
             self.dataset.load_state_dict(place)
 
-    def read(self, items: Iterator[Any]) -> Reading:
-        """The live iterator over what the loader yields."""
-        self.taken = self.trained = 0
-        self._reading = Reading(self, items)
-        return self._reading
-
-    def next_item(self, reading: Reading, items: Iterator[Any]) -> TQBatch:
+    def next_item(self, reading: Reading) -> TQBatch:
         """Wait for a batch. Raises what ended the run meanwhile; StopIteration at the end of the stream."""
         self._host.check()
         started = self.waiting_since = time.perf_counter()
         try:
-            data, meta = next(items)
+            data, meta = self._next(reading)
         except StopIteration:
             self._host.check()  # a stopped stream ends, too
             reading.close()
@@ -150,6 +150,17 @@ class Feed:
             self.waited_s += time.perf_counter() - started
         self.taken += 1
         return TQBatch(data, meta, self.dataset.state_dict())
+
+    def _next(self, reading: Reading) -> Any:
+        try:
+            return next(reading.items)
+        except StopIteration:
+            if self.taken or not (self.resumed and self.stage == "train" and "epoch" in self.stream.variables):
+                raise
+        # Resumed at the very end of an epoch: Lightning asks before it counts that epoch as done, and asks only once.
+        self._host.check()
+        reading.restart(epochs_ahead=1)
+        return next(reading.items)
 
     def _ended(self, reading: Reading) -> None:
         promised = self.stream.num_batches
@@ -167,6 +178,7 @@ class Feed:
     def mark_trained(self, batch: Any) -> None:
         """The Trainer is done with this batch. Something else than a TQBatch (a hook replaced it) can't be placed."""
         self.trained += 1
+        self._restored = False
         if isinstance(batch, TQBatch) and batch.place is not None:
             self._places[self.label] = batch.place
             self.batches_done += batch.place["micro_batch"] == 0
@@ -193,20 +205,41 @@ class Feed:
 
 
 class Reading(Iterator[TQBatch]):
-    """A live iterator of a loader: measures the wait, and knows that it is over."""
+    """A live iterator of a loader. Where it starts is decided at the first ``next``, when Lightning knows its epoch."""
 
-    def __init__(self, feed: Feed, items: Iterator[Any]) -> None:
+    def __init__(self, feed: Feed, iterate: Callable[[], Iterator[Any]]) -> None:
         self._feed = feed
-        self._items: Iterator[Any] | None = items
+        self._iterate: Callable[[], Iterator[Any]] | None = iterate
+        self._items: Iterator[Any] | None = None
 
     def __next__(self) -> TQBatch:
-        if self._items is None:
+        if self._iterate is None:
             raise StopIteration
-        return self._feed.next_item(self, self._items)
+        return self._feed.next_item(self)
+
+    @property
+    def items(self) -> Iterator[Any]:
+        """What the loader yields."""
+        if self._items is None:
+            self.restart()
+        assert self._items is not None
+        return self._items
+
+    def restart(self, epochs_ahead: int = 0) -> None:
+        """Begin, or begin again in the partition of a later epoch."""
+        assert self._iterate is not None
+        _close(self._items)
+        self._feed.begin(epochs_ahead)
+        self._items = self._iterate()
 
     def close(self) -> None:
         """Stop what fetches ahead. Idempotent."""
+        self._iterate = None
         items, self._items = self._items, None
-        close = getattr(items, "close", None)
-        if close is not None:
-            close()
+        _close(items)
+
+
+def _close(items: Iterator[Any] | None) -> None:
+    close = getattr(items, "close", None)
+    if close is not None:
+        close()

@@ -40,8 +40,7 @@ class StreamLoader(StreamingDataLoader):
         return dataset.feed
 
     def __iter__(self) -> Iterator[TQBatch]:  # type: ignore[override]
-        self.feed.begin()
-        return self.feed.read(super().__iter__())
+        return self.feed.read(super().__iter__)
 
     def state_dict(self) -> dict[str, Any]:
         """What was trained, not what Lightning fetched ahead."""

@@ -75,8 +75,10 @@ class Run:
 
     # ---- what feeds ask ----
 
-    def partition_of(self, stage: str, stream: Stream) -> str:
-        return self.switch.partition(self.trainer, stage, stream)
+    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
+        # Not current_epoch: after a resume at the end of an epoch it lags behind until training starts.
+        epoch = self.trainer.fit_loop.epoch_progress.current.processed + epochs_ahead
+        return self.switch.partition(stream, epoch=epoch, global_step=self.trainer.global_step, stage=stage)
 
     def replays(self, stage: str) -> bool:
         overfit: float = getattr(self.trainer, "overfit_batches", 0)

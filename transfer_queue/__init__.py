@@ -9,7 +9,9 @@ from typing import Any
 
 _KV = ("kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear")
 _MODULES = {
-    "transfer_queue.interface": ("init", "close", "get_client", "get_metrics_endpoint", *_KV, *(f"async_{name}" for name in _KV)),
+    "transfer_queue.interface": (
+        "init", "close", "get_client", "get_metrics_endpoint", *_KV, *(f"async_{name}" for name in _KV),
+    ),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "TransferQueueClient"),
     "transfer_queue.errors": (
@@ -27,7 +29,7 @@ _MODULES = {
 }  # fmt: skip
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_WHERE)  # noqa: PLE0605
+__all__ = sorted(_WHERE)
 __version__ = Path(__file__).with_name("version").joinpath("version").read_text().strip()
 
 

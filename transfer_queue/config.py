@@ -67,21 +67,22 @@ def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
     from omegaconf import OmegaConf
 
     flags = {"allow_objects": True}
-    defaults = OmegaConf.create(files("transfer_queue").joinpath("config.yaml").read_text(), flags=flags)
+    defaults: Any = OmegaConf.create(files("transfer_queue").joinpath("config.yaml").read_text(), flags=flags)
     # A section of a larger configuration may refer to its whole: resolved while it still knows it.
-    plain = OmegaConf.to_container(conf, resolve=True) if OmegaConf.is_config(conf) else dict(conf or {})
-    given = OmegaConf.create(plain, flags=flags)
-    known = OmegaConf.to_container(defaults)
+    plain: Any = OmegaConf.to_container(conf, resolve=True) if OmegaConf.is_config(conf) else dict(conf or {})
+    given: Any = OmegaConf.create(plain, flags=flags)
+    known: Any = OmegaConf.to_container(defaults)
     top = list(known)
     for key in given:
         if key not in known and (near := difflib.get_close_matches(str(key), top, 1, _TYPO_CUTOFF)):
             raise _unknown(str(key), near, top)
         if key in known and isinstance(known[key], dict):
             _check_keys(given._get_node(key), known[key], str(key))
-    merged = OmegaConf.merge(defaults, given)
+    merged: Any = OmegaConf.merge(defaults, given)
     merged._set_flag("allow_objects", True)
     _check_values(merged)
-    return merged
+    result: DictConfig = merged
+    return result
 
 
 def _check_keys(given: Any, known: Mapping[str, Any], path: str) -> None:
@@ -89,7 +90,7 @@ def _check_keys(given: Any, known: Mapping[str, Any], path: str) -> None:
 
     if not isinstance(given, DictConfig) or given._is_none() or given._is_missing():
         return
-    for key in given:
+    for key in map(str, given):
         if key in _FREE_SECTIONS:
             continue
         if key not in known:
@@ -128,14 +129,17 @@ def _check_values(conf: DictConfig) -> None:
             f"unknown storage backend {conf.backend.storage_backend!r}; this version has 'SimpleStorage'."
         )
     if conf.metrics.enabled or storage.ssd_offload.enabled:
-        raise ConfigError("metrics.enabled and ssd_offload.enabled aren't available in this version; set them to false.")
+        raise ConfigError(
+            "metrics.enabled and ssd_offload.enabled aren't available in this version; set them to false."
+        )
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:
     """As JSON-able data, for the controller to hand to every client; objects become their type's name."""
     from omegaconf import OmegaConf
 
-    return {str(key): _plain(value) for key, value in OmegaConf.to_container(conf, resolve=True).items()}
+    container: Any = OmegaConf.to_container(conf, resolve=True)
+    return {str(key): _plain(value) for key, value in container.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from transfer_queue.sampler.registry import resolve
 from transfer_queue.transport.base import Envelope, Outgoing
 from transfer_queue.utils.logging_utils import get_logger
 
-Watch = Callable[[int, int | None, Callable[[float], Iterable[Outgoing]]], None]
+Watch = Callable[[int, int | None, Callable[[float], Iterable[Outgoing]]], Callable[[], None]]
 DropValues = Callable[[Sequence[int]], None]
 _log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ class TransferQueueController:
         self._welcome = json.dumps(conf).encode()
         self._drop_values = drop_values
         self._waiting: dict[tuple[str, int], Envelope] = {}
-        self._watched: set[str] = set()
+        self._clients: dict[str, Callable[[], None]] = {}  # and what stops watching its process
         self.watch: Watch | None = None
         """How the transport notices the death of a client's process; set by who serves this."""
 
@@ -58,10 +58,10 @@ class TransferQueueController:
             if isinstance(request, p.Hello):
                 return self._welcome_client(envelope, request)
             replies = self.plane.handle(envelope.client, request, now)
+            if isinstance(request, p.Withdraw):
+                self._waiting.pop((envelope.client, request.request), None)
             if isinstance(request, p.Goodbye):
-                self._watched.discard(envelope.client)
-                replies += self.plane.client_gone(envelope.client, now, died=False)
-                self._drop_orphans()
+                return [*self._outgoing(replies), *self._forget(envelope.client, now, died=False)]
         except Exception as error:  # the one place: a bug of ours must not take the queue down
             replies = [To(envelope.client, p.Failed(request.id, *to_wire(error)))]
         return self._outgoing(replies)
@@ -74,21 +74,23 @@ class TransferQueueController:
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
         """The client's process ended without a goodbye."""
-        if client not in self._watched:
-            return []
-        self._watched.discard(client)
+        return self._forget(client, now, died=True) if client in self._clients else []
+
+    def _forget(self, client: str, now: float, died: bool) -> list[Outgoing]:
+        self._clients.pop(client, _nothing)()
         for key in [key for key in self._waiting if key[0] == client]:
             del self._waiting[key]
-        replies = self.plane.client_gone(client, now)
+        replies = self.plane.client_gone(client, now, died=died)
         self._drop_orphans()
         return self._outgoing(replies)
 
     def _welcome_client(self, envelope: Envelope, request: p.Hello) -> Iterable[Outgoing]:
         client = envelope.client
-        known = client in self._watched  # two threads of it may greet at the same time
-        self._watched.add(client)
-        if self.watch is not None and not known:
-            self.watch(request.pid, request.pid_namespace, lambda now: self.client_gone(client, now))
+        if client not in self._clients:  # two threads of it may greet at the same time
+            self._clients[client] = _nothing
+            if self.watch is not None:
+                stop = self.watch(request.pid, request.pid_namespace, lambda now: self.client_gone(client, now))
+                self._clients[client] = stop
         return self._outgoing([To(client, p.Welcome(request.id, self._welcome))])
 
     def _drop_orphans(self) -> None:
@@ -107,3 +109,7 @@ class TransferQueueController:
             if envelope is not None:
                 answers.append(Outgoing(envelope, p.encode(reply)))
         return answers
+
+
+def _nothing() -> None:
+    """Stops the watch of a process that isn't watched."""

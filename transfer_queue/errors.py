@@ -97,7 +97,7 @@ def _tree(cls: type[TransferQueueError]) -> list[type[TransferQueueError]]:
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """(code, text) of an error, as it travels: our own class by name, plain bad input as such, the rest as RemoteError."""
+    """(code, text) of an error as it travels: ours by class name, plain bad input as such, the rest as RemoteError."""
     if isinstance(error, TransferQueueError):
         return type(error).__name__, str(error)
     if isinstance(error, (ValueError, TypeError)):

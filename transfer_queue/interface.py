@@ -25,6 +25,7 @@ _TQ_CLIENT: TransferQueueClient | None = None
 _TQ_STORAGE: Any = None
 _TQ_CONTROLLER: Any = None
 _TQ_CONFIG: Any = None
+_ended: set[str] = set()
 _lock = threading.RLock()
 
 Tag = dict[str, Any]
@@ -45,24 +46,27 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
         QueueUnreachableError: nobody answers at the address.
         LaunchError: a server process did not start.
     """
-    global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     with _lock:
-        if _TQ_CLIENT is not None and _TQ_CONFIG is not None:
-            return _TQ_CONFIG
-        merged = merge({"address": conf} if isinstance(conf, str) else conf)
-        address = merged.address or queue_address()
-        if address is not None:
-            _TQ_CLIENT, _TQ_CONFIG = _join(str(address))
-            return _TQ_CONFIG
-        queue = LocalQueue(merged)
-        try:
-            _TQ_CLIENT, _TQ_CONFIG = _join(queue.address)
-        except BaseException:
-            queue.close()
-            raise
-        _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
-        announce_address(queue.address)
-        return _TQ_CONFIG
+        if _TQ_CLIENT is None or _TQ_CONFIG is None:
+            _begin(merge({"address": conf} if isinstance(conf, str) else conf))
+        running: DictConfig = _TQ_CONFIG
+        return running
+
+
+def _begin(merged: DictConfig) -> None:
+    global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
+    address = merged.address or queue_address()
+    if address is not None and address not in _ended:  # else: the configuration of a queue that this process has closed
+        _TQ_CLIENT, _TQ_CONFIG = _join(str(address))
+        return
+    queue = LocalQueue(merged)
+    try:
+        _TQ_CLIENT, _TQ_CONFIG = _join(queue.address)
+    except BaseException:
+        queue.close()
+        raise
+    _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
+    announce_address(queue.address)
 
 
 def _join(address: str) -> tuple[TransferQueueClient, Any]:
@@ -80,7 +84,10 @@ def connect(client_id: str, conf: Any, layout: str | None = None) -> TransferQue
     client = TransferQueueClient(client_id, conf["controller"]["zmq_info"])
     backend = conf["backend"]
     name = backend["storage_backend"]
-    client.initialize_storage_manager(name, backend[name], layout=layout or conf["client"]["layout"])
+    settings = conf["client"]
+    client.initialize_storage_manager(
+        name, backend[name], layout=layout or settings["layout"], timeout_s=settings["timeout_s"]
+    )
     return client
 
 
@@ -107,6 +114,7 @@ def close() -> None:
             if queue_address() == queue.address:
                 announce_address(None)
             queue.close()
+            _ended.add(queue.address)
 
 
 def get_client() -> TransferQueueClient:
@@ -125,7 +133,7 @@ def get_client() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """"host:port" of the queue's metrics; None when it has none, or this process has joined no queue."""
+    """ "host:port" of the queue's metrics; None when it has none, or this process has joined no queue."""
     if _TQ_CONFIG is None:
         return None
     endpoint = _TQ_CONFIG["metrics"].get("endpoint")
@@ -172,9 +180,7 @@ async def async_kv_batch_get(
     return await kv.batch_get(get_client(), keys, partition_id, select_fields)
 
 
-async def async_kv_batch_get_by_meta(
-    meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None
-) -> TensorDict:
+async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
     """Values of the keys and fields that a put or a list returned."""
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 

@@ -118,7 +118,8 @@ class Insert(Request, frozen=True):
 class Fetch(Request, frozen=True):
     """The next batch for a consumer, or the one it was given before. Parked up to ``wait_s`` seconds.
 
-    ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not.
+    ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not. ``first_index``:
+    the batches from there up to this one are drawn first, in their order, where nobody asked for them yet.
     """
 
     partition: str
@@ -132,6 +133,13 @@ class Fetch(Request, frozen=True):
     finite: bool = False
     sampler_args: dict[str, Any] = {}
     acks: list[str] = []
+    first_index: int | None = None
+
+
+class Withdraw(Request, frozen=True):
+    """The caller has given up waiting for its ``request``: it is neither carried out nor answered any more."""
+
+    request: int
 
 
 class Ack(Request, frozen=True):
@@ -282,6 +290,7 @@ class NotReady(Reply, frozen=True):
     """No batch yet; try again. Of ``samples`` that the task has still to get, ``lacking`` counts those without a field.
 
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
+    Where the batch was drawn before, for other fields, the numbers are about its samples.
     """
 
     wanted: int
@@ -328,7 +337,7 @@ class KeyList(Reply, frozen=True):
 
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Cancel | Publish
-    | Insert | Fetch | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags
+    | Insert | Fetch | Withdraw | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags
     | ClearSamples | ClearPartition | ListPartitions | ResolveKeys | KeysOf | ListKeys | GetStats
 )  # fmt: skip
 AnyReply = (

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -24,7 +26,7 @@ from transfer_queue.utils.processes import pid_namespace
 
 R = TypeVar("R", bound=p.Reply)
 _HELLO_TIMEOUT_S = 10.0
-_GOODBYE_TIMEOUT_S = 1.0
+_LAST_WORDS_TIMEOUT_S = 1.0
 _BEFORE_THE_SERVERS = 20
 
 
@@ -69,12 +71,7 @@ class Session:
     async def _greet(self) -> None:
         if self._closed:
             raise ClosedError("this client was closed; make a new one, or call init() again.")
-        path = self.controller.address.removeprefix("ipc://")
-        if path != self.controller.address and not Path(path).exists():
-            raise QueueUnreachableError(
-                f"no queue at {self.controller.address}: there is no such socket. Is the address right (TQ_ADDRESS, or "
-                f"the one that init() returned), and is the process that started the queue still running?"
-            )
+        _check_socket(self.controller.address)
         if self._farewell is None:
             # A process that just ends has left on purpose: without a goodbye it would count as a dead producer.
             self._farewell = Finalize(None, _leave, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
@@ -93,14 +90,26 @@ class Session:
             TransferQueueError: what the controller answered instead, as the class it named.
         """
         await self.config()
-        return await self._exchange(request(next(self._ids), *args, **kw), expected, self.timeout_s + wait_s)
+        message = request(next(self._ids), *args, **kw)
+        try:
+            return await self._exchange(message, expected, self.timeout_s + wait_s)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            if wait_s:  # it may be parked, and must not be carried out for nobody
+                await self._tell(p.Withdraw(next(self._ids), message.id))
+            raise
+
+    async def _tell(self, request: p.Request) -> None:
+        with contextlib.suppress(TransferQueueError):  # it may be gone already, and with it what it knew of us
+            await self._exchange(request, p.Done, _LAST_WORDS_TIMEOUT_S)
 
     async def _exchange(self, request: p.Request, expected: type[R], timeout_s: float) -> R:
         replies = await self.caller.call_many([Call(self.controller, p.encode(request))], timeout_s)
         try:
             reply = p.decode_reply(replies[0].header)
         except msgspec.DecodeError as error:
-            raise ProtocolError(f"can't read the controller's answer: {error}. Do both run the same version?") from error
+            raise ProtocolError(
+                f"can't read the controller's answer: {error}. Do both run the same version?"
+            ) from error
         if isinstance(reply, p.Failed):
             raise from_wire(reply.code, reply.text)
         if not isinstance(reply, expected):
@@ -114,11 +123,18 @@ class Session:
             self._farewell.cancel()
             self._farewell = None
         if known and self._pid == os.getpid():
-            try:
-                run_blocking(self._exchange(p.Goodbye(next(self._ids)), p.Done, _GOODBYE_TIMEOUT_S))
-            except TransferQueueError:
-                pass  # it is gone already, and with it what it knew of us
+            run_blocking(self._tell(p.Goodbye(next(self._ids))))
         self.caller.close()
+
+
+def _check_socket(address: str) -> None:
+    """On this host a missing socket is known at once, without waiting for an answer."""
+    path = address.removeprefix("ipc://")
+    if path != address and not Path(path).exists():
+        raise QueueUnreachableError(
+            f"no queue at {address}: there is no such socket. Is the address right (TQ_ADDRESS, or the one that "
+            f"init() returned), and is the process that started the queue still running?"
+        )
 
 
 def _leave(session: weakref.ref[Session]) -> None:

@@ -26,7 +26,7 @@ class RolloutConfig:
     """Prompts answered at once, with one version of the policy."""
     answers_per_prompt: int = 8
     """Size of a group. The sampler and the loss must be told the same number."""
-    max_staleness: int = 2
+    max_staleness: int = 1
     """Most optimizer steps between the policy that answers and the one that learns from it; over 3 it learns worse."""
     validation_tasks: int = 256
     """Held-out tasks in every validation partition, the same ones each time."""

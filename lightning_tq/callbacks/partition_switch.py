@@ -28,9 +28,9 @@ class PartitionSwitch(Callback):
         """
         self.clear_finished = clear_finished
 
-    def partition(self, trainer: Trainer, stage: str, stream: Stream) -> str:
+    def partition(self, stream: Stream, *, epoch: int, global_step: int, stage: str) -> str:
         """The partition for an iterator that starts now. Override for names of your own; must agree on all ranks."""
-        return stream.partition_at(epoch=trainer.current_epoch, global_step=trainer.global_step, stage=stage)
+        return stream.partition_at(epoch=epoch, global_step=global_step, stage=stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         datamodule_of(trainer, "PartitionSwitch")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -46,11 +47,25 @@ def test_a_put_into_a_full_queue_waits_for_a_clear_and_goes_on(client, name, for
 def test_a_put_that_waited_in_vain_says_what_to_do_and_leaves_nothing(client, name):
     client.put(rows(a=torch.arange(18)), partition_id=name)
     begin = time.monotonic()
-    with pytest.raises(tq.StorageFullError, match=r"Storage capacity exceeded: 3 samples .* 2 of 20 are free") as caught:
+    with pytest.raises(
+        tq.StorageFullError, match=r"Storage capacity exceeded: 3 samples .* 2 of 20 are free"
+    ) as caught:
         client.put(rows(a=torch.arange(3)), partition_id=name)
     assert 0.4 < time.monotonic() - begin < 3.0
     assert all(isinstance(caught.value, kind) for kind in (TimeoutError, ValueError, RuntimeError))
     assert client.put(rows(a=torch.arange(2)), partition_id=name).size == 2
+
+
+def test_a_put_cancelled_while_it_waits_takes_no_room_later(client, name):
+    meta = client.put(rows(a=torch.arange(20)), partition_id=name)
+
+    async def go() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(client.async_put(rows(a=torch.arange(20)), partition_id=name), 0.05)
+
+    asyncio.run(go())
+    client.clear_samples(meta)
+    assert client.put(rows(a=torch.arange(20)), partition_id=name).size == 20
 
 
 def test_a_put_larger_than_the_queue_is_refused_at_once(client, name):

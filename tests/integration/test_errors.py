@@ -129,7 +129,11 @@ def test_an_object_that_needs_pickle_names_its_type_and_the_switch(client, name)
 
 def test_a_tag_that_is_no_plain_data_is_refused_before_the_values_are_written(client, name):
     meta = client.put(rows(a=torch.tensor([1])), partition_id=name)
-    for tag, text in (({"t": object()}, "holds a object"), ({3: 1}, "named by strings"), ({"big": 2**70}, "can't be sent")):
+    for tag, text in (
+        ({"t": object()}, "holds a object"),
+        ({3: 1}, "named by strings"),
+        ({"big": 2**70}, "can't be sent"),
+    ):
         bad = meta.copy()
         bad.update_custom_meta([tag])
         with pytest.raises(TypeError, match=text):

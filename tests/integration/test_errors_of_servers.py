@@ -108,9 +108,9 @@ def test_a_controller_killed_while_a_fetch_waits_ends_it_at_once(start, fork):
     client = tq.get_client()
     client.put(rows(a=torch.arange(1)), partition_id="p")
     fork(kill_when_waiting, server(conf, "controller").pid)
-    with pytest.raises(ConnectionError, match="controller .* has ended"):
+    with pytest.raises(ConnectionError, match=r"controller .* has ended"):
         client.get_meta(["a"], 2, "p", task_name="t", timeout_s=60.0)
-    with pytest.raises(ConnectionError, match="controller .* has ended"):
+    with pytest.raises(ConnectionError, match=r"controller .* has ended"):
         asyncio.run(client.async_get_meta(["a"], 2, "p", task_name="t", timeout_s=60.0))
     with pytest.raises(ConnectionError):
         client.put(rows(a=torch.arange(1)), partition_id="p")
@@ -131,9 +131,9 @@ def test_a_killed_unit_is_an_error_for_what_it_holds_and_the_queue_still_closes(
     while not client.get_stats()["partitions"].get("other", {}).get("held"):
         pass
     killed(server(conf, "unit0"))
-    with pytest.raises(ConnectionError, match="storage unit .* has ended"):
+    with pytest.raises(ConnectionError, match=r"storage unit .* has ended"):
         client.get_data(meta)
-    with pytest.raises(ConnectionError, match="storage unit .* has ended"):
+    with pytest.raises(ConnectionError, match=r"storage unit .* has ended"):
         client.put(rows(a=torch.arange(1)), partition_id="p")
     writer.kill()  # what it had reserved can't be freed in the dead unit, and the controller must outlive that
     writer.join(JOIN_S)

@@ -119,7 +119,7 @@ def test_one_dict_object_given_as_every_tag_stays_separate(queue, name):
 
 def test_a_failed_put_takes_back_its_new_keys_and_keeps_the_known_ones(queue, name):
     tq.kv_put("known", name, {"x": torch.tensor(1)})
-    with pytest.raises(ValueError, match="int64.*float32"):
+    with pytest.raises(ValueError, match=r"int64.*float32"):
         tq.kv_batch_put(["known", "new"], name, rows(x=torch.tensor([0.5, 0.5])))
     assert list(tq.kv_list(name)[name]) == ["known"]
     assert tq.kv_batch_get("known", name)["x"].tolist() == [1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import pickle
 import select
@@ -76,6 +77,15 @@ def test_the_configuration_travels_by_pickle_and_leads_to_the_queue(start):
     client.close()
 
 
+def test_the_configuration_of_a_closed_queue_starts_another_one(start):
+    conf = start({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+    tq.close()
+    again = start(conf)
+    assert again.address != conf.address
+    assert list(again.backend.SimpleStorage.zmq_info) == ["unit0"]
+    tq.kv_put("k", "p", tag={"a": 1})
+
+
 def test_the_defaults_are_a_file_that_others_may_read_and_pass_back(start):
     text = (files("transfer_queue") / "config.yaml").read_text()
     conf = OmegaConf.create(text)
@@ -123,26 +133,34 @@ def test_importing_the_package_loads_neither_torch_nor_lightning():
 
 def test_what_one_process_writes_needs_no_close(start, script):
     code = "import torch, transfer_queue as tq; tq.init(); tq.kv_put('k', 'p', {'x': torch.ones(2, 3)})"
-    assert finished(script(code + "; print(tq.kv_batch_get('k', 'p')['x'][0].tolist())")) == "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]\n"
+    assert (
+        finished(script(code + "; print(tq.kv_batch_get('k', 'p')['x'][0].tolist())"))
+        == "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]\n"
+    )
 
 
-def test_an_owner_that_is_killed_or_interrupted_leaves_no_process_and_no_directory(own_temporary_directory, script):
-    wait = "; print('up', flush=True); input()"
-    plain = "import transfer_queue as tq; tq.init()" + wait
-    in_thread = MINE + "tq.init({'controller': {'sampler': Mine()}})" + wait
-    ends = [(plain, signal.SIGKILL), (in_thread, signal.SIGKILL), (plain, signal.SIGTERM), (plain, signal.SIGINT)]
-    owners = [(script(code), number) for code, number in ends]
-    children = []
-    for owner, number in owners:
-        assert owner.stdout.readline() == "up\n"
-        children += [os.pidfd_open(child.pid) for child in psutil.Process(owner.pid).children(recursive=True)]
-        owner.send_signal(number)
-    assert len(children) == 3 + 2 + 3 + 3
+def own_a_queue(in_thread: bool, up: Any) -> None:
+    class Local(tq.SequentialSampler):
+        """Can't be imported elsewhere, so the controller stays in this process."""
+
+    tq.init({"controller": {"sampler": Local()}} if in_thread else None)
+    up.set()
+    signal.pause()
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["controller in a process", "controller in a thread"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_an_owner_that_is_ended_leaves_no_process_and_no_directory(own_temporary_directory, fork, number, in_thread):
+    up = multiprocessing.get_context("fork").Event()
+    owner = fork(own_a_queue, in_thread, up)
+    assert up.wait(JOIN_S)
+    children = [os.pidfd_open(child.pid) for child in psutil.Process(owner.pid).children(recursive=True)]
+    os.kill(owner.pid, number)
+    assert len(children) == (2 if in_thread else 3)
     for child in children:
         assert select.select([child], [], [], JOIN_S)[0] == [child]  # readable: it has ended
         os.close(child)
-    for owner, _ in owners:
-        owner.communicate()
+    owner.join(JOIN_S)
     assert list(own_temporary_directory.glob("tq-*")) == []
 
 
@@ -260,6 +278,41 @@ def test_loops_come_and_go_without_leaving_descriptors(start):
 
     first = max(descriptors() for _ in range(3))
     assert max(descriptors() for _ in range(30)) <= first + 8
+
+
+def test_clients_that_come_and_go_leave_nothing_in_the_controller(start):
+    conf = start()
+    controller = psutil.Process(conf.controller.zmq_info.pid)
+
+    def come_and_go() -> int:
+        for _ in range(5):
+            client = tq.TransferQueueClient("c", conf.controller.zmq_info)
+            client.get_partition_list()
+            client.close()
+        return controller.num_fds()
+
+    first = come_and_go()
+    assert max(come_and_go() for _ in range(6)) <= first + 3
+
+
+def test_a_close_ends_the_calls_that_wait_in_other_threads(start):
+    start()
+    client = tq.get_client()
+    failures: list[BaseException] = []
+
+    def waits() -> None:
+        try:
+            client.get_meta(["a"], 1, "p", task_name="t", timeout_s=60.0)
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    while not client.get_stats()["waiting"]:
+        pass
+    tq.close()
+    thread.join(JOIN_S)
+    assert [str(failure)[:22] for failure in failures] == ["this client was closed"]
 
 
 # ---- samplers of users ----

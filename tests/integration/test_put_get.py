@@ -13,7 +13,6 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 from transfer_queue.transport.modes import run_blocking
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
 

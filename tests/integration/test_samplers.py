@@ -61,7 +61,9 @@ def test_a_balanced_round_is_drawn_for_all_ranks_at_once(client, name, task):
 def test_a_balanced_draw_without_lengths_names_the_sample(client, name, task):
     client.register_task(task, sampler=tq.SeqlenBalancedSampler(n_samples_per_prompt=1, dp_size=1))
     meta = client.put(rows(a=torch.arange(1)), partition_id=name)
-    with pytest.raises(ValueError, match=rf"{meta.global_indexes[0]}.*total_lengths|total_lengths.*{meta.global_indexes[0]}"):
+    with pytest.raises(
+        ValueError, match=rf"{meta.global_indexes[0]}.*total_lengths|total_lengths.*{meta.global_indexes[0]}"
+    ):
         client.get_meta(["a"], 1, name, task_name=task, sampling_config={"dp_rank": 0, "batch_index": 0})
     assert client.get_consumption_status(task, name)[1].tolist() == [0]
 

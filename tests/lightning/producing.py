@@ -54,3 +54,14 @@ def produce_then_die(partition: str, count: int) -> None:
     sys.stderr.write("about to be killed\n")
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def produce_epochs(epochs: int, train: int, val: int) -> None:
+    """Sealed partitions train@0, val@0, train@1, …; ``train`` rows (of 3 puts) and ``val`` rows each."""
+    client = tq.get_client()
+    for epoch in range(epochs):
+        for part in range(3):
+            count = train // 3 if part else train - 2 * (train // 3)
+            client.put(rows(count, start=100 * part), partition_id=f"train@{epoch}")
+        client.seal_partition(f"train@{epoch}")
+        fill(client, f"val@{epoch}", val)

@@ -73,3 +73,23 @@ def test_an_endless_stream_resumes_behind_the_last_trained_batch(
     model = Recorder()
     trainer(max_epochs=-1, max_steps=6).fit(model, datamodule=dm, ckpt_path=tmp_path / "step=2.ckpt")
     assert model.indexes() == indexes[8:24]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
+def test_a_checkpoint_of_the_last_batch_or_of_validation_goes_on_with_the_next_epoch(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    class SaveAfterValidation(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"validated{trainer.current_epoch}.ckpt")
+
+    dm = data(train=stream("train@{epoch}", **options), val=stream("val@{epoch}", task="evaluate"))
+    indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(3)]
+    for epoch in range(3):
+        fill(dm.client, f"val@{epoch}", 4)
+    callbacks = [Save(tmp_path), SaveAfterValidation()]
+    trainer(max_epochs=2, callbacks=callbacks, num_sanity_val_steps=0).fit(Recorder(), datamodule=dm)
+    for name in ("step=3", "validated0"):
+        model = Recorder()
+        trainer(max_epochs=3).fit(model, datamodule=dm, ckpt_path=tmp_path / f"{name}.ckpt")
+        assert model.indexes() == indexes[1] + indexes[2], name

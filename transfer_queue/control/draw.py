@@ -65,13 +65,20 @@ class SamplerView:
         Raises:
             KeyError: the partition has no such sample.
         """
-        table = self._partition.table
-        rows, found = table.find(np.asarray(list(indexes), dtype=np.int64))
+        rows = self._rows(indexes)
+        offsets, sizes = (self._partition.table.column(name)[rows].tolist() for name in ("put_offset", "put_size"))
+        return list(zip(offsets, sizes, strict=True))
+
+    def put_numbers(self, indexes: Iterable[int]) -> list[int]:
+        """Which put of the partition each sample came with. Raises KeyError as ``put_positions`` does."""
+        numbers: list[int] = self._partition.table.column("put_number")[self._rows(indexes)].tolist()
+        return numbers
+
+    def _rows(self, indexes: Iterable[int]) -> Rows:
+        rows, found = self._partition.table.find(np.asarray(list(indexes), dtype=np.int64))
         if not found.all():
             raise KeyError(f"partition {self.partition_id!r} doesn't hold all of these samples")
-        return list(
-            zip(table.column("put_offset")[rows].tolist(), table.column("put_size")[rows].tolist(), strict=True)
-        )
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Partition:
         self.num_published = 0
         self.num_free = 0
         self.num_held = 0
+        self._num_puts = 0
         self._preallocate = preallocate
         self._incarnation = incarnation
         self._allocator = allocator
@@ -75,6 +76,8 @@ class Partition:
         self.table.column("holder")[rows] = holder
         self.table.column("put_offset")[rows] = np.arange(count)
         self.table.column("put_size")[rows] = count
+        self._num_puts += 1
+        self.table.column("put_number")[rows] = self._num_puts
         return rows
 
     def _has_begun(self) -> bool:

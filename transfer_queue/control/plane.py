@@ -47,6 +47,7 @@ class ControlPlane:
             p.Cancel: lambda client, request, now: writing.cancel(state, client, request),
             p.Publish: lambda client, request, now: writing.publish(state, client, request, now),
             p.Fetch: self._fetch,
+            p.Withdraw: self._withdraw,
             p.Ack: self._ack,
             p.Describe: lambda client, request, now: queries.describe(state, request),
             p.ConsumptionStatus: lambda client, request, now: queries.consumption_status(state, request),
@@ -219,6 +220,14 @@ class ControlPlane:
             return Service(fetch, partition, task).not_ready(now)
         except _REFUSALS as error:  # the task was registered anew since
             return p.Failed(fetch.id, *to_wire(error))
+
+    def _withdraw(self, client: str, request: p.Withdraw, now: float) -> p.Reply:
+        meant = (client, request.request)
+        given_up = self._state.waiters.remove_where(lambda parked: (parked.client, parked.request.id) == meant)
+        for parked in given_up:
+            if parked.lane != writing.WRITERS:
+                self._state.touch(parked.lane)  # whoever waited behind it may have its turn
+        return p.Done(request.id, len(given_up))
 
     def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:
         partition = self._state.partitions.get(request.partition)

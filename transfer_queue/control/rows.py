@@ -41,6 +41,7 @@ class RowTable:
         self.add_column("state", np.uint8)
         self.add_column("put_offset", np.int32)
         self.add_column("put_size", np.int32)
+        self.add_column("put_number", np.int32)
 
     @property
     def capacity(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -12,7 +13,7 @@ from transfer_queue.control.consumer import UNLEDGERED, Consumer
 from transfer_queue.control.draw import Draw, Share, foreign
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import RowState
+from transfer_queue.control.rows import Rows, RowState
 from transfer_queue.control.tasks import Task
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes
@@ -68,6 +69,11 @@ class Service:
             entry = self._known((self._rank, batch_index))
             if entry is not None:
                 return self._from_ledger(entry)
+            for earlier in self._skipped(batch_index) if may_draw else ():
+                fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
+                reply = Service(fetch, self._partition, self._task).answer(now, may_draw, waited)
+                if not isinstance(reply, Batch):
+                    return reply
         if self._consumer.ended is not None:
             return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
         if self._consumer.is_over(batch_index):
@@ -79,6 +85,15 @@ class Service:
         if shares is not None:
             return self._hand_out(draw, shares)
         return self._end(draw, now, waited)
+
+    def _skipped(self, batch_index: int) -> range:
+        """Batches before this one that weren't drawn yet: drawn later they could starve, with this one's samples gone."""
+        first = start = batch_index
+        if self._fetch.first_index is not None:
+            first = self._fetch.first_index
+        while start > first and not self._consumer.ledger.holds((self._rank, start - 1)):
+            start -= 1
+        return range(start, batch_index)
 
     def _known(self, key: BatchKey) -> Entry | None:
         ledger = self._consumer.ledger
@@ -112,7 +127,7 @@ class Service:
                 f"as a partition lives, or read it as another task."
             )
 
-    def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
+    def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended | None:
         """Write the round down, then answer the rank that asked."""
         draw.forget()
         if draw.batch_index is None:
@@ -135,8 +150,11 @@ class Service:
             self._consumer.tell_over(batch_index, self._rank or 0, self._dp_size or 1)
         return Ended(self._fetch.id, "consumed", dropped)
 
-    def _from_ledger(self, entry: Entry) -> Batch:
+    def _from_ledger(self, entry: Entry) -> Batch | None:
+        """None while its samples lack fields: it was drawn by a fetch that asked for others."""
         reply = self.batch(entry.indexes, entry.token, entry.key[1], entry.padding)
+        if 0 in reply.status:
+            return None
         rows = self._partition.rows_of(entry.consumes)
         self._consumer.ledger.took(entry.key)
         if not self._consumer.consumed[rows].all():  # a replay after a reset of consumption
@@ -183,23 +201,28 @@ class Service:
         )  # fmt: skip
 
     def not_ready(self, now: float) -> NotReady:
-        """Why there is no batch yet, in numbers."""
+        """Why there is no batch yet, in numbers: of the samples still to draw, or of a batch that lacks fields."""
         partition, fetch = self._partition, self._fetch
-        undrawn = self._consumer.num_undrawn
-        ready = self._consumer.ready(tuple(fetch.fields)).count
+        batch_index = self._batch_index()
+        entry = None if batch_index is None else self._consumer.ledger.get((self._rank, batch_index))
+        if entry is not None:
+            rows = partition.rows_of(entry.indexes)
+            wanted = samples = len(rows)
+            ready = int(np.count_nonzero(partition.schema.complete(rows, fetch.fields)))
+        else:
+            wanted, samples = self._task.needed(fetch), self._consumer.num_undrawn
+            ready = self._consumer.ready(tuple(fetch.fields)).count
+            rows = self._undrawn() if samples > ready else np.empty(0, dtype=np.intp)
+        lacking = {name: int(np.count_nonzero(~partition.schema.has(name)[rows])) for name in fetch.fields}
         last = partition.last_published
         return NotReady(
-            fetch.id, self._task.needed(fetch), ready, undrawn, self._lacking() if undrawn > ready else {},
+            fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},
             None if last is None else now - last, partition.schema.written(),
         )  # fmt: skip
 
-    def _lacking(self) -> dict[str, int]:
-        table = self._partition.table
-        undrawn = np.flatnonzero((table.column("state") == RowState.LIVE) & (self._consumer.given == 0))
-        counts = {
-            name: int(np.count_nonzero(~self._partition.schema.has(name)[undrawn])) for name in self._fetch.fields
-        }
-        return {name: count for name, count in counts.items() if count}
+    def _undrawn(self) -> Rows:
+        live = self._partition.table.column("state") == RowState.LIVE
+        return np.flatnonzero(live & (self._consumer.given == 0))
 
 
 def describe(

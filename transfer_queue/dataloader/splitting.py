@@ -45,8 +45,12 @@ def token_budget_batch_fn(
         micro_batch_size: At most so many rows in one, None: any number.
         lengths: Name of the tag that holds a sample's tokens, or of a field: numbers [N], or a jagged column.
     Raises:
-        ValueError: one sample alone exceeds the budget, or has no length.
+        ValueError: one sample alone exceeds the budget, or has no length; a budget or size below 1.
     """
+    if max_tokens < 1 or (micro_batch_size is not None and micro_batch_size < 1):
+        raise InvalidRequestError(
+            f"max_tokens and micro_batch_size must be at least 1, got {max_tokens} and {micro_batch_size}."
+        )
     weights = _lengths(td, batch_meta, lengths)
     sizes: list[int] = []
     tokens = 0
@@ -88,15 +92,37 @@ def _rows(td: Any) -> int:
 
 
 def _cut(column: Any, sizes: Sequence[int]) -> list[Any]:
-    if isinstance(column, torch.Tensor) and column.is_nested:
-        rows = column.unbind()
-        return [
-            torch.nested.nested_tensor(list(part), layout=column.layout, dtype=column.dtype, device=column.device)
-            for part in _slices(rows, sizes)
-        ]
-    if isinstance(column, torch.Tensor):
+    if not isinstance(column, torch.Tensor):
+        return _slices(column, sizes)
+    if not column.is_nested:
         return list(torch.split(column, list(sizes)))
-    return _slices(column, sizes)
+    # ``_ragged_idx`` has no public twin.
+    if column.layout == torch.jagged and column.lengths() is None and column._ragged_idx == 1:
+        return _cut_jagged(column, sizes)
+    return [
+        torch.nested.nested_tensor(list(part), layout=column.layout, dtype=column.dtype, device=column.device)
+        for part in _slices(column.unbind(), sizes)
+    ]
+
+
+def _cut_jagged(column: Any, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Views of the same values."""
+    values, offsets = column.values(), column.offsets()
+    lengths = offsets.diff().tolist()
+    edges = offsets.tolist()
+    parts, start = [], 0
+    for size in sizes:
+        stop, own = start + size, lengths[start : start + size]
+        # Without the longest length to_padded_tensor() would pad to the sum of all.
+        part = torch.nested.nested_tensor_from_jagged(
+            values[edges[start] : edges[stop]],
+            offsets[start : stop + 1] - edges[start],
+            min_seqlen=min(own),
+            max_seqlen=max(own),
+        )
+        parts.append(part)
+        start = stop
+    return parts
 
 
 def _slices(rows: Any, sizes: Sequence[int]) -> list[Any]:

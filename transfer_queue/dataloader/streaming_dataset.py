@@ -216,7 +216,7 @@ class StreamingDataset(IterableDataset[Any]):
         """This worker's share of the batches from ``start`` on, until the stream or the iteration is over."""
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        client, spec = self._own_client(), self._spec()
+        client, spec = self._own_client(), self._spec(start, stride)
         stream = BatchStream(
             lambda pause: BatchFetcher(client, spec, start.partition_id, pause),
             start.batch_index + first,
@@ -231,9 +231,12 @@ class StreamingDataset(IterableDataset[Any]):
                 yield Bundle(batch_index, list(self._process(data, meta)))
                 del data, meta  # else they would be held while the next batch is awaited
 
-    def _spec(self) -> StreamSpec:
+    def _spec(self, start: Start, num_readers: int) -> StreamSpec:
+        config = self.sampling_config
+        if num_readers > 1:  # a worker that runs ahead must not take the samples of a batch that another one waits for
+            config = {**config, "first_index": start.batch_index}
         return StreamSpec(
-            self.data_fields, self.batch_size, self.task_name, self.sampling_config,
+            self.data_fields, self.batch_size, self.task_name, config,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
             SLICE_S if self.prefetch_batches else UNTHREADED_SLICE_S,
         )  # fmt: skip

@@ -137,6 +137,16 @@ class BaseSampler(ABC):
             "kwargs": {name: _plain(value, f"argument {name} of {where}") for name, value in kwargs.items()},
         }
 
+    def for_ranks(self, dp_size: int) -> BaseSampler:
+        """This sampler for so many data-parallel ranks: built anew where its ``dp_size`` was left at the default."""
+        parameter = inspect.signature(type(self).__init__).parameters.get("dp_size")
+        if parameter is None or self.dp_size == dp_size or self.dp_size not in (None, parameter.default):
+            return self
+        args, kwargs = self._arguments
+        names = [*inspect.signature(type(self).__init__).parameters][1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs, "dp_size": dp_size}
+        return type(self)(**given)
+
     def _check_ranks(self, dp_size: int | None) -> None:
         if dp_size is not None and self.dp_size is not None and dp_size != self.dp_size:
             raise SamplerError(

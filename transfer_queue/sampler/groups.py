@@ -31,7 +31,7 @@ def whole_groups(ready: Sequence[int], size: int, view: Any, expected: int) -> I
     positions = put_positions(head)
     if not isinstance(positions, list):  # a Mock in the partition's place answers any call
         return _runs(chain(head, indexes), size)
-    return _put_groups(_located(head, positions, indexes, put_positions), size, put_positions)
+    return _put_groups(_located(head, positions, indexes, put_positions), size, view)
 
 
 def _runs(indexes: Iterable[int], size: int) -> Iterator[list[int]]:
@@ -56,9 +56,7 @@ def _located(
         positions = put_positions(head) if head else []
 
 
-def _put_groups(
-    samples: Iterable[tuple[int, int, int]], size: int, put_positions: _PutPositions
-) -> Iterator[list[int]]:
+def _put_groups(samples: Iterable[tuple[int, int, int]], size: int, view: Any) -> Iterator[list[int]]:
     block: list[int] = []  # samples of one put, from a multiple of ``size`` on
     short_puts: list[int] = []  # whole puts of fewer than ``size`` samples, indexes consecutive
     last = (-1, -1, -1)
@@ -66,7 +64,7 @@ def _put_groups(
         index, offset, put_size = sample
         if offset % size == 0:
             block = []
-        elif not block or not _same_put(last, sample, put_positions):
+        elif not block or not _same_put(last, sample, view):
             block, last = [], sample
             continue
         block.append(index)
@@ -86,14 +84,18 @@ def _linked(chain_so_far: list[int], put: list[int], size: int) -> list[int]:
     return chain_so_far + put if follows and len(chain_so_far) + len(put) <= size else put
 
 
-def _same_put(last: tuple[int, int, int], sample: tuple[int, int, int], put_positions: _PutPositions) -> bool:
+def _same_put(last: tuple[int, int, int], sample: tuple[int, int, int], view: Any) -> bool:
     if (sample[1], sample[2]) != (last[1] + 1, last[2]):
         return False
     if sample[0] == last[0] + 1:
         return True
     # A gap in the indexes: the first half of one put and the second half of an equally large one look alike.
+    put_numbers = getattr(view, "put_numbers", None)
+    if put_numbers is not None:
+        first, second = put_numbers([last[0], sample[0]])
+        return bool(first == second)
     # They are two puts when the next index continues the first one; it just isn't ready.
     try:
-        return put_positions([last[0] + 1]) != [(last[1] + 1, last[2])]
+        return bool(view.put_positions([last[0] + 1]) != [(last[1] + 1, last[2])])
     except (LookupError, ValueError):  # that index lies in another partition or was cleared
         return True

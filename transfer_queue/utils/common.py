@@ -15,7 +15,7 @@ _log = get_logger(__name__)
 
 
 def get_env_bool(key: str, default: bool = False) -> bool:
-    """Whether an environment variable says true, 1, yes, y or on, in any case; ``default`` where it is unset or empty."""
+    """Whether a variable says true, 1, yes, y or on, in any case; ``default`` where it is unset or empty."""
     return environment_text(key, str(default)).strip().lower() in _TRUE
 
 

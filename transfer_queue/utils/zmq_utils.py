@@ -21,7 +21,7 @@ class ZMQServerInfo:
     def __init__(
         self,
         role: str,
-        id: str,  # noqa: A002 (the name that users know)
+        id: str,
         ip: str = "localhost",
         ports: Mapping[str, str] | None = None,
         pid: int | None = None,

@@ -36,7 +36,8 @@ class Fetches(Line):
             data_fields: Names, or one name. None in mode "force_fetch": every field that all samples have.
             mode: "fetch" gives ``task_name`` its next ``batch_size`` ready samples; "insert" makes new samples;
                 "force_fetch" describes all samples of the partition, consumed or not, and marks nothing.
-            sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; the rest goes to the sampler as keywords.
+            sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; ``first_index`` (where several readers of one
+                stream began: its batches are drawn in their order); the rest goes to the sampler as keywords.
             timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
         Returns:
             Empty ("not yet") only when the queue is configured with ``polling_mode``.
@@ -52,7 +53,9 @@ class Fetches(Line):
         fields = as_names(data_fields or [])
         if mode not in ("fetch", "insert"):
             near = difflib.get_close_matches(str(mode), ["fetch", "insert", "force_fetch"], 1, 0.0)
-            raise InvalidRequestError(f"unknown mode {mode!r}; did you mean {near[0]!r}? Also: fetch, insert, force_fetch.")
+            raise InvalidRequestError(
+                f"unknown mode {mode!r}; did you mean {near[0]!r}? Also: fetch, insert, force_fetch."
+            )
         if batch_size is None:
             raise InvalidRequestError(f"get_meta in mode {mode!r} needs a batch_size.")
         if mode == "insert":
@@ -90,11 +93,12 @@ class Fetches(Line):
         """
         arguments = {str(key): value for key, value in (sampling_config or {}).items()}
         named = [arguments.pop(name, None) for name in ("dp_rank", "batch_index", "dp_size")]
+        first_index = arguments.pop("first_index", None)
         for name in ("partition_id", "task_name"):
             arguments.pop(name, None)
         reply: Any = await self.session.ask(
             p.Fetch, p.Reply, partition_id, task_name, list(fields), batch_size, *named, wait_s, finite, arguments,
-            list(acks), wait_s=wait_s,
+            list(acks), first_index, wait_s=wait_s,
         )  # fmt: skip
         if isinstance(reply, p.Ended):
             raise EndOfPartitionError(

@@ -26,7 +26,7 @@ class Line:
         zmq_io_threads: int | None = None,
         zmq_max_sockets: int | None = None,
     ) -> None:
-        """``zmq_io_threads`` and ``zmq_max_sockets`` are accepted for compatibility: one I/O thread serves a process."""
+        """``zmq_io_threads`` and ``zmq_max_sockets`` change nothing: one I/O thread serves a process."""
         if controller_info is None:
             raise InvalidRequestError("controller_info is None: pass conf.controller.zmq_info of a running queue.")
         if not isinstance(controller_info, ZMQServerInfo):

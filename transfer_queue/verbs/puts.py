@@ -181,4 +181,5 @@ def as_tensordict(data: Any) -> TensorDict:
         raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")
     if not len(data.batch_size):
         raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
-    return data
+    rows: TensorDict = data
+    return rows

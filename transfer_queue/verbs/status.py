@@ -21,7 +21,7 @@ class Statuses(Line):
     """Verbs that look at samples without reading values."""
 
     async def async_get_consumption_status(self, task_name: str, partition_id: str) -> Status:
-        """(indexes int64 [N], consumed int8 [N]) of the partition, pre-allocated samples included; (None, None) unknown."""
+        """(indexes int64 [N], consumed int8 [N]), pre-allocated samples included; (None, None): unknown partition."""
         return _status(await self.session.ask(p.ConsumptionStatus, p.Status, partition_id, task_name))
 
     async def async_get_production_status(self, data_fields: Sequence[str], partition_id: str) -> Status:
@@ -49,8 +49,8 @@ class Statuses(Line):
         rows = zip(metadata.partition_ids, metadata.global_indexes, metadata.custom_meta, strict=True)
         for partition, index, own in rows:
             tags.setdefault(partition, {})[index] = dict(own)
-        for own in tags.values():
-            check_tags(own)
+        for of_partition in tags.values():
+            check_tags(of_partition)
         if tags:
             await self.session.ask(p.SetTags, p.Done, tags)
             metadata.mark_custom_meta_clean()

@@ -101,8 +101,8 @@ class PartitionModel:
     def ready(self, task: str, fields: list[str]) -> list[int]:
         return [index for index in self.undrawn(task) if self.has(index, fields)]
 
-    def lacking(self, task: str, fields: list[str]) -> dict[str, int]:
-        counts = {name: sum(not self.has(index, [name]) for index in self.undrawn(task)) for name in fields}
+    def lacking(self, indexes: list[int], fields: list[str]) -> dict[str, int]:
+        counts = {name: sum(not self.has(index, [name]) for index in indexes) for name in fields}
         return {name: count for name, count in counts.items() if count}
 
     def make_live(self, indexes: list[int]) -> None:

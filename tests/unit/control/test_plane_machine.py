@@ -199,17 +199,28 @@ class PlaneMachine(RuleBasedStateMachine):
 
     def check_not_ready(self, partition: PartitionModel, request: Any, reply: p.NotReady) -> None:
         last = partition.last_published
-        undrawn, ready = partition.undrawn(request.task), partition.ready(request.task, request.fields)
-        assert reply.wanted == self.needed(request)
-        assert (reply.ready, reply.samples) == (len(ready), len(undrawn))
-        assert reply.lacking == partition.lacking(request.task, request.fields)
+        wanted, samples = self.needed(request), partition.undrawn(request.task)
+        if (batch := self.known_batch(partition, request)) is not None:
+            wanted, samples = len(batch), batch
+        ready = [index for index in samples if partition.has(index, request.fields)]
+        assert (reply.wanted, reply.ready, reply.samples) == (wanted, len(ready), len(samples))
+        assert reply.lacking == partition.lacking(samples, request.fields)
         assert reply.last_published_s == (None if last is None else self.now - last)
+
+    def known_batch(self, partition: PartitionModel, request: Any) -> list[int] | None:
+        """The samples of a batch that was drawn before, and that this fetch can only get with more fields."""
+        batch_index = request.batch_index
+        if batch_index is None and request.dp_rank is not None:
+            consumer = self.plane.state.partitions[request.partition].consumer(request.task)
+            batch_index = consumer.ledger.next_index(request.dp_rank)
+        entry = partition.view(request.task).ledger.get((request.dp_rank, batch_index))
+        return None if entry is None else entry.indexes
 
     def check_batch(self, partition: PartitionModel, request: Any, reply: p.Batch) -> None:
         indexes = p.unpack_indexes(reply.indexes).tolist()
         assert indexes, "an empty batch would be a fourth answer"
-        assert all(partition.has(index, request.fields) for index in indexes) or self.is_known(request, reply)
-        assert set(reply.fields) == {name for name in request.fields if self.is_written(partition, name)}
+        assert all(partition.has(index, request.fields) for index in indexes), "atomic"
+        assert set(reply.fields) == set(request.fields)
         assert reply.tags == {i: partition.samples[i].tags for i in set(indexes) if partition.samples[i].tags}
         view = partition.view(request.task)
         if reply.batch_index is None:
@@ -225,12 +236,6 @@ class PlaneMachine(RuleBasedStateMachine):
         assert (entry.indexes, entry.token) == (indexes, reply.token), "equal questions get equal answers"
         self.tokens.append((request.partition, request.task, entry.token))
         view.consumed |= {index for index in entry.consumes if index in partition.samples}
-
-    def is_known(self, request: Any, reply: p.Batch) -> bool:
-        return (request.dp_rank, reply.batch_index) in self.model[request.partition].view(request.task).ledger
-
-    def is_written(self, partition: PartitionModel, name: str) -> bool:
-        return name in partition.alive
 
     def take_round(self, partition: PartitionModel, request: Any, batch_index: int) -> None:
         """A batch that wasn't there before: so it must be there for every rank now."""

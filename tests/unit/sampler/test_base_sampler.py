@@ -133,3 +133,14 @@ def test_copies_keep_spec_and_state() -> None:
     for twin in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
         assert twin.spec() == sampler.spec()
         assert twin.sample([], 2, 0, 0, "t", "p") == ([1, 2], [1, 2])
+
+
+def test_a_sampler_follows_the_number_of_ranks_unless_it_was_told_one() -> None:
+    left_open = SeqlenBalancedSampler(4, weight="tokens").for_ranks(3)
+    assert isinstance(left_open, SeqlenBalancedSampler)
+    assert left_open.dp_size == 3
+    assert left_open.spec()["kwargs"] == {"n_samples_per_prompt": 4, "weight": "tokens", "dp_size": 3}
+    told = SeqlenBalancedSampler(4, dp_size=2)
+    assert told.for_ranks(3) is told
+    without = SequentialSampler()
+    assert without.for_ranks(3) is without

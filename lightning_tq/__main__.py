@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m lightning_tq`` is the ``lightning-tq`` command."""
+
+from __future__ import annotations
+
+import sys
+
+from lightning_tq.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a configuration, in one sentence: distilled from the parser's report, with the nearest known key."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import re
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+_UNKNOWN_HERE = re.compile(r"(?:does not accept option|Unrecognized arguments:|Key) '?-{0,2}([\w.]+)")
+_UNKNOWN_IN_CLASS = re.compile(r"^Option '([\w.]+)' is not accepted")
+_KEY = re.compile(r'^Parser key "([^"]+)":?')
+_CLASS = re.compile(r"^(?:- )?Problem with given class_path '([^']+)':")
+_FRAME = ("Does not validate against", "Subtypes:", "Errors:", "Given value")
+"""Beginnings of lines that say how the parser came to its reasons, not what they are."""
+
+
+def known_keys(parser: argparse.ArgumentParser) -> list[str]:
+    """All options of a parser, as in a configuration file."""
+    return sorted({action.dest for action in parser._actions if action.dest not in ("help", argparse.SUPPRESS)})
+
+
+def explain(message: str, known: Iterable[str]) -> str:
+    """One sentence out of a report of the parser, or of an exception on the way."""
+    path: list[str] = []
+    classes: list[str] = []
+    for line in (raw.strip() for raw in message.splitlines()):
+        if key := _KEY.match(line):
+            path.append(key[1])
+        elif cls := _CLASS.match(line):
+            classes.append(cls[1])
+        elif line and not line.startswith(_FRAME):
+            where = f"{'.'.join(path)}: " if path else ""
+            return where + _reason(line.removeprefix("- "), classes, list(known))
+    return message.strip()
+
+
+def _reason(line: str, classes: list[str], known: list[str]) -> str:
+    if (option := _UNKNOWN_IN_CLASS.match(line)) and classes:
+        names = _parameters(classes[-1])
+        return f"{classes[-1]} has no option {option[1]!r}{_did_you_mean(option[1], names)} It has: {', '.join(names)}."
+    if key := _UNKNOWN_HERE.search(line):
+        wrong, names = _first_unknown(key[1], known)
+        return f"unknown key {wrong!r}{_did_you_mean(wrong.rpartition('.')[2], names)}"
+    return line
+
+
+def _did_you_mean(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1, 0.0)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def _first_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:
+    """The shortest part of a dotted key that nothing known begins with, and the names that could stand there."""
+    parts = key.split(".")
+    for length in range(1, len(parts) + 1):
+        level = {tuple(name.split(".")[:length]) for name in known}
+        if tuple(parts[:length]) not in level:
+            there = {name[-1] for name in level if len(name) == length and name[:-1] == tuple(parts[: length - 1])}
+            return ".".join(parts[:length]), sorted(there)
+    return key, known
+
+
+def _parameters(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    cls: Any = getattr(import_module(module), name)
+    skip = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return [parameter.name for parameter in parameters if parameter.kind not in skip]

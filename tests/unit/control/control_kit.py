@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short words for requests to a plane and for its replies."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane, To
+
+ROLLOUT, REWARDER, ACTOR, CRITIC = "rollout", "rewarder", "actor", "critic"
+INT = p.FieldSpec("int64", (4,))
+FLOAT = p.FieldSpec("float32", (1,))
+_ids = itertools.count(1)
+
+
+def fields(*names: str) -> dict[str, p.FieldSpec]:
+    return dict.fromkeys(names, INT)
+
+
+def send(plane: ControlPlane, client: str, verb: Any, *args: Any, now: float = 0.0, **kwargs: Any) -> list[To]:
+    """All replies that the request brings about."""
+    return plane.handle(client, verb(next(_ids), *args, **kwargs), now)
+
+
+def ask(plane: ControlPlane, client: str, verb: Any, *args: Any, now: float = 0.0, **kwargs: Any) -> Any:
+    """The request's own reply, which comes first; None while it is parked."""
+    request = verb(next(_ids), *args, **kwargs)
+    replies = plane.handle(client, request, now)
+    return next((to.reply for to in replies if to.reply.id == request.id), None)
+
+
+def indexes(reply: Any) -> list[int]:
+    assert not isinstance(reply, p.Failed), reply
+    return p.unpack_indexes(reply.indexes).tolist()
+
+
+def reserve(plane: ControlPlane, count: int, partition: str = "p", client: str = ROLLOUT, **kwargs: Any) -> list[int]:
+    return indexes(ask(plane, client, p.Reserve, partition, count, **kwargs))
+
+
+def publish(
+    plane: ControlPlane, samples: list[int], *names: str, partition: str = "p", client: str = ROLLOUT, now: float = 0.0,
+    tags: dict[int, dict[str, Any]] | None = None, **kwargs: Any,
+) -> list[To]:  # fmt: skip
+    """All replies; the publish's own comes first."""
+    packed = p.pack_indexes(samples)
+    return send(plane, client, p.Publish, partition, packed, fields(*(names or ("x",))), tags or {}, now=now, **kwargs)
+
+
+def put(
+    plane: ControlPlane, count: int, *names: str, partition: str = "p", client: str = ROLLOUT, now: float = 0.0,
+    lengths: list[int] | None = None,
+) -> list[int]:  # fmt: skip
+    """New samples with these fields (default "x"); ``lengths`` become their tag "total_lengths"."""
+    samples = reserve(plane, count, partition, client, now=now)
+    tags = {index: {"total_lengths": length} for index, length in zip(samples, lengths or [], strict=False)}
+    (own, *_) = publish(plane, samples, *names, partition=partition, client=client, now=now, tags=tags)
+    assert isinstance(own.reply, p.Published), own
+    return samples
+
+
+def fetch(
+    plane: ControlPlane, batch_size: int, rank: int | None = None, batch_index: int | None = None, *,
+    task: str = "train", names: tuple[str, ...] = ("x",), partition: str = "p", client: str = ACTOR, now: float = 0.0,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """The reply, None while parked (with ``wait_s``)."""
+    args = (partition, task, list(names), batch_size, rank, batch_index)
+    return ask(plane, client, p.Fetch, *args, now=now, **kwargs)
+
+
+def batch(*args: Any, **kwargs: Any) -> list[int]:
+    """The samples of a fetch that must be answered with a batch."""
+    reply = fetch(*args, **kwargs)
+    assert isinstance(reply, p.Batch), reply
+    return indexes(reply)
+
+
+def park(*args: Any, **kwargs: Any) -> None:
+    """A fetch that must wait."""
+    assert fetch(*args, wait_s=kwargs.pop("wait_s", 100.0), **kwargs) is None
+
+
+def batches(replies: list[To]) -> list[tuple[str, list[int]]]:
+    """(client, samples) of the batches among replies, in order."""
+    return [(to.client, indexes(to.reply)) for to in replies if isinstance(to.reply, p.Batch)]
+
+
+def refused(reply: Any, code: str, *parts: str) -> None:
+    """The reply is this error, and its text has these parts."""
+    assert isinstance(reply, p.Failed), reply
+    assert reply.code == code, reply
+    assert [part for part in parts if part not in reply.text] == [], reply.text
+
+
+def register(plane: ControlPlane, task: str = "train", **kwargs: Any) -> None:
+    reply = ask(plane, ACTOR, p.RegisterTask, task, **kwargs)
+    assert isinstance(reply, p.Done), reply
+
+
+def seal(plane: ControlPlane, partition: str = "p", now: float = 0.0) -> list[To]:
+    return send(plane, ROLLOUT, p.SealPartition, partition, now=now)
+
+
+def clear(plane: ControlPlane, samples: list[int], partition: str = "p") -> list[int]:
+    return indexes(ask(plane, ACTOR, p.ClearSamples, partition, p.pack_indexes(samples)))
+
+
+def ack(plane: ControlPlane, *tokens: str, partition: str = "p", task: str = "train") -> int:
+    settled: int = ask(plane, ACTOR, p.Ack, partition, task, list(tokens)).value
+    return settled
+
+
+def not_ready(reply: Any) -> tuple[int, int, int, dict[str, int]]:
+    """(wanted, ready, samples, lacking)"""
+    assert isinstance(reply, p.NotReady), reply
+    return reply.wanted, reply.ready, reply.samples, reply.lacking

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers: reserve, publish, cancel, pre-allocated samples, a full queue, and writers that die."""
+
+from __future__ import annotations
+
+import pytest
+from control_kit import (
+    ACTOR, FLOAT, INT, REWARDER, ROLLOUT, ask, batch, batches, clear, fetch, fields, indexes, park, publish, put, refused,
+    reserve, seal, send,
+)  # fmt: skip
+
+from transfer_queue import protocol as p
+
+
+def status(plane, partition="p"):
+    return indexes(ask(plane, ACTOR, p.ConsumptionStatus, partition, "train"))
+
+
+def orphans(plane):
+    return [index for found in plane.take_orphans() for index in found.tolist()]
+
+
+def test_indexes_ascend_over_all_partitions_and_are_never_reused(plane):
+    assert reserve(plane, 2, "p") == [0, 1]
+    assert reserve(plane, 1, "q") == [2]
+    clear(plane, [0, 1])
+    ask(plane, ACTOR, p.ClearPartition, "q")
+    assert reserve(plane, 2, "p") == [3, 4]
+
+
+def test_nothing_is_visible_before_its_publish(plane):
+    reserve(plane, 2)
+    assert status(plane) == []
+    assert isinstance(fetch(plane, 1), p.NotReady)
+    assert ask(plane, ACTOR, p.GetStats).value["partitions"]["p"]["held"] == 2
+
+
+def test_a_sample_is_ready_only_when_every_field_asked_for_is_there(plane):
+    samples = put(plane, 2, "x")
+    assert isinstance(fetch(plane, 1, names=("x", "y")), p.NotReady)
+    publish(plane, samples[1:], "y", client=REWARDER)
+    assert batch(plane, 1, names=("x", "y")) == [1]
+
+
+def test_a_parked_fetch_is_answered_by_the_publish_that_completes_it(plane):
+    samples = reserve(plane, 2)
+    park(plane, 2)
+    assert batches(publish(plane, samples[:1])) == []
+    assert batches(publish(plane, samples[1:])) == [(ACTOR, [0, 1])]
+    assert plane.next_deadline() is None
+
+
+def test_a_second_publish_of_a_field_replaces_it(plane):
+    samples = put(plane, 1, "x")
+    reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples), {"x": p.FieldSpec("int64", (9,))}, describe=True)
+    spec = p.FieldSpec("int64", None, True, False, bytes([9, 0, 0, 0]))
+    assert reply.fields == {"x": spec}
+    assert status(plane) == samples
+
+
+def test_a_sample_named_twice_in_a_publish_counts_once(plane):
+    samples = reserve(plane, 1)
+    publish(plane, samples * 3)
+    assert ask(plane, ACTOR, p.GetStats).value["partitions"]["p"]["published"] == 1
+    assert batch(plane, 1) == samples
+
+
+def test_tags_of_a_publish_merge_into_those_the_samples_have(plane):
+    samples = put(plane, 1, lengths=[7])
+    publish(plane, samples, tags={0: {"reward": 1.0}, 99: {"ignored": True}})
+    assert fetch(plane, 1).tags == {0: {"total_lengths": 7, "reward": 1.0}}
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_put_of_no_samples_is_refused(plane, count):
+    refused(ask(plane, ROLLOUT, p.Reserve, "p", count), "InvalidRequestError", "at least one sample", str(count))
+    assert ask(plane, ACTOR, p.ListPartitions).names == []
+
+
+def test_a_dtype_that_changes_is_refused_before_anything_is_reserved_or_visible(plane):
+    samples = put(plane, 1, "x")
+    texts = ("field 'x'", "'p'", "dtype int64", "dtype float32")
+    refused(ask(plane, ROLLOUT, p.Reserve, "p", 1, {"x": FLOAT}), "SchemaConflictError", *texts)
+    refused(ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples), {"x": FLOAT}), "SchemaConflictError", *texts)
+    held = reserve(plane, 1)
+    reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(held), {"y": INT, "x": FLOAT}, {held[0]: {"v": 1}})
+    refused(reply, "SchemaConflictError", *texts)
+    assert status(plane) == samples
+    assert not ask(plane, ACTOR, p.ProductionStatus, "p", ["y"]).known
+
+
+def test_objects_and_tensors_in_one_field_are_a_conflict_that_names_both(plane):
+    samples = put(plane, 1, "x")
+    objects = {"x": p.FieldSpec(None, None, is_non_tensor=True)}
+    reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples), objects)
+    refused(reply, "SchemaConflictError", "dtype int64", "plain objects")
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        (p.FieldSpec("int64", None, True, False, b"\1\0\0\0" * 3), "12 bytes of row shapes for 2 rows"),
+        (p.FieldSpec("int64", (2**40,)), "sizes go from 0 to"),
+        (p.FieldSpec("int64", (-1,)), "sizes go from 0 to"),
+    ],
+)
+def test_shapes_that_cannot_be_those_of_the_rows_leave_nothing_visible(plane, spec, part):
+    held = reserve(plane, 2)
+    reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(held), {"x": INT, "y": spec}, {0: {"v": 1}})
+    refused(reply, "InvalidRequestError", "field 'y'", part)
+    assert status(plane) == []
+    assert ask(plane, ACTOR, p.Describe, "p", [], p.pack_indexes(held)).tags == {}
+
+
+def test_tags_for_an_impossible_index_leave_nothing_visible(plane):
+    held = reserve(plane, 1)
+    reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(held), fields("x"), {2**70: {"v": 1}})
+    assert isinstance(reply, p.Failed)
+    assert status(plane) == []
+
+
+def test_a_publish_into_an_unknown_partition_names_those_that_exist(plane):
+    put(plane, 1, partition="known")
+    reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes([0]), fields("x"))
+    refused(reply, "UnknownPartitionError", "'p'", "'known'")
+
+
+def test_a_publish_of_cleared_samples_is_refused_whole(plane):
+    samples = reserve(plane, 3)
+    clear(plane, samples[:1])
+    (own,) = publish(plane, samples)
+    refused(own.reply, "SampleClearedError", "1 of 3 samples", "[0]", "'p'")
+    assert status(plane) == []
+
+
+def test_check_fields_says_that_samples_were_cleared(plane):
+    samples = put(plane, 2)
+    clear(plane, samples[:1])
+    reply = ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples), fields("y"))
+    refused(reply, "SampleClearedError", "[0]")
+    assert ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples[1:]), fields("y")).value == {"x": "int64"}
+
+
+# ---- cancel ----
+
+
+def test_cancel_gives_back_what_the_client_reserved_and_nothing_else(plane):
+    own, other, live = reserve(plane, 2), reserve(plane, 1, client=REWARDER), put(plane, 1)
+    reply = ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes([*own, *other, *live]))
+    assert indexes(reply) == own
+    publish(plane, other, client=REWARDER)
+    assert status(plane) == other + live
+
+
+def test_cancel_names_what_was_cleared_meanwhile_for_values_may_have_come_later(plane):
+    samples, live = reserve(plane, 2), put(plane, 1, partition="q")
+    clear(plane, samples[:1])
+    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(samples))) == [1, 0]
+    assert indexes(ask(plane, ROLLOUT, p.Cancel, "gone", p.pack_indexes([0, *live]))) == [0]
+
+
+def test_cancel_in_an_empty_partition_is_harmless(plane):
+    ask(plane, ROLLOUT, p.CreatePartition, "p")
+    (live,) = put(plane, 1, partition="q")
+    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes([live]))) == []
+
+
+def test_a_cancelled_write_ends_a_sealed_stream_that_waited_for_it(plane):
+    held = reserve(plane, 1)
+    seal(plane)
+    park(plane, 1)
+    replies = send(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(held))
+    assert [type(to.reply) for to in replies] == [p.Cleared, p.Ended]
+
+
+def test_tags_and_keys_of_a_cancelled_sample_are_forgotten(plane):
+    (sample,) = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["k"], create=True, hold=True))
+    ask(plane, ROLLOUT, p.SetTags, {"p": {sample: {"v": 1}}})
+    ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes([sample]))
+    partition = plane.state.partitions["p"]
+    assert (partition.tags, len(partition.keys)) == ({}, 0)
+
+
+def test_cancelled_reservations_do_not_pile_up(plane):
+    for _ in range(500):
+        ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(reserve(plane, 3)))
+    assert plane.state.partitions["p"].table.size < 200
+
+
+# ---- reservations ahead ----
+
+
+def test_a_publish_may_reserve_for_the_next_put(plane):
+    (own,) = publish(plane, reserve(plane, 2), reserve_next=2)
+    assert indexes(own.reply) == [2, 3]
+    assert status(plane) == [0, 1]
+    publish(plane, [2, 3])
+    assert batch(plane, 4) == [0, 1, 2, 3]
+
+
+def test_a_reservation_ahead_neither_delays_the_end_nor_survives_the_seal(plane):
+    (own,) = publish(plane, reserve(plane, 1), reserve_next=2)
+    seal(plane)
+    assert batch(plane, 1) == [0]
+    assert isinstance(fetch(plane, 1), p.Ended)
+    (late,) = publish(plane, indexes(own.reply))
+    refused(late.reply, "SampleClearedError", "was sealed")
+    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", own.reply.indexes)) == [1, 2]
+
+
+def test_nothing_is_reserved_ahead_where_it_would_take_room_or_samples_of_others(make_plane):
+    limited = make_plane(capacity=8)
+    (own,) = publish(limited, reserve(limited, 1), reserve_next=1)
+    assert indexes(own.reply) == []
+    counted = make_plane()
+    ask(counted, ACTOR, p.CreatePartition, "p", 3)
+    (own,) = publish(counted, reserve(counted, 2), reserve_next=2)
+    assert indexes(own.reply) == []
+
+
+def test_the_death_of_a_writer_gives_back_what_it_reserved_ahead_even_after_the_seal(plane):
+    publish(plane, reserve(plane, 1), reserve_next=2)
+    seal(plane)
+    plane.client_gone(ROLLOUT, now=1.0)
+    assert orphans(plane) == [1, 2]
+
+
+# ---- sealed partitions ----
+
+
+def test_a_sealed_partition_takes_no_new_samples_but_more_fields(plane):
+    samples = put(plane, 2)
+    seal(plane)
+    reply = ask(plane, ROLLOUT, p.Reserve, "p", 3)
+    refused(reply, "InvalidRequestError", "'p' is sealed after 2 samples, 3 more were put", "another partition")
+    publish(plane, samples, "y")
+    assert batch(plane, 2, names=("x", "y")) == samples
+
+
+def test_a_put_into_a_sealed_partition_is_refused_at_once_even_while_the_queue_is_full(make_plane):
+    plane = make_plane(capacity=2)
+    put(plane, 2)
+    seal(plane)
+    refused(ask(plane, ROLLOUT, p.Reserve, "p", 1), "InvalidRequestError", "sealed")
+
+
+def test_writes_under_way_may_still_publish_after_the_seal(plane):
+    samples = reserve(plane, 2)
+    seal(plane)
+    publish(plane, samples)
+    assert batch(plane, 2) == samples
+
+
+# ---- pre-allocated samples ----
+
+
+def test_preallocated_samples_count_from_the_first_put_on_and_are_taken_lowest_first(make_plane):
+    plane = make_plane(preallocate=4)
+    assert put(plane, 1) == [0]
+    assert status(plane) == [0, 1, 2, 3]
+    assert put(plane, 2) == [1, 2]
+    assert put(plane, 3) == [3, 4, 5]
+    assert status(plane) == [0, 1, 2, 3, 4, 5]
+
+
+def test_preallocated_samples_cannot_be_published_without_being_reserved(make_plane):
+    plane = make_plane(preallocate=4)
+    put(plane, 1)
+    (own,) = publish(plane, [1])
+    refused(own.reply, "InvalidRequestError", "pre-allocated")
+
+
+def test_a_cancelled_put_leaves_as_many_preallocated_samples_under_new_indexes(make_plane):
+    plane = make_plane(preallocate=3)
+    ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(reserve(plane, 2)))
+    assert status(plane) == [2, 3, 4]
+    assert put(plane, 3) == [2, 3, 4]
+
+
+def test_preallocation_happens_once_in_a_partitions_life(make_plane):
+    plane = make_plane(preallocate=3)
+    for _ in range(60):
+        clear(plane, put(plane, 3))
+    assert len(status(plane)) == 0
+
+
+def test_a_seal_drops_preallocated_samples_that_nobody_took(make_plane):
+    plane = make_plane(preallocate=4)
+    put(plane, 3)
+    seal(plane)
+    assert status(plane) == [0, 1, 2]
+
+
+# ---- a full queue ----
+
+
+def test_a_put_that_can_never_fit_is_refused_at_once(make_plane):
+    reply = ask(make_plane(capacity=4), ROLLOUT, p.Reserve, "p", 5)
+    refused(reply, "StorageFullError", "Storage capacity exceeded", "5 samples", "4 at most", "total_storage_size")
+
+
+def test_a_put_waits_for_room_and_gets_it_from_a_clear(make_plane):
+    plane = make_plane(capacity=3)
+    samples = put(plane, 3)
+    assert ask(plane, REWARDER, p.Reserve, "q", 2, wait_s=5.0) is None
+    (own,) = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[:1]))
+    assert isinstance(own.reply, p.Cleared)
+    (_, woken) = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[1:]))
+    assert (woken.client, indexes(woken.reply)) == (REWARDER, [3, 4])
+
+
+def test_parked_writers_are_served_first_come_first_served(make_plane):
+    plane = make_plane(capacity=3)
+    samples = put(plane, 3)
+    assert ask(plane, "large", p.Reserve, "p", 3) is None
+    assert ask(plane, "small", p.Reserve, "p", 1) is None
+    assert len(send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[:2]))) == 1
+    replies = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[2:]))
+    assert [to.client for to in replies[1:]] == ["large"]
+
+
+def test_a_writer_that_waited_in_vain_is_told_what_to_do_and_makes_way(make_plane):
+    plane = make_plane(capacity=3)
+    put(plane, 2)
+    assert ask(plane, "large", p.Reserve, "p", 2, wait_s=1.0, now=10.0) is None
+    assert ask(plane, "small", p.Reserve, "p", 1, wait_s=9.0, now=10.0) is None
+    assert plane.next_deadline() == 11.0
+    first, second = plane.expire(11.0)
+    texts = ("Storage capacity exceeded", "2 samples", "'p'", "waited 1.0 s", "1 of 3 are free", "put_timeout_s")
+    refused(first.reply, "StorageFullError", *texts)
+    assert (second.client, indexes(second.reply)) == ("small", [2])
+
+
+def test_a_writer_with_no_time_to_wait_is_refused_by_the_request_itself(make_plane):
+    plane = make_plane(capacity=1)
+    put(plane, 1)
+    refused(ask(plane, ROLLOUT, p.Reserve, "p", 1, wait_s=0.0), "StorageFullError", "waited 0.0 s")
+
+
+def test_capacity_counts_reservations_and_samples_of_all_partitions_but_not_preallocated_ones(make_plane):
+    plane = make_plane(capacity=4, preallocate=8)
+    reserve(plane, 1, "p")
+    put(plane, 3, partition="q")
+    refused(ask(plane, ROLLOUT, p.Reserve, "r", 1, wait_s=0.0), "StorageFullError", "0 of 4 are free")
+    ask(plane, ACTOR, p.ClearPartition, "q")
+    reserve(plane, 3, "r")
+
+
+def test_new_fields_of_known_samples_need_no_room(make_plane):
+    plane = make_plane(capacity=1)
+    samples = put(plane, 1)
+    publish(plane, samples, "y")
+    assert indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["nobody"], wait_s=0.0)) == []
+
+
+def test_insert_and_new_keys_wait_for_room_too(make_plane):
+    plane = make_plane(capacity=1)
+    samples = put(plane, 1)
+    assert ask(plane, "one", p.Insert, "p", 1, ["x"]) is None
+    assert ask(plane, "two", p.ResolveKeys, "p", ["k"], create=True) is None
+    (_, one) = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples))
+    assert (one.client, indexes(one.reply)) == ("one", [1])
+    (_, two) = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes([1]))
+    assert (two.client, two.reply.keys) == ("two", ["k"])
+
+
+def test_a_seal_ends_the_wait_of_a_writer_as_soon_as_its_turn_comes(make_plane):
+    plane = make_plane(capacity=1)
+    put(plane, 1)
+    assert ask(plane, "late", p.Reserve, "p", 1) is None
+    (_, late) = seal(plane)
+    refused(late.reply, "InvalidRequestError", "sealed")
+
+
+# ---- insert ----
+
+
+def test_inserted_samples_count_at_once_and_show_the_fields_asked_for_as_placeholders(plane):
+    reply = ask(plane, ROLLOUT, p.Insert, "p", 2, ["x", "y"])
+    assert (indexes(reply), reply.status) == ([0, 1], bytes(2))
+    assert reply.fields == {"x": p.FieldSpec(None, None), "y": p.FieldSpec(None, None)}
+    assert status(plane) == [0, 1]
+    assert ask(plane, ACTOR, p.ProductionStatus, "p", ["y", "x"]).status == bytes(4)
+
+
+# ---- writers that die ----
+
+
+def test_a_producer_killed_in_a_put_leaves_nothing_visible_and_its_values_are_orphans(plane):
+    reserve(plane, 2)
+    kept = put(plane, 1)
+    assert plane.client_gone(ROLLOUT, now=1.0) == []
+    assert orphans(plane) == [0, 1]
+    assert orphans(plane) == []
+    assert status(plane) == kept
+    (late,) = publish(plane, [0])
+    refused(late.reply, "SampleClearedError", "[0]")
+
+
+def test_the_death_of_a_parked_writer_lets_the_next_one_in(make_plane):
+    plane = make_plane(capacity=2)
+    put(plane, 1)
+    assert ask(plane, "large", p.Reserve, "p", 2) is None
+    assert ask(plane, "small", p.Reserve, "p", 1) is None
+    (woken,) = plane.client_gone("large", now=1.0)
+    assert (woken.client, indexes(woken.reply)) == ("small", [1])
+
+
+def test_reservations_of_a_dead_writer_make_room(make_plane):
+    plane = make_plane(capacity=2)
+    reserve(plane, 2)
+    assert ask(plane, REWARDER, p.Reserve, "p", 2) is None
+    (woken,) = plane.client_gone(ROLLOUT, now=1.0)
+    assert (woken.client, indexes(woken.reply)) == (REWARDER, [2, 3])
+
+
+def test_what_a_writer_held_when_it_was_cleared_is_an_orphan_once_the_writer_is_dead(plane):
+    first, second = reserve(plane, 2), reserve(plane, 1, partition="q")
+    clear(plane, first[:1])
+    ask(plane, ACTOR, p.ClearPartition, "q")
+    ask(plane, ACTOR, p.ClearPartition, "p")
+    plane.client_gone(ROLLOUT, now=1.0)
+    assert sorted(orphans(plane)) == first + second
+
+
+def test_a_client_that_never_wrote_may_vanish_unnoticed(plane):
+    put(plane, 1)
+    assert plane.client_gone("stranger", now=1.0) == []
+    assert orphans(plane) == []

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a user's fetch function is called, and what a waiting stream says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import transfer_queue.dataloader.fetching as module
+from transfer_queue import BatchMeta, protocol
+from transfer_queue.dataloader.fetching import (
+    BatchFetcher,
+    StreamSpec,
+    as_fetch,
+    default_fetch_batch_fn,
+)
+from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError
+
+VALUES = ("client", ["a"], 4, "p", "task", {"dp_rank": 0}, 7)
+
+
+def by_keyword(tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index):
+    return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
+
+
+def by_position(c, fields, n, where, who, how, which):
+    return c, fields, n, where, who, how, which
+
+
+def mixed(c, data_fields, n, partition_id, who, how, which):
+    return c, data_fields, n, partition_id, who, how, which
+
+
+def positional_only(tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index, /):
+    return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
+
+
+def any_order(*, batch_index, sampling_config, task_name, partition_id, batch_size, data_fields, tq_client):
+    return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
+
+
+def any_position(*values):
+    return values
+
+
+def any_name(**values):
+    return tuple(values.values())
+
+
+class Callable:
+    def __call__(self, tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index):
+        return tq_client, data_fields, batch_size, partition_id, task_name, sampling_config, batch_index
+
+
+@pytest.mark.parametrize(
+    "function",
+    [by_keyword, by_position, mixed, positional_only, any_order, any_position, any_name, Callable(), partial(any_name)],
+)
+def test_every_way_to_write_a_fetch_function_gets_the_same_values(function):
+    assert as_fetch(function)(VALUES) == VALUES
+
+
+def test_a_function_may_take_only_what_it_needs():
+    assert as_fetch(lambda batch_index, partition_id, extra=5: (partition_id, batch_index, extra))(VALUES) == (
+        "p",
+        7,
+        5,
+    )
+
+
+@pytest.mark.parametrize("function", [lambda: None, lambda one, two: None, lambda batch_index, unknown: None])
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_fetched(function):
+    with pytest.raises(ValueError, match="neither by name nor by position"):
+        as_fetch(function)
+
+
+def test_the_default_function_is_not_called_as_a_users():
+    assert as_fetch(default_fetch_batch_fn) is None
+
+
+class Client:
+    """Always answers the same; notes how long it might have parked each fetch. No queue is needed for this."""
+
+    def __init__(self, answer=None, consumed=False):
+        self.answer = answer
+        self.asked = []
+        self.waits = []
+        self.consumed = consumed
+
+    def fetch(self, *asked, wait_s, finite):
+        self.asked.append((*asked, finite))
+        self.waits.append(wait_s)
+        return self.answer
+
+    def check_consumption_status(self, task, partition):
+        return self.consumed
+
+
+NOT_READY = protocol.NotReady(1, 4, 1, 3, {"reward": 2}, 41.0, ["a", "reward"])
+
+
+def no_pause(seconds: float) -> bool:
+    return False
+
+
+def test_a_stream_that_times_out_says_what_is_missing():
+    spec = StreamSpec(["reward"], 4, "actor", {"dp_rank": 0}, timeout_s=0.0)
+    fetch = BatchFetcher(Client(NOT_READY), spec, "train@3", no_pause)
+    with pytest.raises(BatchTimeoutError) as caught:
+        fetch(5)
+    said = str(caught.value)
+    assert "task 'actor' waited 0.0 s for 4 samples of 'train@3': 1 ready, 2 lack field 'reward'" in said
+    assert "last published: 41 s ago" in said
+
+
+def test_one_request_is_parked_no_longer_than_the_stream_may_wait():
+    client = Client(NOT_READY)
+    spec = StreamSpec(["a"], 4, "actor", {"dp_rank": 0, "own": 1}, timeout_s=0.1, finite=True)
+    with pytest.raises(BatchTimeoutError):
+        BatchFetcher(client, spec, "p", no_pause)(5)
+    assert client.asked[0] == (["a"], 4, "p", "actor", {"dp_rank": 0, "own": 1, "batch_index": 5}, True)
+    assert client.waits == sorted(client.waits, reverse=True)
+    assert 0.0 <= client.waits[-1] < client.waits[0] <= 0.1
+
+
+def test_a_waiting_stream_reports_at_its_interval_what_it_waits_for(caplog):
+    module.logger.addHandler(caplog.handler)
+    stop = iter([False, False, True])
+    spec = StreamSpec(["reward"], 4, "actor", {}, report_every_s=0.0)
+    try:
+        assert BatchFetcher(Client(NOT_READY), spec, "train@3", lambda seconds: next(stop))(0) is None
+    finally:
+        module.logger.removeHandler(caplog.handler)
+    said = (
+        "task 'actor' waited 0.0 s for 4 samples of 'train@3': 1 ready, 2 lack field 'reward' (last published: 41 s "
+        "ago). Check the producers, lower batch_size, or wait longer (timeout_s)."
+    )
+    assert [record.getMessage() for record in caplog.records if record.name == module.__name__] == [said, said]
+
+
+def test_a_users_function_that_has_nothing_is_asked_again_after_a_pause():
+    answers = [(None, BatchMeta.empty()), (None, None), ({"anything": 1}, "meta")]
+    pauses = []
+    spec = StreamSpec(["a"], 4, "actor", {}, fetch_batch_fn=lambda batch_index: answers.pop(0))
+    fetch = BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))
+    assert fetch(0) == ({"anything": 1}, "meta")
+    assert pauses == [0.05, 0.05]
+
+
+def test_the_pause_is_configured_by_the_environment(monkeypatch):
+    monkeypatch.setenv("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "0.5")
+    answers, pauses = [(None, None), (1, None)], []
+    spec = StreamSpec(["a"], 4, "actor", {}, fetch_batch_fn=lambda batch_index: answers.pop(0))
+    BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))(0)
+    assert pauses == [0.5]
+
+
+def test_with_a_users_function_a_finite_stream_ends_when_all_is_consumed():
+    spec = StreamSpec(["a"], 4, "actor", {}, finite=True, fetch_batch_fn=lambda batch_index: (None, None))
+    with pytest.raises(EndOfPartitionError, match="every sample of 'p' is consumed by 'actor'"):
+        BatchFetcher(Client(consumed=True), spec, "p", no_pause)(0)
+
+
+def test_a_users_function_that_never_has_anything_times_out_by_name():
+    spec = StreamSpec(["a"], 4, "actor", {}, timeout_s=0.0, fetch_batch_fn=lambda batch_index: (None, None))
+    with pytest.raises(BatchTimeoutError, match="fetch_batch_fn has returned none so far"):
+        BatchFetcher(Client(), spec, "p", no_pause)(0)
