@@ -36,6 +36,8 @@ class TQArgumentParser(LightningArgumentParser):
     """Says what is wrong in a line or two, not in the terms of type checking."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # a part of a configuration, tried as one of several types
+            super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         text = explain(message, known_keys(parser))
         sys.stderr.write(f"error: {text}\ntip: {parser.prog.replace(' [options]', '')} --help explains every option.\n")
@@ -45,25 +47,25 @@ class TQArgumentParser(LightningArgumentParser):
 class TQCLI(LightningCLI):
     """LightningCLI with a TQDataModule; a subclass of it where the configuration names one by data.class_path."""
 
-    def __init__(self, args: Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         """Args:
-        args: Command line without the program's name. Default: this process' own.
         options: Of LightningCLI. Without ``model_class`` the configuration names the model by class_path.
         """
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        given = list(sys.argv[1:] if args is None else args)
+        given = options.get("args") or sys.argv[1:]
         fixed_model = "model_class" in options
         defaults = {
             "model_class": LightningModule,
             "datamodule_class": TQDataModule,
             "subclass_mode_model": not fixed_model,
             "subclass_mode_data": names_a_data_class(given),
+            "seed_everything_default": 0,  # what Lightning takes anyway, with a warning
             # A second run in the same place must not fail for the first one's copy of the configuration.
             "save_config_kwargs": {"overwrite": True},
             # parser_mode only works at the top; it resolves ${...} within a file.
             "parser_kwargs": {"parser_mode": "omegaconf", "prog": "lightning-tq", "description": _DESCRIPTION},
         }
-        super().__init__(args=args if args is None else given, **{**defaults, **options})
+        super().__init__(**{**defaults, **options})
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = TQArgumentParser(**kwargs)
@@ -110,12 +112,18 @@ def _loaded(value: str) -> Any:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, 1 for a run that failed, 2 for a configuration that can't be right."""
+    """Run the command. Returns the exit code: 0, 1 for a run that failed, 2 for a configuration that can't be right.
+
+    Args:
+        args: Command line without the program's name, which becomes this process' own. Default: as it is.
+    """
+    if args is not None:
+        sys.argv = [sys.argv[0], *args]  # what ranks that are started anew are given
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # a configuration may name modules beside it
     try:
-        cli = TQCLI(args)
+        cli = TQCLI()
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

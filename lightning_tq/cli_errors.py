@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-_UNKNOWN_HERE = re.compile(r"(?:does not accept option|Unrecognized arguments:|Key) '?-{0,2}([\w.]+)")
+_UNKNOWN_HERE = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.]+)", re.IGNORECASE)
 _UNKNOWN_IN_CLASS = re.compile(r"^Option '([\w.]+)' is not accepted")
 _KEY = re.compile(r'^Parser key "([^"]+)":?')
 _CLASS = re.compile(r"^(?:- )?Problem with given class_path '([^']+)':")
@@ -46,7 +46,7 @@ def _reason(line: str, classes: list[str], known: list[str]) -> str:
     if key := _UNKNOWN_HERE.search(line):
         wrong, names = _first_unknown(key[1], known)
         return f"unknown key {wrong!r}{_did_you_mean(wrong.rpartition('.')[2], names)}"
-    return line
+    return re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("a typing.Literal", "one of ")
 
 
 def _did_you_mean(name: str, names: list[str]) -> str:

@@ -14,6 +14,7 @@ from transfer_queue import BatchMeta
 
 from .losses import LossConfig, group_advantages, policy_loss
 from .model import Policy, PolicyConfig
+from .publisher import plan_of
 from .tasks import make_tasks, score
 from .vocabulary import decode
 from .warmup import WarmupConfig, accuracy, warm_up
@@ -23,10 +24,9 @@ class Actor(L.LightningModule):
     """Warms a policy up, then improves it with GRPO; one optimizer step per batch of the queue.
 
     Args:
-        answers_per_prompt: Size of a group, as the rollouts make it and the sampler keeps it.
         learning_rate: Peak of the schedule: up over ``ramp_steps`` steps, then straight down to ``final_share`` of it
             at the last step. Without the way down the last steps undo part of what was learned.
-        seed: Decides the warm-up's tasks and the tasks its accuracy is measured on.
+        seed: Decides all tasks, the rollouts' ones, too.
         policy: Size of the policy.
         loss: Clipping and entropy.
         warmup: Length of the warm-up.
@@ -35,7 +35,6 @@ class Actor(L.LightningModule):
 
     def __init__(
         self,
-        answers_per_prompt: int = 8,
         learning_rate: float = 3e-4,
         ramp_steps: int = 10,
         final_share: float = 0.1,
@@ -46,7 +45,6 @@ class Actor(L.LightningModule):
         validation_tasks: int = 256,
     ) -> None:
         super().__init__()
-        self.answers_per_prompt = answers_per_prompt
         self.learning_rate = learning_rate
         self.ramp_steps = ramp_steps
         self.final_share = final_share
@@ -87,12 +85,13 @@ class Actor(L.LightningModule):
 
     def training_step(self, batch: tuple[Any, BatchMeta], batch_idx: int) -> Tensor:
         data, meta = batch
+        plan = plan_of(self.trainer, self.seed)
         positions = torch.arange(data["responses"].shape[1], device=self.device)
         log_probs, entropy = self.policy.token_log_probs(data["prompts"], data["responses"])
         result = policy_loss(
             log_probs,
             data["old_log_probs"],
-            group_advantages(data["rewards"], self.answers_per_prompt),
+            group_advantages(data["rewards"], plan.answers_per_prompt),
             positions < data["lengths"][:, None],
             entropy,
             self.loss_config,

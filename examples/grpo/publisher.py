@@ -18,7 +18,7 @@ _KEPT_VERSIONS = 2
 class WeightPublisher(L.Callback):
     """Puts the policy onto the queue: before the first optimizer step, and after each. Says when training has ended.
 
-    The module has the policy as ``policy``; the train stream of the TQDataModule has a ``num_batches``.
+    The module has ``policy`` and ``seed``; the TQDataModule's train stream has ``num_batches`` and a sampler of groups.
     """
 
     def __init__(self) -> None:
@@ -43,16 +43,20 @@ class WeightPublisher(L.Callback):
             return  # the version stays the same while gradients accumulate
         self._version = trainer.global_step
         client = tq.get_client()
-        self._published.append(put_policy(client, pl_module.policy, plan_of(trainer)))
+        self._published.append(put_policy(client, pl_module.policy, plan_of(trainer, pl_module.seed)))
         while len(self._published) > _KEPT_VERSIONS:
             client.clear_samples(self._published.popleft())
 
 
-def plan_of(trainer: L.Trainer) -> Plan:
-    """Where a Trainer stands and how much it wants. Raises ValueError when its train stream doesn't say how much."""
+def plan_of(trainer: L.Trainer, seed: int) -> Plan:
+    """Where a Trainer stands, and what it wants. Raises ValueError when its train stream doesn't say how much."""
     stream, num_ranks = trainer.datamodule.train_feed().stream, trainer.datamodule.dp_size
-    if stream.num_batches is None:
-        raise ValueError("the train stream has no num_batches: rollouts must know how many answers make an epoch.")
+    answers_per_prompt = getattr(stream.sampler, "n_samples_per_prompt", None)
+    if stream.num_batches is None or answers_per_prompt is None:
+        raise ValueError(
+            f"the train stream has num_batches={stream.num_batches} and sampler {stream.sampler!r}. The rollouts must "
+            f"know how many answers make an epoch, and how many a group: give num_batches, and a sampler of groups."
+        )
     limit = trainer.limit_train_batches
     batches = min(stream.num_batches, limit) if isinstance(limit, int) else int(stream.num_batches * limit)
     return Plan(
@@ -60,4 +64,6 @@ def plan_of(trainer: L.Trainer) -> Plan:
         epoch=trainer.current_epoch,
         steps_per_epoch=max(1, batches // trainer.accumulate_grad_batches),
         answers_per_step=stream.micro_size * num_ranks * trainer.accumulate_grad_batches,
+        answers_per_prompt=answers_per_prompt,
+        seed=seed,
     )

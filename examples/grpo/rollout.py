@@ -15,23 +15,19 @@ import transfer_queue as tq
 from .model import Policy
 from .tasks import Task, make_tasks
 from .vocabulary import PAD, encode_prompts
-from .weights import PolicyFollower
+from .weights import Plan, PolicyFollower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """What a rollout process makes; the same for all of them. How much, the trainer says."""
+    """How a rollout process works; the same for all of them. What it makes, the trainer's plan says."""
 
     prompts_per_put: int = 32
     """Prompts answered at once, with one version of the policy."""
-    answers_per_prompt: int = 8
-    """Size of a group. The sampler and the loss must be told the same number."""
     max_staleness: int = 1
     """Most optimizer steps between the policy that answers and the one that learns from it; over 3 it learns worse."""
     validation_tasks: int = 256
     """Held-out tasks in every validation partition, the same ones each time."""
-    seed: int = 0
-    """Decides the prompts and the sampling. When each policy arrives it doesn't decide."""
 
 
 def rollout(worker: int = 0, num_workers: int = 1, **settings: Any) -> None:
@@ -53,12 +49,13 @@ class Rollout:
         self._config = config
         self._client = tq.get_client()
         self._follower = PolicyFollower(self._client, f"rollout-{worker}")
-        self._generator = torch.Generator().manual_seed(config.seed * num_workers + worker)
+        self._generator = torch.Generator()
 
     def run(self) -> None:
         """One epoch after the other, from the trainer's on."""
         try:
             policy = self._follower.follow()
+            self._generator.manual_seed(self._follower.plan.seed * self._num_workers + self._worker)
             for epoch in count(self._follower.plan.epoch):
                 if self._worker == 0:
                     self._put_validation(f"val@{epoch}", policy.config.prompt_width)
@@ -67,7 +64,7 @@ class Rollout:
             return  # the weights ended: so did training
 
     def _put_validation(self, partition: str, width: int) -> None:
-        tasks = make_tasks("validation", self._config.validation_tasks, self._config.seed)
+        tasks = make_tasks("validation", self._config.validation_tasks, self._follower.plan.seed)
         self._client.create_partition(partition, num_samples=len(tasks))
         prompts = encode_prompts([task.prompt for task in tasks], width)
         entries = NonTensorStack(*(task.entry for task in tasks))
@@ -77,14 +74,15 @@ class Rollout:
         partition, plan = f"train@{epoch}", self._follower.plan
         # Seals itself with the last answer, whichever process puts it.
         self._client.create_partition(partition, num_samples=plan.steps_per_epoch * plan.answers_per_step)
-        for step, tasks in self._puts(epoch, plan.steps_per_epoch, plan.answers_per_step):
+        for step, tasks in self._puts(epoch, plan):
             policy = self._follower.follow(least=step - self._config.max_staleness)
             self._put_answers(partition, tasks, policy)
 
-    def _puts(self, epoch: int, num_steps: int, answers_per_step: int) -> list[tuple[int, list[Task]]]:
+    def _puts(self, epoch: int, plan: Plan) -> list[tuple[int, list[Task]]]:
         """This process' share of an epoch: the optimizer step that gets the answers, and the tasks to answer."""
-        per_step, size = answers_per_step // self._config.answers_per_prompt, self._config.prompts_per_put
-        tasks = make_tasks("train", num_steps * per_step, self._config.seed + 1 + epoch)  # the seed is the warm-up's
+        num_steps, per_step = plan.steps_per_epoch, plan.answers_per_step // plan.answers_per_prompt
+        tasks = make_tasks("train", num_steps * per_step, plan.seed + 1 + epoch)  # the seed itself is the warm-up's
+        size = self._config.prompts_per_put
         puts: list[tuple[int, list[Task]]] = []
         for step in range(num_steps):
             # No put spans two steps: in the second one its answers would be staler than allowed.
@@ -93,7 +91,7 @@ class Rollout:
         return puts[self._worker :: self._num_workers]
 
     def _put_answers(self, partition: str, tasks: list[Task], policy: Policy) -> None:
-        num_answers = self._config.answers_per_prompt
+        num_answers = self._follower.plan.answers_per_prompt
         prompts = encode_prompts([task.prompt for task in tasks], policy.config.prompt_width)
         answers = policy.generate(prompts, num_answers=num_answers, generator=self._generator)
         prompts = prompts.repeat_interleave(num_answers, dim=0)
@@ -108,6 +106,6 @@ class Rollout:
             batch_size=[len(prompts)],
         )
         total_lengths = (prompts != PAD).sum(dim=1) + answers.lengths
-        tags = [{"version": self._follower.plan.version, "total_lengths": length} for length in total_lengths.tolist()]
+        tags = [{"version": self._follower.version, "total_lengths": length} for length in total_lengths.tolist()]
         # One put for whole groups: the sampler then knows which answers belong together.
         self._client.put(data, partition_id=partition, tags=tags)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a version is part of. Travels as the tags of its sample, so that rollouts follow any Trainer's settings."""
+    """What a version is part of. Travels as the tags of its sample, so that producers follow any Trainer's settings."""
 
     version: int
     """Optimizer steps that made it."""
@@ -36,6 +36,9 @@ class Plan:
     steps_per_epoch: int
     answers_per_step: int
     """Over all ranks."""
+    answers_per_prompt: int
+    seed: int
+    """Decides the prompts and the sampling. When each policy arrives it doesn't decide."""
 
 
 def put_policy(client: TransferQueueClient, policy: Policy, plan: Plan) -> BatchMeta:
@@ -61,7 +64,19 @@ class PolicyFollower:
         self._client = client
         self._task = task
         self._policy: Policy | None = None
-        self.plan = Plan(version=-1, epoch=0, steps_per_epoch=0, answers_per_step=0)
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the policy of the last ``follow`` came with; RuntimeError before that."""
+        if self._plan is None:
+            raise RuntimeError("no policy yet: call follow() first.")
+        return self._plan
+
+    @property
+    def version(self) -> int:
+        """Of the policy that ``follow`` returned last; -1 before that."""
+        return -1 if self._plan is None else self._plan.version
 
     def follow(self, least: int = 0) -> Policy:
         """The newest policy, as soon as its version is at least ``least``; parked in the controller until then.
@@ -69,7 +84,7 @@ class PolicyFollower:
         Raises:
             EndOfPartitionError: training has ended.
         """
-        while (newest := self._newest()) is not None or self.plan.version < least:
+        while (newest := self._newest()) is not None or self.version < least:
             self._load(newest or self._wait())
         assert self._policy is not None
         return self._policy
@@ -83,7 +98,7 @@ class PolicyFollower:
 
     def _wait(self) -> BatchMeta:
         while (meta := self._fetch(_REPORT_EVERY_S)) is None:
-            logger.warning("%s waits for a policy newer than version %d.", self._task, self.plan.version)
+            logger.warning("%s waits for a policy newer than version %d.", self._task, self.version)
         return meta
 
     def _fetch(self, wait_s: float) -> BatchMeta | None:
@@ -100,4 +115,4 @@ class PolicyFollower:
         if self._policy is None:
             self._policy = Policy(PolicyConfig(**data["config"][0])).requires_grad_(False)
         vector_to_parameters(data["parameters"][0], self._policy.parameters())
-        self.plan = Plan(**meta.custom_meta[0])
+        self._plan = Plan(**meta.custom_meta[0])

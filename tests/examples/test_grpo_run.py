@@ -30,7 +30,7 @@ def run(folder: Path, **trainer: str | int) -> str:
     options = {**SMALL, "trainer.logger.init_args.save_dir": folder}
     options.update({f"trainer.{name}": value for name, value in trainer.items()})
     command = [COMMAND, "fit", "--config=configs/grpo.yaml", *(f"--{name}={options[name]}" for name in options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -44,7 +44,7 @@ def summary(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^  ([a-z -]+?)  +(.+)$", printed, re.MULTILINE))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(tmp_path):
     told = summary(run(tmp_path))
     assert told["optimizer steps"] == "6"
@@ -57,7 +57,7 @@ def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(t
     assert all(seconds >= 0.0 for seconds in metric(tmp_path, "queue/wait_s"))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_two_data_parallel_ranks_train_on_twice_the_answers_in_as_many_steps(tmp_path):
     told = summary(run(tmp_path, devices=2, strategy="ddp"))
     assert told["optimizer steps"] == "6"

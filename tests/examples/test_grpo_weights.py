@@ -25,7 +25,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[tq.TransferQueueClient]:
 
 
 def plan(version: int) -> Plan:
-    return Plan(version=version, epoch=0, steps_per_epoch=4, answers_per_step=8)
+    return Plan(version=version, epoch=0, steps_per_epoch=4, answers_per_step=8, answers_per_prompt=4, seed=0)
 
 
 def put(client: tq.TransferQueueClient, version: int) -> Policy:
@@ -55,13 +55,13 @@ def test_a_follower_waits_for_a_version_that_is_new_enough(client):
         put(client, 1)
         newest = put(client, 2)
         assert same(waiting.result(timeout=20), newest)
-    assert follower.plan.version == 2
+    assert follower.version == 2
 
 
 def test_each_follower_sees_every_version(client):
     put(client, 0)
     followers = [PolicyFollower(client, f"rollout-{worker}") for worker in range(2)]
-    assert [follower.follow() and follower.plan.version for follower in followers] == [0, 0]
+    assert [follower.follow() and follower.version for follower in followers] == [0, 0]
 
 
 def test_a_version_cleared_while_it_was_fetched_is_skipped_for_the_next(client):
@@ -70,7 +70,7 @@ def test_a_version_cleared_while_it_was_fetched_is_skipped_for_the_next(client):
     stale = follower._newest()
     client.clear_samples(stale)
     follower._load(stale)
-    assert follower.plan.version == -1
+    assert follower.version == -1
     newest = put(client, 1)
     assert same(follower.follow(), newest)
 

@@ -164,6 +164,20 @@ def test_an_owner_that_is_ended_leaves_no_process_and_no_directory(own_temporary
     assert list(own_temporary_directory.glob("tq-*")) == []
 
 
+def test_a_shutdown_that_reaches_all_processes_at_once_leaves_no_directory(own_temporary_directory, fork):
+    up = multiprocessing.get_context("fork").Event()
+    owner = fork(own_a_queue, False, up)
+    assert up.wait(JOIN_S)
+    children = [(child.pid, os.pidfd_open(child.pid)) for child in psutil.Process(owner.pid).children(recursive=True)]
+    for pid in (*(pid for pid, _ in children), owner.pid):
+        os.kill(pid, signal.SIGTERM)
+    for _, child in children:
+        assert select.select([child], [], [], JOIN_S)[0] == [child]
+        os.close(child)
+    owner.join(JOIN_S)
+    assert list(own_temporary_directory.glob("tq-*")) == []
+
+
 # ---- joining ----
 
 

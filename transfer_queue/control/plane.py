@@ -225,8 +225,7 @@ class ControlPlane:
         meant = (client, request.request)
         given_up = self._state.waiters.remove_where(lambda parked: (parked.client, parked.request.id) == meant)
         for parked in given_up:
-            if parked.lane != writing.WRITERS:
-                self._state.touch(parked.lane)  # whoever waited behind it may have its turn
+            self._make_way(parked)
         return p.Done(request.id, len(given_up))
 
     def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:

@@ -87,7 +87,7 @@ class Service:
         return self._end(draw, now, waited)
 
     def _skipped(self, batch_index: int) -> range:
-        """Batches before this one that weren't drawn yet: drawn later they could starve, with this one's samples gone."""
+        """Batches before this one that weren't drawn yet: drawn later they could starve, its samples being gone."""
         first = start = batch_index
         if self._fetch.first_index is not None:
             first = self._fetch.first_index

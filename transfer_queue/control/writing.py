@@ -97,6 +97,7 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
             partition.keys.bind(key, index)
         if not request.hold:
             partition.make_live(rows)
+            state.touch(request.partition)
     return describe_keys(partition, request.id, request.keys)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from transfer_queue.errors import to_wire
@@ -25,6 +27,10 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     ready.write(json.dumps({"ready": True}) + "\n")
     ready.close()
     server.serve(handler)
+    # The owner may have been told to end at the same moment, and does not tidy up then: the last server does.
+    Path(orders["address"].removeprefix("ipc://")).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
+        os.rmdir(orders["directory"])
 
 
 def _stop_with(server: ZmqServer, orders: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from control_model import Entry, PartitionModel, Sample, View
 from hypothesis import HealthCheck, settings
@@ -108,8 +109,23 @@ class PlaneMachine(RuleBasedStateMachine):
             assert request is not None, f"{to} answers nothing that is open"
             since = self.since.pop((to.client, to.reply.id))
             check = getattr(self, f"on_{type(request).__name__.lower()}", None)
+            self.take_skipped(request)
             if check is not None:
                 check(to.client, request, to.reply, since)
+        self.take_skipped(None)
+
+    def take_skipped(self, answered: Any) -> None:
+        """Batches that were drawn because a fetch asked for a later one, whether that was answered or not."""
+        known_to_both = self.model.keys() & self.plane.state.partitions.keys()
+        for request in (answered, *self.open.values()):
+            if isinstance(request, p.Fetch) and request.first_index is not None and request.partition in known_to_both:
+                ledger = self.plane.state.partitions[request.partition].consumer(request.task).ledger
+                known = self.model[request.partition].view(request.task).ledger
+                for i in range(request.first_index, request.batch_index or 0):
+                    key = (request.dp_rank, i)
+                    if key not in known and ledger.get(key) is not None:
+                        earlier = msgspec.structs.replace(request, batch_index=i)
+                        self.take_round(self.model[request.partition], earlier, i)
 
     def parked(self, partition: str, task: str) -> list[tuple[float, int, Any]]:
         """Open fetches of a task as (batch_index or infinity, arrival, request), first in line first."""
@@ -422,11 +438,11 @@ class PlaneMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(), client=clients, partition=partitions, task=tasks, fields=field_sets, wait_s=waits,
-        batch_index=st.one_of(st.none(), st.integers(0, 4)),
+        batch_index=st.one_of(st.none(), st.integers(0, 4)), from_first=st.booleans(),
     )  # fmt: skip
     def fetch(
         self, data: st.DataObject, client: str, partition: str, task: str, fields: list[str], wait_s: float,
-        batch_index: int | None,
+        batch_index: int | None, from_first: bool,
     ) -> None:  # fmt: skip
         plan, dp_size = TASKS[task], DP_SIZES[task]
         batch_size = data.draw(st.sampled_from(plan.sizes), "batch_size")
@@ -436,8 +452,16 @@ class PlaneMachine(RuleBasedStateMachine):
         acks = data.draw(st.lists(st.sampled_from(self.tokens), max_size=2, unique=True)) if self.tokens else []
         self.ask(
             client, p.Fetch, partition, task, fields, batch_size, rank, batch_index, None, wait_s, plan.finite, {},
-            [token for where, who, token in acks if (where, who) == (partition, task)],
+            [token for where, who, token in acks if (where, who) == (partition, task)], 0 if from_first else None,
         )  # fmt: skip
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open)
+    def withdraw(self, data: st.DataObject) -> None:
+        client, request_id = data.draw(st.sampled_from(sorted(self.open)), "request")
+        del self.open[client, request_id], self.since[client, request_id]
+        assert self.ask(client, p.Withdraw, request_id).value == 1
+        assert self.ask(client, p.Withdraw, request_id).value == 0
 
     @rule(data=st.data(), task=tasks, partition=partitions)
     @precondition(lambda self: self.tokens)
@@ -535,9 +559,11 @@ class PlaneMachine(RuleBasedStateMachine):
     def nothing_that_could_be_answered_waits(self) -> None:
         for partition in PARTITIONS:
             self.plane.state.touch(partition)
+        self.sound = False
         assert self.plane.expire(self.now) == []
         deadline = self.plane.next_deadline()
         assert deadline is None or deadline > self.now
+        self.sound = True
 
     @invariant()
     def fetches_wait_only_for_lack_of_samples(self) -> None:
@@ -596,7 +622,7 @@ class PlaneMachine(RuleBasedStateMachine):
 HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestPlaneMachine = PlaneMachine.TestCase
 TestPlaneMachine.settings = settings(
-    max_examples=2000, stateful_step_count=60, deadline=None, print_blob=True, suppress_health_check=HEALTH
+    max_examples=250, stateful_step_count=50, deadline=None, print_blob=True, suppress_health_check=HEALTH
 )
 
 

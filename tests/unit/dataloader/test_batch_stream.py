@@ -72,7 +72,6 @@ def test_no_more_than_the_promised_number_is_fetched_ahead():
     stream = BatchStream(source, 0, 1, 3, never)
     batches = iter(stream)
     assert [next(batches)[0] for _ in range(3)] == [0, 1, 2]
-    assert source.parked.wait(WAIT_S) or source.asked == [0, 1, 2, 3, 4, 5]
     assert source.asked[-1] <= 5, "3 taken, 3 ahead"
     assert next(batches)[0] == 3
     assert source.parked.wait(WAIT_S)

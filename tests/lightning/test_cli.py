@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: runs a YAML file, explains its options, and says in a line what is wrong with a configuration."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HERE, ROOT
+from omegaconf import OmegaConf
+
+from lightning_tq.cli import main, names_a_data_class
+
+RUN: dict[str, Any] = {
+    "trainer": {
+        "max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0,
+        "callbacks": [{"class_path": "PartitionSwitch"}, {"class_path": "QueueMonitor"}],
+    },
+    "model": {"class_path": "recorders.Recorder"},
+    "data": {
+        "train": {
+            "partition": "train@{epoch}", "task": "learn", "fields": ["x", "text"], "batch_size": 4,
+            "sampler": {"class_path": "transfer_queue.GRPOGroupNSampler", "init_args": {"n_samples_per_prompt": 2}},
+        },
+        "val": [{"partition": "val@{epoch}", "task": "evaluate", "fields": ["x"], "batch_size": 4}],
+        "test": {"partition": "val@0", "task": "examine", "fields": ["x", "text"], "batch_size": 4},
+        "queue": {"units": 1, "memory": "64MiB"},
+        "producers": [
+            {"target": "producing:produce_epochs", "args": {"epochs": 1, "train": 12, "val": 4}, "stages": ["fit", "test"]}
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_argv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-tq"])
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """``config({"data.train.batch_size": 3})``: path of the file above with these values instead."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(changes: dict[str, Any] | None = None) -> str:
+        conf = OmegaConf.create(RUN)
+        for key, value in (changes or {}).items():
+            OmegaConf.update(conf, key, value, force_add=True)
+        path = tmp_path / "run.yaml"
+        OmegaConf.save(conf, path)
+        return str(path)
+
+    return write
+
+
+def given(tmp_path: Path) -> list[str]:
+    return [line.split('"')[1] for line in (tmp_path / "rank0.jsonl").open()]
+
+
+def test_fit_and_test_run_a_file_twice_in_one_place(config: Callable[..., str], tmp_path: Path) -> None:
+    path = config({"model.init_args.log_dir": str(tmp_path), "data.val": None})
+    assert main(["fit", "--config", path]) == 0
+    assert main(["fit", "--config", path, "--trainer.limit_train_batches", "2"]) == 0
+    assert given(tmp_path) == ["train"] * 3 + ["train"] * 2
+    assert main(["test", "--config", path]) == 0
+    assert given(tmp_path)[5:] == ["test"]
+
+
+def test_the_debug_configuration_runs_from_the_command_line() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "lightning_tq", "fit", "--config", "configs/debug.yaml"],
+        cwd=ROOT, capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    (ROOT / "config.yaml").unlink(missing_ok=True)
+    assert process.returncode == 0, process.stderr
+    assert "max_epochs=2` reached" in process.stderr
+
+
+def test_values_may_refer_to_others_of_the_file(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    path = config({"data.train.micro_batch_size": "${data.train.batch_size}"})
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", path, "--print_config"])
+    assert exit_.value.code == 0
+    assert re.search(r"train:(?s:.*)micro_batch_size: 4", capsys.readouterr().out)
+
+
+def test_a_data_section_may_name_a_class_of_its_own(config: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "mydata.py").write_text(
+        "from lightning_tq import TQDataModule\n"
+        "class Mine(TQDataModule):\n"
+        "    def setup(self, stage):\n"
+        "        super().setup(stage)\n"
+        "        print('mine')\n"
+    )
+    path = config()
+    conf = OmegaConf.load(path)
+    conf.data = {"class_path": "mydata.Mine", "init_args": conf.data}
+    OmegaConf.save(conf, path)
+    assert (names_a_data_class(["fit", "-c", path]), names_a_data_class(["fit", "--config=none.yaml"])) == (True, False)
+    assert main(["fit", "-c", path, "--data.init_args.val=null"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"trainer.max_epoch": 3}, "unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?"),
+        ({"data.valid": {"task": "x"}}, "unknown key 'data.valid'; did you mean 'val'?"),
+        ({"data.train.batchsize": 4}, "data.train: lightning_tq.Stream has no option 'batchsize'; did you mean 'batch_size'?"),
+        (
+            {"data.train.sampler.init_args": {"n_samples": 2}},
+            "data.train.sampler: transfer_queue.GRPOGroupNSampler has no option 'n_samples'; did you mean",
+        ),
+        ({"data.queue.unit": 1}, "unknown configuration key 'queue.unit'; did you mean 'units'?"),
+        ({"data.train.batch_size": "four"}, "data.train.batch_size: Expected a int. Got value: four"),
+        ({"data.train.micro_batch_size": 9}, "micro_batch_size 9 is larger than batch_size 4"),
+        ({"data.train.tail": "keep"}, "data.train.tail: Expected one of ['drop', 'pad', 'uneven_ok']"),
+        ({"model.init_args.failat": 1}, "model: recorders.Recorder has no option 'failat'; did you mean 'fail_at'?"),
+        ({"model.class_path": "recorders.Recoder"}, "model: module 'recorders' has no attribute 'Recoder'"),
+    ],
+)
+def test_a_mistake_in_a_configuration_is_one_line_that_helps(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", config(changes)])
+    assert exit_.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2].startswith(f"error: {says}"), lines
+
+
+def test_a_failed_producer_is_an_exit_code_and_its_traceback(
+    config: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = config({"data.producers": [{"target": "producing:produce_then_fail", "args": {"partition": "p", "count": 1}}]})
+    assert main(["fit", "--config", path]) == 1
+    assert "RuntimeError: the reward model fell over" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--help", ["--data.train", "What training reads", "How to start the queue", "--trainer.max_epochs"]),
+        ("--data.train.help", ["What becomes of samples that can't fill the last round"]),
+        ("--data.queue.help", ["Processes that hold values.", '"4GiB"']),
+        ("--data.producers.help", ["Processes of this kind."]),
+    ],
+)
+def test_help_explains_the_options(option: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", option])
+    assert exit_.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [text for text in says if text not in shown] == []
+
+
+def test_the_package_and_its_names_load_without_torch() -> None:
+    code = "import sys, lightning_tq; assert 'TQDataModule' in dir(lightning_tq); assert not {'torch', 'lightning'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=HERE)

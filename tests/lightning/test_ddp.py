@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two gloo ranks: every sample on one of them, in lockstep, however the ranks are started; and none stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import HERE, ROOT
+
+pytestmark = pytest.mark.timeout(120)
+
+Rows = list[tuple[str, str, list[int]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """``run("ddp", ...)``: the script's exit code, what it wrote, and what each rank was given."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+
+    def run(*args: str) -> tuple[int, str, list[Rows]]:
+        output = tmp_path / "output"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "ddp_script.py"), args[0], str(logs), *args[1:]],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "TMPDIR": str(tmp_path)},
+                start_new_session=True,
+            )
+            code = process.wait(100)
+        ranks = [[tuple(json.loads(line)) for line in path.open()] for path in sorted(logs.glob("rank*.jsonl"))]
+        return code, output.read_text(), ranks
+
+    yield run
+    marker = str(tmp_path)
+    # The launcher kills the ranks that are left within seconds; servers and producers notice at once.
+    left = [each for each in psutil.process_iter(["cmdline", "environ"]) if marker in str(each.info)]
+    _, alive = psutil.wait_procs(left, timeout=20)
+    for process in alive:
+        process.send_signal(signal.SIGKILL)
+    assert alive == []
+
+
+def given(ranks: list[Rows], stage: str, partition: str) -> list[list[list[int]]]:
+    """Batches of each rank."""
+    return [[batch for at, name, batch in rows if (at, name) == (stage, partition)] for rows in ranks]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_each_sample_is_trained_on_one_rank_and_what_fills_no_round_is_dropped_and_told(
+    run: Any, strategy: str
+) -> None:
+    code, output, ranks = run(strategy, "--test")
+    assert code == 0, output
+    # 22 rows in rounds of 2 ranks x 4: two rounds, 6 rows left; 9 rows for validation: one round, 1 row left
+    for epoch in range(2):
+        first = 31 * epoch
+        batches = given(ranks, "train", f"train@{epoch}")
+        assert batches == [[_four(first), _four(first + 8)], [_four(first + 4), _four(first + 12)]]
+        assert given(ranks, "val", f"val@{epoch}") == [[_four(first + 22)], [_four(first + 26)]]
+    assert given(ranks, "test", "val@1") == [[_four(53)], [_four(57)]]  # the queue outlived the fit
+    for told in ("6 samples of partition 'train@0'", "1 samples of partition 'val@1'"):
+        assert f"{told} could not fill a last round" in output
+
+
+def _four(start: int) -> list[int]:
+    return list(range(start, start + 4))
+
+
+def test_padding_gives_every_rank_the_same_number_of_batches_and_loses_nothing(run: Any) -> None:
+    code, output, ranks = run("ddp", "--tail", "pad", "--num-workers", "2")
+    assert code == 0, output
+    for epoch in range(2):
+        first = 31 * epoch
+        train, val = given(ranks, "train", f"train@{epoch}"), given(ranks, "val", f"val@{epoch}")
+        assert [[len(batch) for batch in batches] for batches in train + val] == [[4] * 3] * 2 + [[4] * 2] * 2
+        assert {index for rank in train for batch in rank for index in batch} == set(range(first, first + 22))
+        assert {index for rank in val for batch in rank for index in batch} == set(range(first + 22, first + 31))
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_a_rank_that_fails_ends_the_other_and_everything_it_started(run: Any, how: str) -> None:
+    code, output, ranks = run("ddp", "--fail-rank", "0" if how == "SIGKILL" else "1", "--how", how)
+    assert code != 0
+    assert "failed as told" in output or how == "SIGKILL"
+    assert [len(given(ranks, "train", "train@1")[rank]) for rank in range(2)] == [1, 1]
