@@ -51,6 +51,7 @@ class TQCLI(LightningCLI):
         """Args:
         options: Of LightningCLI. Without ``model_class`` the configuration names the model by class_path.
         """
+        os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's calls, not the user's
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         given = options.get("args") or sys.argv[1:]
         fixed_model = "model_class" in options

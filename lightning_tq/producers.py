@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
-from transfer_queue import TransferQueueError
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
 _KEPT_LINES = 80
 _STOP_TIMEOUT_S = 5.0
@@ -165,7 +164,7 @@ class ProducerGroup:
         """Start those that run beside this stage. Call ``end`` before another start."""
         if self._processes:
             raise InvalidRequestError("these producers are running; end() them before they start again.")
-        self._finalizer = Finalize(self, _end, args=(os.getpid(), self._processes), exitpriority=30)
+        self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)
         for producer in self._producers:
             if stage in producer.stages:
                 for worker in range(producer.count):

@@ -52,7 +52,7 @@ class Run:
         self._producers = producers
         self._parent = os.getppid()
         self._watches_parent = multiprocessing.parent_process() is not None or trainer.local_rank > 0
-        self._hinted: set[str] = set()
+        self._told: set[str] = set()
         self._left: list[str] = []
         self._watch = Watch([self._producer_failed, self._terminated, self._orphaned], [self._hint])
 
@@ -77,7 +77,8 @@ class Run:
 
     def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
         # Not current_epoch: after a resume at the end of an epoch it lags behind until training starts.
-        epoch = self.trainer.fit_loop.epoch_progress.current.processed + epochs_ahead
+        progress: Any = self.trainer.fit_loop.epoch_progress.current
+        epoch = progress.processed + epochs_ahead
         return self.switch.partition(stream, epoch=epoch, global_step=self.trainer.global_step, stage=stage)
 
     def replays(self, stage: str) -> bool:
@@ -111,9 +112,10 @@ class Run:
         partition = self._client.get_stats()["partitions"].get(feed.partition, {})
         dropped = partition.get("tasks", {}).get(feed.stream.task, {}).get("dropped", 0)
         if dropped:
-            logger.warning(
+            self._warn_once(
+                f"dropped {feed.partition} {feed.stream.task}",
                 f"{dropped} samples of partition {feed.partition!r} could not fill a last round of task "
-                f"{feed.stream.task!r} and were left over (tail policy)."
+                f"{feed.stream.task!r} and were left over (tail policy).",
             )
 
     # ---- partitions ----
@@ -146,14 +148,14 @@ class Run:
     def _hint(self) -> None:
         for feed in self._waiting():
             if feed.taken > feed.trained and feed.stage == "train" and feed.stream.num_batches is None:
-                self._hint_once(
+                self._warn_once(
                     "ahead",
                     f"stream {feed.label!r} waits for batch {feed.taken} while batch {feed.trained} is untrained: at "
                     f"unknown length Lightning fetches one ahead. If your producers wait for that step (for new "
                     f"weights), it waits for ever: give Stream(num_batches=...) or Trainer(limit_train_batches=...).",
                 )
             elif self._producers is not None and self._producers.all_done():
-                self._hint_once(
+                self._warn_once(
                     f"done {feed.partition}",
                     f"stream {feed.label!r} waits for more of partition {feed.partition!r}, but all producers of this "
                     f"run have ended. If nobody else fills it, seal it: client.seal_partition({feed.partition!r}).",
@@ -164,9 +166,9 @@ class Run:
             if feed.waited_for() > _HINT_AFTER_S:
                 yield feed
 
-    def _hint_once(self, key: str, text: str) -> None:
-        if key not in self._hinted:
-            self._hinted.add(key)
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
             logger.warning(text)
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +52,11 @@ def test_every_public_name_resolves() -> None:
 
 def test_the_default_configuration_is_a_resource() -> None:
     assert "num_data_storage_units" in (files("transfer_queue") / "config.yaml").read_text()
+
+
+def test_type_checkers_see_the_names_that_are_there_at_run_time() -> None:
+    package = import_module("transfer_queue")
+    tree = ast.parse(Path(str(package.__file__)).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imported = [alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(imported) == package.__all__

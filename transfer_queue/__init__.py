@@ -5,7 +5,64 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps both lists equal
+    from transfer_queue.interface import (
+        init as init,
+        close as close,
+        get_client as get_client,
+        get_metrics_endpoint as get_metrics_endpoint,
+        kv_put as kv_put,
+        kv_batch_put as kv_batch_put,
+        kv_batch_get as kv_batch_get,
+        kv_batch_get_by_meta as kv_batch_get_by_meta,
+        kv_list as kv_list,
+        kv_clear as kv_clear,
+        async_kv_put as async_kv_put,
+        async_kv_batch_put as async_kv_batch_put,
+        async_kv_batch_get as async_kv_batch_get,
+        async_kv_batch_get_by_meta as async_kv_batch_get_by_meta,
+        async_kv_list as async_kv_list,
+        async_kv_clear as async_kv_clear,
+    )
+    from transfer_queue.metadata import (
+        BatchMeta as BatchMeta,
+        KVBatchMeta as KVBatchMeta,
+    )
+    from transfer_queue.client import (
+        AsyncTransferQueueClient as AsyncTransferQueueClient,
+        TransferQueueClient as TransferQueueClient,
+    )
+    from transfer_queue.errors import (
+        BatchTimeoutError as BatchTimeoutError,
+        ConfigError as ConfigError,
+        EndOfPartitionError as EndOfPartitionError,
+        FieldNotReadyError as FieldNotReadyError,
+        ProducersGoneError as ProducersGoneError,
+        QueueUnreachableError as QueueUnreachableError,
+        SampleClearedError as SampleClearedError,
+        SchemaConflictError as SchemaConflictError,
+        StorageFullError as StorageFullError,
+        StorageKeyNotFoundError as StorageKeyNotFoundError,
+        TransferQueueError as TransferQueueError,
+        UnsupportedValueError as UnsupportedValueError,
+    )
+    from transfer_queue.sampler import (
+        BaseSampler as BaseSampler,
+        GRPOGroupNSampler as GRPOGroupNSampler,
+        RankAwareSampler as RankAwareSampler,
+        SeqlenBalancedSampler as SeqlenBalancedSampler,
+        SequentialSampler as SequentialSampler,
+        TokenBudgetSampler as TokenBudgetSampler,
+    )
+    from transfer_queue.dataloader import (
+        StreamingDataLoader as StreamingDataLoader,
+        StreamingDataset as StreamingDataset,
+        chunk_batch_fn as chunk_batch_fn,
+        default_fetch_batch_fn as default_fetch_batch_fn,
+        token_budget_batch_fn as token_budget_batch_fn,
+    )
 
 _KV = ("kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear")
 _MODULES = {

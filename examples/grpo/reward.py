@@ -29,7 +29,7 @@ def reward(batch_size: int = 64) -> None:
     # A part of a training step: waiting for more, the scorer would wait for the rollout, and that for the trainer.
     size = gcd(batch_size, trainer.plan.answers_per_step)
     answers = tq.StreamingDataset(
-        tq.init(), size, size, ["responses", "entry"], "train@0", "reward", dp_rank=0, layout="dense"
+        None, size, size, ["responses", "entry"], "train@0", "reward", dp_rank=0, layout="dense"
     )
     for epoch in count(trainer.plan.epoch):
         answers.step(f"train@{epoch}")

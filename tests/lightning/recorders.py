@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+
 class Recorder(LightningModule):
     """Notes (partition, indexes) of every batch it is given; fails, interrupts or kills itself when told to."""
 

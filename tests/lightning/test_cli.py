@@ -61,7 +61,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
 
 
 def given(tmp_path: Path) -> list[str]:
-    return [line.split('"')[1] for line in (tmp_path / "rank0.jsonl").open()]
+    return [line.split('"')[1] for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
 
 
 def test_fit_and_test_run_a_file_twice_in_one_place(config: Callable[..., str], tmp_path: Path) -> None:
@@ -73,12 +73,12 @@ def test_fit_and_test_run_a_file_twice_in_one_place(config: Callable[..., str], 
     assert given(tmp_path)[5:] == ["test"]
 
 
-def test_the_debug_configuration_runs_from_the_command_line() -> None:
+def test_the_debug_configuration_runs_from_the_command_line(tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "lightning_tq", "fit", "--config", "configs/debug.yaml"],
+        [sys.executable, "-m", "lightning_tq", "fit", "--config", "configs/debug.yaml",
+         f"--trainer.default_root_dir={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    (ROOT / "config.yaml").unlink(missing_ok=True)
     assert process.returncode == 0, process.stderr
     assert "max_epochs=2` reached" in process.stderr
 
@@ -112,7 +112,10 @@ def test_a_data_section_may_name_a_class_of_its_own(config: Callable[..., str], 
     [
         ({"trainer.max_epoch": 3}, "unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?"),
         ({"data.valid": {"task": "x"}}, "unknown key 'data.valid'; did you mean 'val'?"),
-        ({"data.train.batchsize": 4}, "data.train: lightning_tq.Stream has no option 'batchsize'; did you mean 'batch_size'?"),
+        (
+            {"data.train.batchsize": 4},
+            "data.train: lightning_tq.Stream has no option 'batchsize'; did you mean 'batch_size'?",
+        ),
         (
             {"data.train.sampler.init_args": {"n_samples": 2}},
             "data.train.sampler: transfer_queue.GRPOGroupNSampler has no option 'n_samples'; did you mean",
@@ -138,7 +141,9 @@ def test_a_mistake_in_a_configuration_is_one_line_that_helps(
 def test_a_failed_producer_is_an_exit_code_and_its_traceback(
     config: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = config({"data.producers": [{"target": "producing:produce_then_fail", "args": {"partition": "p", "count": 1}}]})
+    path = config(
+        {"data.producers": [{"target": "producing:produce_then_fail", "args": {"partition": "p", "count": 1}}]}
+    )
     assert main(["fit", "--config", path]) == 1
     assert "RuntimeError: the reward model fell over" in capfd.readouterr().err
 

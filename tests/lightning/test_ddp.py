@@ -38,7 +38,9 @@ def run(tmp_path: Path) -> Iterator[Any]:
                 start_new_session=True,
             )
             code = process.wait(100)
-        ranks = [[tuple(json.loads(line)) for line in path.open()] for path in sorted(logs.glob("rank*.jsonl"))]
+        ranks = [
+            [tuple(json.loads(line)) for line in path.read_text().splitlines()] for path in sorted(logs.glob("rank*"))
+        ]
         return code, output.read_text(), ranks
 
     yield run

@@ -20,6 +20,10 @@ Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
 
 
+def flat(lists: Any) -> list[int]:
+    return [index for each in lists for index in each]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_batches": 0}],
@@ -34,7 +38,7 @@ def test_every_sample_is_trained_once_in_the_epoch_of_its_partition(
     trainer(max_epochs=3).fit(model, datamodule=dm)
     assert model.partitions() == ["train@0", "train@1", "train@2"]
     assert [len(batch) for _, batch in model.seen["train"]] == [2] * 15
-    assert sorted(model.indexes()) == sorted(sum(indexes, []))
+    assert sorted(model.indexes()) == sorted(flat(indexes))
 
 
 def test_validation_reads_the_partition_of_its_epoch_and_the_sanity_check_costs_it_nothing(
@@ -148,7 +152,7 @@ def test_loaders_made_again_every_epoch_lose_no_batch(data: Make, trainer: MakeT
     indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(3)]
     model = Recorder()
     trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(model, datamodule=dm)
-    assert model.indexes() == sum(indexes, [])
+    assert model.indexes() == flat(indexes)
 
 
 def test_a_promised_length_that_the_stream_does_not_keep_is_an_error(data: Make, trainer: MakeTrainer) -> None:
@@ -168,7 +172,7 @@ def test_fit_then_validate_test_and_predict_use_one_queue(data: Make, trainer: M
     fitted.fit(model, datamodule=dm)
     fitted.validate(model, datamodule=dm, verbose=False)
     fitted.test(model, datamodule=dm, verbose=False)
-    assert sum(fitted.predict(model, datamodule=dm), []) == expected["test"]
+    assert flat(fitted.predict(model, datamodule=dm)) == expected["test"]
     assert (model.indexes("val"), model.indexes("test")) == (expected["val"] * 2, expected["test"])
     assert dm.address == address
 
@@ -179,7 +183,10 @@ def test_self_log_weights_by_rows_without_a_batch_size_and_without_a_warning(dat
     fill(dm.client, "val", 5)  # 1.5 and 4.0, that of all rows is 2.0
     fitted = trainer(num_sanity_val_steps=0)
     fitted.fit(Recorder(), datamodule=dm)
-    assert {name: value.item() for name, value in fitted.callback_metrics.items()} == {"rows_mean": 2.5, "val_mean": 2.0}
+    assert {name: value.item() for name, value in fitted.callback_metrics.items()} == {
+        "rows_mean": 2.5,
+        "val_mean": 2.0,
+    }
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])

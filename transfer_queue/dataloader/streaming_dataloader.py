@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
@@ -133,9 +134,10 @@ class StreamingDataLoader(DataLoader[Any]):
                 close()
 
     def _collated(self, bundles: Iterator[Any]) -> Iterator[Any]:
+        pinned = self.pin_memory and torch.accelerator.is_available()  # as torch does it for workers
         for bundle in bundles:
             collated = self.collate_fn(bundle)
-            yield pin(collated, self.pin_memory_device or None) if self.pin_memory else collated
+            yield pin(collated, self.pin_memory_device or None) if pinned else collated
 
     # ---- the dataset of this process ----
 

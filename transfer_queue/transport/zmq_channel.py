@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import threading
 import time
@@ -154,7 +155,7 @@ class ZmqCaller:
         cancel = cancel_descriptor()
         for awaited in {wake, cancel, *watches.values(), *(socket for socket, _ in waiting.values())} - {None, -1}:
             poller.register(awaited, zmq.POLLIN)
-        events = dict(poller.poll(left * 1000))
+        events = dict(poller.poll(math.ceil(left * 1000)))
         arrived = [position for position, (socket, _) in waiting.items() if socket in events]
         for position in arrived:
             socket, request_id = waiting[position]

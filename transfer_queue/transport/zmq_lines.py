@@ -39,7 +39,7 @@ def reply_in(parts: Sequence[Any]) -> tuple[int, Reply] | None:
     if len(parts) < 2 or len(parts[0]) != _ID.size:
         return None
     (request_id,) = _ID.unpack(parts[0].bytes)
-    return request_id, Reply(parts[1].bytes, [part.buffer for part in parts[2:]])
+    return request_id, Reply(parts[1].bytes, [part.buffer.toreadonly() for part in parts[2:]])
 
 
 def gone(peer: Peer) -> QueueUnreachableError:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -77,7 +78,7 @@ class ZmqServer:
 
     def _turn(self, handler: Handler) -> None:
         deadline = handler.next_deadline()
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000 + 0.5
+        timeout = None if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
         events = dict(self._poller.poll(timeout))
         if self._socket in events:
             for _ in range(_MESSAGES_PER_TURN):

@@ -109,7 +109,8 @@ class PlaneMachine(RuleBasedStateMachine):
             assert request is not None, f"{to} answers nothing that is open"
             since = self.since.pop((to.client, to.reply.id))
             check = getattr(self, f"on_{type(request).__name__.lower()}", None)
-            self.take_skipped(request)
+            if isinstance(request, p.Fetch):
+                self.take_skipped(request)
             if check is not None:
                 check(to.client, request, to.reply, since)
         self.take_skipped(None)

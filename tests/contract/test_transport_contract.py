@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every transport promises its callers, and what sockets between processes must survive."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket as raw_socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
+
+from transfer_queue.errors import ClosedError, QueueUnreachableError
+from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.inproc_channel import InprocCaller
+from transfer_queue.transport.modes import cancel_on, run_blocking
+from transfer_queue.transport.zmq_channel import ZmqCaller
+from transfer_queue.transport.zmq_server import ZmqServer
+from transfer_queue.utils.processes import pid_namespace
+
+AT_ONCE_S = 2.0
+"""Far below every timeout of these tests; generous for a loaded machine."""
+
+DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = held()
+    yield
+    assert held() == before
+
+
+@pytest.fixture(params=["inproc", "zmq"])
+def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
+    """(makes callers, peer)"""
+    made: list[Any] = []
+    handler = Desk()
+
+    def make() -> Any:
+        made.append(InprocCaller({"desk": handler}, "me") if request.param == "inproc" else ZmqCaller("me"))
+        return made[-1]
+
+    if request.param == "inproc":
+        yield make, Peer("desk", "inproc://desk")
+    else:
+        with served_by_thread(tmp_path, handler) as (peer, _):
+            yield make, peer
+    for caller in made:
+        caller.close()
+
+
+@pytest.fixture
+def caller() -> Iterator[ZmqCaller]:
+    caller = ZmqCaller("me")
+    yield caller
+    caller.close()
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    with served_by_thread(tmp_path, Desk()) as (peer, _):
+        yield peer
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[tuple[Peer, Any]]:
+    with served_by_process(tmp_path) as (peer, process):
+        yield peer, process
+
+
+def headers(replies: Any) -> list[bytes]:
+    return [reply.header for reply in replies]
+
+
+# ---- every transport ----
+
+
+@DRIVES
+def test_answers_come_in_the_order_of_the_calls(desk, drive):
+    make, peer = desk
+    sent = [b"late", b"echo", b"", b"late again", b"bytes \x00\xff"]
+    assert headers(drive(make().call_many(calls(peer, *sent), 10.0))) == sent
+    assert drive(make().call_many([], 10.0)) == []
+
+
+@DRIVES
+def test_frames_arrive_whole_and_read_only(desk, drive):
+    make, peer = desk
+    sent = [np.arange(1 << 21), b"", b"x" * 70_000, memoryview(b"abc"), np.zeros((2, 3), np.float32)]
+    ((_, frames),) = drive(make().call_many(calls(peer, b"echo", frames=sent), 30.0))
+    assert [bytes(frame) for frame in frames] == [memoryview(frame).tobytes() for frame in sent]
+    assert all(frame.readonly for frame in frames)
+
+
+@DRIVES
+def test_a_call_without_an_answer_ends_at_its_deadline_and_the_next_one_works(desk, drive):
+    make, peer = desk
+    caller = make()
+    with pytest.raises(QueueUnreachableError):
+        drive(caller.call_many(calls(peer, b"echo", b"never"), 0.05))
+    assert headers(drive(caller.call_many(calls(peer, b"echo"), 10.0))) == [b"echo"]
+
+
+@DRIVES
+def test_a_late_answer_never_reaches_a_later_call(desk, drive):
+    make, peer = desk
+    caller = make()
+    with pytest.raises(QueueUnreachableError):
+        drive(caller.call_many(calls(peer, b"park me"), 0.05))
+    for name in (b"free", b"one", b"two"):
+        assert headers(drive(caller.call_many(calls(peer, name), 10.0))) == [name]
+
+
+def test_a_parked_call_is_answered_by_what_another_thread_asks(desk):
+    make, peer = desk
+    parked, answers = make(), []
+    thread = threading.Thread(
+        target=lambda: answers.extend(headers(run_blocking(parked.call_many(calls(peer, b"park"), JOIN_S))))
+    )
+    thread.start()
+    other = make()
+    deadline = time.monotonic() + JOIN_S
+    while thread.is_alive() and time.monotonic() < deadline:
+        run_blocking(other.call_many(calls(peer, b"free"), 10.0))
+    thread.join()
+    assert answers == [b"park"]
+
+
+def test_a_blocking_call_works_inside_a_running_loop(desk):
+    make, peer = desk
+    caller = make()
+
+    async def story() -> list[bytes]:
+        first = headers(run_blocking(caller.call_many(calls(peer, b"one"), 10.0)))
+        return first + headers(await caller.call_many(calls(peer, b"two"), 10.0))
+
+    assert asyncio.run(story()) == [b"one", b"two"]
+
+
+# ---- sockets: many at once ----
+
+
+def test_a_thousand_calls_of_one_loop_share_a_socket(caller, peer):
+    async def story() -> None:
+        await caller.call_many(calls(peer, b"echo"), 10.0)
+        before = held()
+        several = [caller.call_many(calls(peer, b"%d" % number), 30.0) for number in range(1000)]
+        answers = await asyncio.gather(*several)
+        assert [headers(answer) for answer in answers] == [[b"%d" % number] for number in range(1000)]
+        assert held() == before
+
+    asyncio.run(story())
+
+
+def test_threads_use_one_caller_without_mixing_up_answers(caller, peer):
+    wrong = []
+
+    def work(number: int) -> None:
+        for turn in range(50):
+            sent = b"%d/%d" % (number, turn)
+            if headers(run_blocking(caller.call_many(calls(peer, sent, sent + b"'"), 30.0))) != [sent, sent + b"'"]:
+                wrong.append(sent)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert wrong == []
+
+
+def test_one_loop_after_the_other_leaves_nothing_of_those_before(caller, peer):
+    asyncio.run(caller.call_many(calls(peer, b"echo"), 10.0))
+    threads, files = held()
+    for _ in range(30):
+        assert headers(asyncio.run(caller.call_many(calls(peer, b"echo"), 10.0))) == [b"echo"]
+    assert held()[0] == threads
+    assert held()[1] < files + 30, "a closed socket's files go a moment later, but they go"
+
+
+def test_loops_of_two_threads_use_one_caller(caller, peer):
+    answers = []
+
+    async def several(name: bytes) -> list[bytes]:
+        return [headers(await caller.call_many(calls(peer, name), 10.0))[0] for _ in range(50)]
+
+    threads = [threading.Thread(target=lambda n=n: answers.append(asyncio.run(several(n)))) for n in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert sorted(answers) == [[b"a"] * 50, [b"b"] * 50]
+
+
+def test_a_cancelled_call_leaves_the_others_of_its_loop_alone(caller, peer):
+    async def story() -> list[bytes]:
+        doomed = asyncio.ensure_future(caller.call_many(calls(peer, b"park"), 10.0))
+        await caller.call_many(calls(peer, b"echo"), 10.0)
+        doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        return headers(await caller.call_many(calls(peer, b"free", b"last"), 10.0))
+
+    assert asyncio.run(story()) == [b"free", b"last"]
+
+
+# ---- sockets: ends ----
+
+
+@DRIVES
+def test_a_server_killed_while_it_is_waited_for_is_told_at_once(caller, mortal, drive):
+    peer, process = mortal
+    drive(caller.call_many(calls(peer, b"echo"), 10.0))
+    killer = threading.Timer(0.1, os.kill, (process.pid, signal.SIGKILL))
+    killer.start()
+    started = time.monotonic()
+    with pytest.raises(QueueUnreachableError, match=rf"desk at ipc:.* \(process {process.pid}\) has ended"):
+        drive(caller.call_many(calls(peer, b"park", b"echo"), 60.0))
+    assert time.monotonic() - started < AT_ONCE_S
+    killer.join()
+
+
+@DRIVES
+def test_a_server_that_is_gone_already_is_told_at_once(caller, mortal, drive):
+    peer, process = mortal
+    process.kill()
+    process.join()
+    started = time.monotonic()
+    with pytest.raises(QueueUnreachableError, match="has ended"):
+        drive(caller.call_many(calls(peer, b"echo"), 60.0))
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_closing_ends_the_calls_of_other_threads_and_loops(peer):
+    caller, ended, waiting = ZmqCaller("me"), [], threading.Barrier(3)
+
+    def wait(drive: Callable[[Any], Any]) -> None:
+        drive(caller.call_many(calls(peer, b"echo"), 10.0))
+        waiting.wait(JOIN_S)
+        try:
+            drive(caller.call_many(calls(peer, b"park"), 60.0))
+        except ClosedError as error:
+            ended.append(str(error))
+
+    threads = [threading.Thread(target=wait, args=(drive,)) for drive in (run_blocking, asyncio.run)]
+    for thread in threads:
+        thread.start()
+    waiting.wait(JOIN_S)
+    started = time.monotonic()
+    caller.close()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert ended == ["this client was closed; make a new one, or call init() again."] * 2
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_closing_inside_the_loop_ends_the_calls_of_that_loop(peer):
+    caller = ZmqCaller("me")
+
+    async def story() -> None:
+        parked = asyncio.ensure_future(caller.call_many(calls(peer, b"park"), 60.0))
+        await caller.call_many(calls(peer, b"echo"), 10.0)
+        caller.close()
+        with pytest.raises(ClosedError):
+            await parked
+
+    asyncio.run(story())
+
+
+@DRIVES
+def test_after_closing_every_call_fails_and_closing_again_is_harmless(peer, drive):
+    caller = ZmqCaller("me")
+    drive(caller.call_many(calls(peer, b"echo"), 10.0))
+    caller.close()
+    caller.close()
+    with pytest.raises(ClosedError):
+        drive(caller.call_many(calls(peer, b"echo"), 10.0))
+
+
+def test_a_blocked_call_ends_when_its_descriptor_becomes_readable(caller, peer):
+    read, write = os.pipe()
+    os.write(write, b"x")
+    with cancel_on(read), pytest.raises(ClosedError, match="given up"):
+        run_blocking(caller.call_many(calls(peer, b"park"), 60.0))
+    assert headers(run_blocking(caller.call_many(calls(peer, b"free"), 10.0))) == [b"free"]
+    os.close(read)
+    os.close(write)
+
+
+@DRIVES
+def test_an_address_that_is_none_says_so(caller, drive):
+    with pytest.raises(QueueUnreachableError, match="can't connect to desk at 'nowhere'"):
+        drive(caller.call_many([Call(Peer("desk", "nowhere"), b"echo")], 10.0))
+
+
+# ---- sockets: forks and strangers ----
+
+
+def _in_child(caller: ZmqCaller, peer: Peer, told: Any) -> None:
+    try:
+        run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
+    except ClosedError as error:
+        told.put(str(error))
+    caller.close()
+    own = caller.for_this_process("child")
+    told.put(headers(run_blocking(own.call_many(calls(peer, b"blocking"), 10.0))))
+    told.put(headers(asyncio.run(own.call_many(calls(peer, b"async"), 10.0))))
+    own.close()
+    told.put(held()[0])
+
+
+def test_a_forked_child_calls_with_sockets_of_its_own_and_spoils_none_of_its_parents(caller, mortal):
+    peer, _ = mortal
+    run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    child = context.Process(target=_in_child, args=(caller, peer, told))
+    child.start()
+    assert [told.get() for _ in range(4)] == [
+        "sockets don't survive a fork: this caller belongs to the parent process.",
+        [b"blocking"],
+        [b"async"],
+        ["MainThread"],
+    ]
+    child.join(JOIN_S)
+    assert child.exitcode == 0
+    child.close()
+    told.close()
+    assert headers(run_blocking(caller.call_many(calls(peer, b"again"), 10.0))) == [b"again"]
+
+
+def test_what_strangers_send_is_survived(caller, peer):
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger = 1000
+    stranger.connect(peer.address)
+    for parts in ([b""], [b"a", b"b"], [b"client", b"short", b"echo"], [b"\xff\xfe", b"\0" * 8, b"\xc1 no message"]):
+        stranger.send_multipart(parts)
+    assert stranger.poll(JOIN_S * 1000)
+    assert stranger.recv_multipart() == [b"\0" * 8, b"\xc1 no message"], "the only one that is a request"
+    plain = raw_socket.socket(raw_socket.AF_UNIX)
+    plain.connect(peer.address.removeprefix("ipc://"))
+    plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    plain.close()
+    assert headers(run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))) == [b"echo"]
+    stranger.close()
+    context.term()
+
+
+@DRIVES
+def test_answers_of_a_strange_server_are_not_taken_for_ours(caller, tmp_path, drive):
+    context = zmq.Context()
+    strange = context.socket(zmq.ROUTER)
+    strange.bind(f"ipc://{tmp_path}/strange")
+
+    def answer() -> None:
+        route, *_ = strange.recv_multipart()
+        for parts in ([b""], [b"no number"], [b"\x07" * 8, b"of another call"], [b"12345678"]):
+            strange.send_multipart([route, *parts])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(QueueUnreachableError, match="did not answer within"):
+        drive(caller.call_many([Call(Peer("strange", f"ipc://{tmp_path}/strange"), b"echo")], 0.3))
+    thread.join(JOIN_S)
+    strange.close(linger=0)
+    context.term()
+
+
+# ---- the server ----
+
+
+def test_the_end_of_a_watched_process_is_told_once_and_not_after_unwatching(tmp_path, caller):
+    context = multiprocessing.get_context("fork")
+    stay = context.Event()
+    processes = [context.Process(target=stay.wait) for _ in range(2)]
+    for process in processes:
+        process.start()
+    told: list[int] = []
+    server = ZmqServer(f"ipc://{tmp_path}/watching")
+
+    def watch(number: int) -> Callable[[], None]:
+        return server.watch(processes[number].pid, pid_namespace(), lambda now: told.append(number) or [])
+
+    watch(0)
+    before = held()
+    for _ in range(100):
+        watch(1)()
+    stop = watch(1)
+    stop()
+    stop()
+    assert held() == before
+    thread = threading.Thread(target=server.serve, args=(Desk(),))
+    thread.start()
+    stay.set()
+    for process in processes:
+        process.join(JOIN_S)
+        process.close()
+    deadline = time.monotonic() + JOIN_S
+    while not told and time.monotonic() < deadline:
+        run_blocking(caller.call_many(calls(Peer("desk", server.address), b"echo"), 10.0))
+    server.stop()
+    thread.join(JOIN_S)
+    assert told == [0]
+
+
+def test_a_server_may_be_stopped_again_and_closed_without_having_served(tmp_path):
+    with served_by_thread(tmp_path, Desk()) as (_, server):
+        pass
+    server.stop()
+    server.close()
+    ZmqServer(f"ipc://{tmp_path}/unused").close()
+
+
+def test_an_address_that_cannot_be_bound_leaves_nothing(tmp_path):
+    with pytest.raises(zmq.ZMQError):
+        ZmqServer(f"ipc://{tmp_path}/no/such/directory")

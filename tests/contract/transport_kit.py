@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A handler that echoes and parks, behind every transport, and what a process holds open."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.zmq_server import ZmqServer
+from transfer_queue.utils.processes import pid_namespace
+
+JOIN_S = 10.0
+
+
+class Desk:
+    """ "echo" comes back at once; "park" and "late" wait, for a "free" and for 50 ms; "never" gets no answer."""
+
+    def __init__(self) -> None:
+        self.parked: list[Any] = []
+        self.late: list[Any] = []
+        self.deadline: float | None = None
+
+    def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> list[Outgoing]:
+        if header.startswith(b"park"):
+            self.parked.append((envelope, header))
+            return []
+        if header.startswith(b"late"):
+            self.late.append((envelope, header))
+            self.deadline = self.deadline or now + 0.05
+            return []
+        if header.startswith(b"never"):
+            return []
+        freed: list[Any] = []
+        if header == b"free":
+            freed, self.parked = self.parked, []
+        return [Outgoing(envelope, header, frames), *(Outgoing(parked, name) for parked, name in freed)]
+
+    def expire(self, now: float) -> list[Outgoing]:
+        late, self.late, self.deadline = self.late, [], None
+        return [Outgoing(envelope, name) for envelope, name in late]
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    def client_gone(self, client: str, now: float) -> list[Outgoing]:
+        return []
+
+
+@contextmanager
+def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, ZmqServer]]:
+    """The handler behind a socket of this process."""
+    server = ZmqServer(f"ipc://{directory}/thread")
+    thread = threading.Thread(target=server.serve, args=(handler,))
+    thread.start()
+    try:
+        yield Peer("desk", server.address), server
+    finally:
+        server.stop()
+        thread.join(JOIN_S)
+
+
+def _serve(address: str, ready: Any) -> None:
+    server = ZmqServer(address)
+    ready.put(None)
+    server.serve(Desk())
+
+
+@contextmanager
+def served_by_process(directory: Path) -> Iterator[tuple[Peer, Any]]:
+    """A desk in a process of its own, which may be killed."""
+    context = multiprocessing.get_context("fork")
+    ready = context.SimpleQueue()
+    address = f"ipc://{directory}/process"
+    process = context.Process(target=_serve, args=(address, ready))
+    process.start()
+    ready.get()
+    ready.close()
+    try:
+        yield Peer("desk", address, process.pid, pid_namespace()), process
+    finally:
+        process.kill()
+        process.join(JOIN_S)
+        process.close()
+
+
+def calls(peer: Peer, *headers: bytes, frames: Sequence[Any] = ()) -> list[Call]:
+    return [Call(peer, header, frames) for header in headers]
+
+
+def held() -> tuple[list[str], int]:
+    """Names of the threads, number of open files of this process."""
+    return sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))

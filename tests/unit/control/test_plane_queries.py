@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verbs that change nothing, keys and tags, and the machine's own manners: one answer for each request."""
+
+from __future__ import annotations
+
+import pytest
+from control_kit import (
+    ACTOR, CRITIC, INT, REWARDER, ROLLOUT, ask, batch, batches, clear, fetch, indexes, park, publish, put, refused, register,
+    reserve, seal, send,
+)  # fmt: skip
+
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import To
+
+
+def resolve(plane, *keys, partition="p", **kwargs):
+    reply = ask(plane, ROLLOUT, p.ResolveKeys, partition, list(keys), **kwargs)
+    assert isinstance(reply, p.Batch), reply
+    return dict(zip(reply.keys, indexes(reply), strict=True))
+
+
+def tags(plane, values, merge=False):
+    return ask(plane, ROLLOUT, p.SetTags, values, merge)
+
+
+# ---- status ----
+
+
+def test_status_calls_know_nothing_of_an_unknown_partition_or_field(plane):
+    put(plane, 1, "x")
+    unknown = [
+        ask(plane, ACTOR, p.ConsumptionStatus, "nowhere", "train"),
+        ask(plane, ACTOR, p.ProductionStatus, "nowhere", ["x"]),
+        ask(plane, ACTOR, p.ProductionStatus, "p", ["x", "y"]),
+        ask(plane, ACTOR, p.ProductionStatus, "p", []),
+    ]
+    assert unknown == [p.Status(reply.id, known=False) for reply in unknown]
+
+
+def test_production_status_has_a_column_per_field_in_order_of_registration(plane):
+    samples = put(plane, 3, "x", "y")
+    publish(plane, samples[1:2], "a")
+    reply = ask(plane, ACTOR, p.ProductionStatus, "p", ["a", "x"])
+    assert (indexes(reply), list(reply.status), reply.columns) == ([0, 1, 2], [1, 0, 1, 1, 1, 0], 2)
+
+
+def test_consumption_status_is_zeros_for_a_task_never_seen_and_ones_for_what_it_got(plane):
+    put(plane, 3)
+    batch(plane, 2)
+    assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [1, 1, 0]
+    assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "other").status) == [0, 0, 0]
+
+
+# ---- describe ----
+
+
+def test_describe_tells_of_all_samples_and_consumes_none(plane):
+    put(plane, 1, "x", "y")
+    put(plane, 1, "x")
+    batch(plane, 1)
+    every = ask(plane, ACTOR, p.Describe, "p", ["x", "y", "unknown"])
+    assert (indexes(every), list(every.status), every.fields) == ([0, 1], [0, 0], {"x": INT, "y": INT})
+    common = ask(plane, ACTOR, p.Describe, "p")
+    assert (indexes(common), list(common.status), common.fields) == ([0, 1], [1, 1], {"x": INT})
+    assert batch(plane, 1) == [1]
+
+
+def test_describe_of_an_unknown_partition_or_sample_is_refused(plane):
+    put(plane, 1)
+    refused(ask(plane, ACTOR, p.Describe, "nowhere"), "UnknownPartitionError", "'nowhere' not found", "'p'")
+    refused(ask(plane, ACTOR, p.Describe, "p", None, p.pack_indexes([5])), "SampleClearedError", "[5]")
+
+
+# ---- keys ----
+
+
+def test_new_keys_get_samples_in_the_order_given_and_known_ones_keep_theirs(plane):
+    assert resolve(plane, "b", "a", create=True) == {"b": 0, "a": 1}
+    assert resolve(plane, "c", "a", "c", create=True) == {"c": 2, "a": 1}
+    assert resolve(plane, "a", "nobody") == {"a": 1}
+    assert resolve(plane, "a", partition="nowhere") == {}
+
+
+def test_a_held_key_is_listed_once_it_is_published(plane):
+    samples = list(resolve(plane, "k", create=True, hold=True).values())
+    assert ask(plane, ACTOR, p.ListKeys).keys == {"p": {}}
+    publish(plane, samples, tags={samples[0]: {"v": 1}})
+    assert ask(plane, ACTOR, p.ListKeys, "p").keys == {"p": {"k": {"v": 1}}}
+    assert batch(plane, 1) == samples
+
+
+def test_keys_are_known_both_ways_until_their_sample_is_cleared(plane):
+    found = resolve(plane, "k", "l", create=True)
+    put(plane, 1)
+    wanted = p.pack_indexes([*found.values(), 2, 99])
+    assert ask(plane, ACTOR, p.KeysOf, "p", wanted).names == ["k", "l", None, None]
+    clear(plane, [found["k"]])
+    assert ask(plane, ACTOR, p.KeysOf, "p", wanted).names == [None, "l", None, None]
+    assert ask(plane, ACTOR, p.ListKeys, "p").keys == {"p": {"l": {}}}
+    assert resolve(plane, "k", create=True) == {"k": 3}
+    refused(ask(plane, ACTOR, p.KeysOf, "nowhere", b""), "UnknownPartitionError", "'nowhere'")
+
+
+def test_keys_are_listed_in_order_of_insertion_and_unknown_partitions_not_at_all(plane):
+    resolve(plane, "z", "a", create=True)
+    resolve(plane, "m", partition="q", create=True)
+    assert [(name, list(keys)) for name, keys in ask(plane, ACTOR, p.ListKeys).keys.items()] == [
+        ("p", ["z", "a"]), ("q", ["m"]),
+    ]  # fmt: skip
+    assert ask(plane, ACTOR, p.ListKeys, "nowhere").keys == {}
+
+
+def test_a_key_of_a_sealed_partition_is_found_but_none_is_made(plane):
+    resolve(plane, "k", create=True)
+    seal(plane)
+    assert resolve(plane, "k", create=True) == {"k": 0}
+    reply = ask(plane, ROLLOUT, p.ResolveKeys, "p", ["new"], create=True)
+    refused(reply, "InvalidRequestError", "sealed")
+
+
+def test_new_keys_that_fill_a_partition_answer_those_who_wait_for_its_end(plane):
+    register(plane, dp_size=2)
+    ask(plane, ROLLOUT, p.CreatePartition, "p", 1)
+    park(plane, 1, 0, 0)
+    replies = send(plane, ROLLOUT, p.ResolveKeys, "p", ["k"], True)
+    assert [type(to.reply) for to in replies] == [p.Batch, p.Ended]
+
+
+# ---- tags ----
+
+
+def test_tags_replace_or_merge_and_unknown_places_are_ignored(plane):
+    put(plane, 2)
+    tags(plane, {"p": {0: {"a": 1, "b": 1}, 99: {"a": 1}}, "nowhere": {0: {"a": 1}}})
+    tags(plane, {"p": {0: {"b": 2}, 1: {"c": 3}}}, merge=True)
+    assert ask(plane, ACTOR, p.Describe, "p").tags == {0: {"a": 1, "b": 2}, 1: {"c": 3}}
+    tags(plane, {"p": {0: {"z": 0}, 1: {}}})
+    assert ask(plane, ACTOR, p.Describe, "p").tags == {0: {"z": 0}}
+
+
+# ---- statistics ----
+
+
+def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
+    plane = make_plane(capacity=4)
+    ask(plane, ROLLOUT, p.CreatePartition, "p", 9)
+    put(plane, 3)
+    reserve(plane, 1)
+    batch(plane, 1, 0, 0)
+    park(plane, 5, now=10.0)
+    assert ask(plane, REWARDER, p.Reserve, "q", 1, now=11.0) is None
+    stats = ask(plane, CRITIC, p.GetStats, now=12.0).value
+    task = {"ready": {"x": 2}, "consumed": 1, "in_flight": 1, "ended": None, "dropped": 0}
+    assert stats["capacity"] == 4
+    assert stats["partitions"] == {
+        "p": {
+            "samples": 3, "published": 3, "held": 1, "sealed": False, "num_samples": 9, "keys": 0, "fields": ["x"],
+            "tasks": {"train": task},
+        }
+    }  # fmt: skip
+    assert [(each["client"], each["waited_s"], each["writer"]) for each in stats["waiting"]] == [
+        (ACTOR, 2.0, False), (REWARDER, 1.0, True),
+    ]  # fmt: skip
+
+
+# ---- manners ----
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        p.Hello(7, pid=1),
+        p.Goodbye(7),
+        p.CreatePartition(7, "p", -1),
+        p.Reserve(7, "p", 0),
+        p.Reserve(7, "p", 1, {"x": p.FieldSpec("float16", (1,))}),
+        p.Insert(7, "p", -2),
+        p.CheckFields(7, "nowhere", b"", {}),
+        p.Cancel(7, "p", p.pack_indexes([77])),
+        p.Cancel(7, "p", b"odd"),
+        p.Publish(7, "p", b"odd", {}),
+        p.Publish(7, "p", p.pack_indexes([]), {"x": INT}),
+        p.Publish(7, "p", p.pack_indexes([0, 77]), {"new": INT}, {0: {"v": 1}}),
+        p.Fetch(7, "p", "t", [], 1),
+        p.Fetch(7, "p", "t", ["x"], 0, wait_s=9.0),
+        p.Withdraw(7, 99),
+        p.Ack(7, "p", "t", ["?"]),
+        p.Describe(7, "nowhere"),
+        p.ConsumptionStatus(7, "p", "t"),
+        p.ProductionStatus(7, "p", ["x"]),
+        p.ResetConsumption(7, "nowhere"),
+        p.SetTags(7, {"nowhere": {0: {"v": 1}}}),
+        p.ClearSamples(7, "p", p.pack_indexes([77])),
+        p.ClearSamples(7, "p", b"odd"),
+        p.ClearPartition(7, "nowhere"),
+        p.ListPartitions(7),
+        p.ResolveKeys(7, "nowhere", ["k"]),
+        p.KeysOf(7, "nowhere", b""),
+        p.ListKeys(7),
+        p.GetStats(7),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+def test_refused_and_reading_requests_get_one_answer_and_change_nothing(plane, request_):
+    put(plane, 2, "x", lengths=[1, 2])
+    before = fingerprint(plane)
+    (to,) = plane.handle(CRITIC, request_, 1.0)
+    assert (to.client, to.reply.id) == (CRITIC, 7)
+    assert fingerprint(plane) == before
+    assert plane.next_deadline() is None
+
+
+def fingerprint(plane):
+    state = plane.state
+    every = ask(plane, ACTOR, p.Describe, "p")
+    stats = ask(plane, ACTOR, p.GetStats).value
+    for partition in stats["partitions"].values():
+        partition.pop("tasks")
+    return (
+        stats, every.indexes, every.fields, every.tags, ask(plane, ACTOR, p.ListKeys).keys, state.allocator.next_index,
+        state.allocator.num_used, state.partitions["p"].table.size, state.tasks._tasks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", sorted(p.AnyRequest.__args__, key=lambda verb: verb.__name__))
+def test_the_plane_knows_every_request_of_the_protocol(plane, verb):
+    assert verb in plane._verbs
+
+
+def test_a_withdrawn_request_is_neither_carried_out_nor_answered_and_makes_way(plane):
+    large = p.Fetch(1001, "p", "train", ["x"], 3, wait_s=9.0)
+    assert plane.handle(ACTOR, large, 0.0) == []
+    park(plane, 1, client="small")
+    put(plane, 2)
+    assert ask(plane, CRITIC, p.Withdraw, 1001).value == 0
+    own, served = plane.handle(ACTOR, p.Withdraw(1002, 1001), 0.0)
+    assert own == To(ACTOR, p.Done(1002, 1))
+    assert batches([served]) == [("small", [0])]
+    assert plane.next_deadline() is None
+
+
+def test_a_withdrawn_put_reserves_nothing(make_plane):
+    plane = make_plane(capacity=1)
+    samples = put(plane, 1)
+    assert plane.handle(REWARDER, p.Reserve(1001, "p", 1), 0.0) == []
+    plane.handle(REWARDER, p.Withdraw(1002, 1001), 0.0)
+    assert len(send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples))) == 1
+    assert plane.state.allocator.num_used == 0
+
+
+def test_batches_that_nobody_asked_for_yet_are_drawn_before_a_later_one(plane):
+    put(plane, 3)
+    assert batch(plane, 1, 0, 2, first_index=0) == [2]
+    assert [batch(plane, 1, 0, i, first_index=0) for i in range(2)] == [[0], [1]]
+
+
+def test_a_later_batch_waits_for_the_earlier_ones_to_be_drawn(plane):
+    put(plane, 1)
+    assert isinstance(fetch(plane, 1, 0, 1, first_index=0), p.NotReady)
+    assert batch(plane, 1, 0, 0, first_index=0) == [0]
