@@ -27,9 +27,9 @@ _DESCRIPTION = """Train, validate, test or predict with data that is streamed fr
 
     lightning-tq fit --config run.yaml --trainer.max_epochs 3
 
-A configuration has the sections trainer, model (class_path and init_args of a LightningModule) and data (the streams, the
-queue, the producers). "lightning-tq fit --help" explains all options, "lightning-tq fit --data.train.help" those of a
-stream, "--data.queue.help" those of the queue, "--data.producers.help" those of a producer."""
+A configuration has the sections trainer, model (class_path and init_args of a LightningModule) and data (the streams,
+the queue, the producers). "lightning-tq fit --help" explains all options, "lightning-tq fit --data.train.help" those
+of a stream, "--data.queue.help" those of the queue, "--data.producers.help" those of a producer."""
 
 
 class TQArgumentParser(LightningArgumentParser):

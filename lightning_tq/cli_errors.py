@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a configuration, in one sentence: distilled from the parser's report, with the nearest known key."""
+"""What is wrong with a configuration, in one sentence, out of the parser's long report; and the nearest known key."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Connection:
                 f"in the one at {wanted}. Leave that queue first, or leave out the address."
             )
         self._pid = os.getpid()
-        # multiprocessing's, not atexit: it also runs at the end of spawned and forked ranks. Before the queue's own, and
-        # for no object: a garbage collection may run in any thread, the client's own included.
+        # multiprocessing's, not atexit: it also runs at the end of spawned and forked ranks. Before the queue's own,
+        # and for no object: a garbage collection may run in any thread, the client's own included.
         self._finalizer = Finalize(None, _close_if_ours, args=(self._is_ours, self._pid), exitpriority=20)
 
     def close(self) -> None:

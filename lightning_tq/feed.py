@@ -33,7 +33,7 @@ class Host(Protocol):
         """The stream has no more batches (an honest end, as promised or not promised)."""
 
 
-class FeedDataset(StreamingDataset):  # type: ignore[misc]  # a name that loads lazily
+class FeedDataset(StreamingDataset):
     """The dataset of a feed. Lightning makes loaders again from their arguments, so what lasts hangs on the dataset."""
 
     feed: Feed | None = None

@@ -24,7 +24,7 @@ def stream_loader(feed: Feed) -> StreamLoader:
     )
 
 
-class StreamLoader(StreamingDataLoader):  # type: ignore[misc]  # a name that loads lazily
+class StreamLoader(StreamingDataLoader):
     """Each iterator asks its feed where to start and is measured by it.
 
     Lightning makes loaders again from their arguments, for prediction and for ``overfit_batches``; the new one shares
@@ -39,7 +39,7 @@ class StreamLoader(StreamingDataLoader):  # type: ignore[misc]  # a name that lo
         assert dataset.feed is not None, "a feed stays in the process that made it"
         return dataset.feed
 
-    def __iter__(self) -> Iterator[TQBatch]:
+    def __iter__(self) -> Iterator[TQBatch]:  # type: ignore[override]
         return self.feed.read(super().__iter__)
 
     def state_dict(self) -> dict[str, Any]:

@@ -127,7 +127,9 @@ def until_waiting(client: Any, task: str = TASK, count: int = 1) -> None:
 def rss_mib() -> float:
     """Resident memory of this process and its children without the queue's servers."""
     me = psutil.Process()
-    workers = [child for child in me.children(recursive=True) if "transfer_queue.launch" not in " ".join(child.cmdline())]
+    workers = [
+        child for child in me.children(recursive=True) if "transfer_queue.launch" not in " ".join(child.cmdline())
+    ]
     return sum(process.memory_info().rss for process in [me, *workers]) / 2**20
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 from lightning.pytorch import Trainer
+from producing import FIELDS
 
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule
-from producing import FIELDS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What these tests put into a queue, and producers that do it. Imports no lightning: producer processes start faster."""
+"""What these tests put into a queue, and producers that do it. Imports no lightning, so that processes start faster."""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ RUN: dict[str, Any] = {
         "test": {"partition": "val@0", "task": "examine", "fields": ["x", "text"], "batch_size": 4},
         "queue": {"units": 1, "memory": "64MiB"},
         "producers": [
-            {"target": "producing:produce_epochs", "args": {"epochs": 1, "train": 12, "val": 4}, "stages": ["fit", "test"]}
+            {
+                "target": "producing:produce_epochs", "args": {"epochs": 1, "train": 12, "val": 4},
+                "stages": ["fit", "test"],
+            }
         ],
     },
 }  # fmt: skip
@@ -166,5 +169,8 @@ def test_help_explains_the_options(option: str, says: list[str], capsys: pytest.
 
 
 def test_the_package_and_its_names_load_without_torch() -> None:
-    code = "import sys, lightning_tq; assert 'TQDataModule' in dir(lightning_tq); assert not {'torch', 'lightning'} & set(sys.modules)"
+    code = (
+        "import sys, lightning_tq; assert 'TQDataModule' in dir(lightning_tq); "
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=HERE)

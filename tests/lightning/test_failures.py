@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import producing
 import psutil
 import pytest
-import producing
 from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -76,8 +76,8 @@ def test_a_queue_that_was_there_before_is_used_and_left_alone(trainer: MakeTrain
 
 
 def test_keep_alive_false_ends_the_queue_with_the_fit(trainer: MakeTrainer) -> None:
-    dm = Closings(train=stream(), producers=[Producer(target=producing.produce, args={"partition": "train", "count": 8})],
-                  keep_alive=False)  # fmt: skip
+    producer = Producer(target=producing.produce, args={"partition": "train", "count": 8})
+    dm = Closings(train=stream(), producers=[producer], keep_alive=False)
     model = Recorder()
     trainer().fit(model, datamodule=dm)
     assert (len(model.indexes()), dm.closed) == (8, 1)

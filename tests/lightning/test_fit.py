@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import stream
-from lightning.pytorch import Trainer
-from producing import fill
+from lightning.pytorch import Callback, Trainer
+from producing import fill, rows
 from recorders import Recorder
 
-from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule
-from transfer_queue import EndOfPartitionError
+from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule, run
+from transfer_queue import BatchTimeoutError, EndOfPartitionError
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -158,7 +158,7 @@ def test_loaders_made_again_every_epoch_lose_no_batch(data: Make, trainer: MakeT
 def test_a_promised_length_that_the_stream_does_not_keep_is_an_error(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", num_batches=5))
     fill(dm.client, "train", 12)
-    with pytest.raises(EndOfPartitionError, match="num_batches=5.*ended after 3"):
+    with pytest.raises(EndOfPartitionError, match=r"num_batches=5.*ended after 3"):
         trainer().fit(Recorder(), datamodule=dm)
 
 
@@ -219,3 +219,67 @@ def test_the_monitor_tells_waiting_from_ready(data: Make, trainer: MakeTrainer) 
 
 def test_printing_the_datamodule_starts_nothing(data: Make) -> None:
     assert "Train dataloader: None" in str(TQDataModule(train=stream()))
+
+
+def test_names_of_partitions_follow_the_epoch(data: Make, trainer: MakeTrainer) -> None:
+    class Names(Callback):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, str]] = []
+
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+            dm = trainer.datamodule
+            self.seen.append((dm.partition("train"), dm.partition("val", 0)))
+
+    dm = data(train=stream("train@{epoch}"), val=stream("val@{global_step}/{stage}", task="evaluate"))
+    for epoch in range(2):
+        fill(dm.client, f"train@{epoch}", 8)
+    for name in ("val@2/val", "val@4/val"):
+        fill(dm.client, name, 4)
+    names, model = Names(), Recorder()
+    trainer(max_epochs=2, callbacks=[names], num_sanity_val_steps=0).fit(model, datamodule=dm)
+    assert names.seen == [("train@0", "val@0/val"), ("train@1", "val@2/val")]
+    assert model.partitions("val") == ["val@2/val", "val@4/val"]
+
+
+def test_a_deadlock_of_producers_that_wait_for_a_step_is_explained(
+    data: Make, trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OnPolicy(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.datamodule.client.put(rows(4), partition_id="train")
+
+    monkeypatch.setattr(run, "_HINT_AFTER_S", 0.1)
+    dm = data(train=stream("train", timeout_s=1.0))
+    dm.client.put(rows(4), partition_id="train")
+    with pytest.raises(BatchTimeoutError):
+        trainer(callbacks=[OnPolicy()]).fit(Recorder(), datamodule=dm)
+    assert "waits for batch 1 while batch 0 is untrained" in caplog.text
+    dm = data(train=stream("train", task="other", num_batches=5))
+    model = Recorder()
+    trainer(callbacks=[OnPolicy()]).fit(model, datamodule=dm)
+    assert len(model.indexes()) == 20
+
+
+def test_a_limit_that_the_stream_does_not_reach_is_told(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    fill(dm.client, "train@0", 8)
+    trainer(limit_train_batches=5).fit(Recorder(), datamodule=dm)
+    assert "ended after 2 batches, 5 were expected (limit_train_batches)" in caplog.text
+
+
+def test_jagged_fields_and_numbers_come_as_asked(data: Make, trainer: MakeTrainer) -> None:
+    class Jagged(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            data, _ = batch
+            self.types.append((data["x"].is_nested, data["x"].layout))
+            self.log("one", 1.0, on_step=False, on_epoch=True)
+            loss: torch.Tensor = self.layer(data["x"].values()).mean()
+            return loss
+
+    dm = data(train=stream(layout="jagged"))
+    fill(dm.client, "train", 4)
+    model = Jagged()
+    trainer().fit(model, datamodule=dm)
+    assert model.types == [(True, torch.jagged)]

@@ -93,7 +93,7 @@ class StreamingDataset(IterableDataset[Any]):
             fetch_batch_fn: Replaces the fetch; see ``default_fetch_batch_fn``.
             process_batch_fn: Called as f(data, meta, micro_batch_size=…); replaces ``chunk_batch_fn``.
             dp_size: Data-parallel ranks; with it every rank gets batch b or none does.
-            sampling_config: More keywords for the sampler.
+            sampling_config: More keywords for the sampler. In the older form, ``data_replica_group`` is the dp_rank.
             prefetch_batches: Batches fetched ahead by a thread; 0: none.
             layout: "jagged" or "dense" values; None: as the queue is configured.
             timeout_s: Longest wait for one batch, then BatchTimeoutError; None: wait and report.
@@ -121,7 +121,11 @@ class StreamingDataset(IterableDataset[Any]):
         self.should_stop = should_stop
         if fetch_batch_fn is not None:
             as_fetch(fetch_batch_fn)  # raises now rather than at the first batch
-        self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name, **(sampling_config or {})}
+        self.sampling_config: dict[str, Any] = {
+            "dp_rank": dp_rank,
+            "task_name": task_name,
+            **_numbered(sampling_config or {}),
+        }
         if dp_size is not None:
             self.sampling_config["dp_size"] = dp_size
         self.position = Start(partition_id)
@@ -274,6 +278,21 @@ def _end_of_worker(is_over: Callable[[], bool] | None) -> Callable[[], bool]:
     """True once the loader's process is gone, or nobody takes from this iteration any more."""
     loader = os.getppid()
     return lambda: os.getppid() != loader or (is_over is not None and is_over())
+
+
+def _numbered(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The older form named a rank of a group and left the order to the sampler; a stream's batches have numbers."""
+    rest = dict(config)
+    replica = [rest.pop(f"data_replica_{name}", None) for name in ("group", "rank", "world_size")]
+    group, rank, size = replica
+    if replica == [None, None, None]:
+        return rest
+    if None in replica or size < 1 or not 0 <= rank < size:
+        raise InvalidRequestError(
+            f"data_replica_group, data_replica_rank and data_replica_world_size are {group}, {rank} and {size}: give all "
+            f"three, with a rank from 0 to world size - 1."
+        )
+    return {"dp_rank": group, **rest}
 
 
 def _config_of_this_process() -> DictConfig:

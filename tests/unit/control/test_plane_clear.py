@@ -4,9 +4,26 @@
 from __future__ import annotations
 
 from control_kit import (
-    ACTOR, CRITIC, ROLLOUT, ack, ask, batch, batches, clear, fetch, indexes, not_ready, park, publish, put, refused, register,
-    reserve, seal, send,
-)  # fmt: skip
+    ACTOR,
+    CRITIC,
+    ROLLOUT,
+    ack,
+    ask,
+    batch,
+    batches,
+    clear,
+    fetch,
+    indexes,
+    not_ready,
+    park,
+    publish,
+    put,
+    refused,
+    register,
+    reserve,
+    seal,
+    send,
+)
 
 from transfer_queue import protocol as p
 

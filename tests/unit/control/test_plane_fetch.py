@@ -5,9 +5,26 @@ from __future__ import annotations
 
 import pytest
 from control_kit import (
-    ACTOR, CRITIC, INT, REWARDER, ROLLOUT, ack, ask, batch, batches, clear, fetch, not_ready, park, publish, put, refused,
-    register, reserve, send,
-)  # fmt: skip
+    ACTOR,
+    CRITIC,
+    INT,
+    REWARDER,
+    ROLLOUT,
+    ack,
+    ask,
+    batch,
+    batches,
+    clear,
+    fetch,
+    not_ready,
+    park,
+    publish,
+    put,
+    refused,
+    register,
+    reserve,
+    send,
+)
 
 from transfer_queue import protocol as p
 

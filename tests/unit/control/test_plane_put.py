@@ -5,9 +5,26 @@ from __future__ import annotations
 
 import pytest
 from control_kit import (
-    ACTOR, FLOAT, INT, REWARDER, ROLLOUT, ask, batch, batches, clear, fetch, fields, indexes, park, publish, put, refused,
-    reserve, seal, send,
-)  # fmt: skip
+    ACTOR,
+    FLOAT,
+    INT,
+    REWARDER,
+    ROLLOUT,
+    ask,
+    batch,
+    batches,
+    clear,
+    fetch,
+    fields,
+    indexes,
+    park,
+    publish,
+    put,
+    refused,
+    reserve,
+    seal,
+    send,
+)
 
 from transfer_queue import protocol as p
 
@@ -52,7 +69,9 @@ def test_a_parked_fetch_is_answered_by_the_publish_that_completes_it(plane):
 
 def test_a_second_publish_of_a_field_replaces_it(plane):
     samples = put(plane, 1, "x")
-    reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples), {"x": p.FieldSpec("int64", (9,))}, describe=True)
+    reply = ask(
+        plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples), {"x": p.FieldSpec("int64", (9,))}, describe=True
+    )
     spec = p.FieldSpec("int64", None, True, False, bytes([9, 0, 0, 0]))
     assert reply.fields == {"x": spec}
     assert status(plane) == samples
@@ -81,7 +100,9 @@ def test_a_dtype_that_changes_is_refused_before_anything_is_reserved_or_visible(
     samples = put(plane, 1, "x")
     texts = ("field 'x'", "'p'", "dtype int64", "dtype float32")
     refused(ask(plane, ROLLOUT, p.Reserve, "p", 1, {"x": FLOAT}), "SchemaConflictError", *texts)
-    refused(ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples), {"x": FLOAT}), "SchemaConflictError", *texts)
+    refused(
+        ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples), {"x": FLOAT}), "SchemaConflictError", *texts
+    )
     held = reserve(plane, 1)
     reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(held), {"y": INT, "x": FLOAT}, {held[0]: {"v": 1}})
     refused(reply, "SchemaConflictError", *texts)

@@ -5,9 +5,26 @@ from __future__ import annotations
 
 import pytest
 from control_kit import (
-    ACTOR, CRITIC, INT, REWARDER, ROLLOUT, ask, batch, batches, clear, fetch, indexes, park, publish, put, refused, register,
-    reserve, seal, send,
-)  # fmt: skip
+    ACTOR,
+    CRITIC,
+    INT,
+    REWARDER,
+    ROLLOUT,
+    ask,
+    batch,
+    batches,
+    clear,
+    fetch,
+    indexes,
+    park,
+    publish,
+    put,
+    refused,
+    register,
+    reserve,
+    seal,
+    send,
+)
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import To

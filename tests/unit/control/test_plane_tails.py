@@ -5,9 +5,24 @@ from __future__ import annotations
 
 import pytest
 from control_kit import (
-    ACTOR, ROLLOUT, ask, batch, batches, clear, fetch, indexes, not_ready, park, publish, put, refused, register, reserve,
-    seal, send,
-)  # fmt: skip
+    ACTOR,
+    ROLLOUT,
+    ask,
+    batch,
+    batches,
+    clear,
+    fetch,
+    indexes,
+    not_ready,
+    park,
+    publish,
+    put,
+    refused,
+    register,
+    reserve,
+    seal,
+    send,
+)
 
 from transfer_queue import protocol as p
 
@@ -180,7 +195,11 @@ def test_pad_repeats_one_sample_as_often_as_needed_for_ranks_that_get_nothing_el
     put(plane, 1)
     seal(plane)
     replies = [fetch(plane, 2, rank, 0) for rank in range(3)]
-    assert [(indexes(reply), padding(reply)) for reply in replies] == [([0, 0], [0, 1]), ([0, 0], [1, 1]), ([0, 0], [1, 1])]
+    assert [(indexes(reply), padding(reply)) for reply in replies] == [
+        ([0, 0], [0, 1]),
+        ([0, 0], [1, 1]),
+        ([0, 0], [1, 1]),
+    ]
     assert padding(fetch(plane, 2, 1, 0)) == [1, 1]
 
 

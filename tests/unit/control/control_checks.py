@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plane whose every reply is compared with the plain model: what a random run may do to it, and what must hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from control_model import Entry, PartitionModel, Sample
+
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane, To
+from transfer_queue.control.state import PlaneConfig
+
+GRACE_S = 5.0
+MAX_TOKENS = 8
+SPECS = {name: p.FieldSpec("int64", (2,)) for name in ("a", "b")}
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """How a task of the machine is registered and read. ``sizes``: the batch sizes it asks for."""
+
+    sampler: str | dict[str, Any] | None = None
+    dp_size: int | None = None
+    tail: str | None = None
+    sizes: tuple[int, ...] = (1, 2, 3)
+    finite: bool = False
+    exact: bool = True
+    """Any batch_size * dp_size ready samples make a round."""
+
+    @property
+    def policy(self) -> str:
+        return self.tail or ("uneven_ok" if (self.dp_size or 1) == 1 else "drop")
+
+
+def spec(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"class": name, "args": [], "kwargs": kwargs}
+
+
+TASKS = {
+    "plain": TaskPlan(),
+    "padded": TaskPlan(dp_size=2, tail="pad", sizes=(2,)),
+    "uneven": TaskPlan("SequentialSampler", dp_size=3, tail="uneven_ok", sizes=(1, 2)),
+    "ranks": TaskPlan("RankAwareSampler", dp_size=2),
+    "groups": TaskPlan(spec("GRPOGroupNSampler", n_samples_per_prompt=2), dp_size=2, sizes=(2,), exact=False),
+    "balanced": TaskPlan(spec("SeqlenBalancedSampler", dp_size=2), tail="pad", sizes=(1, 2)),
+    "tokens": TaskPlan(spec("TokenBudgetSampler", max_tokens=MAX_TOKENS), dp_size=2, sizes=(3,), exact=False),
+    "finite": TaskPlan(finite=True, sizes=(2,)),
+    "finite_ranks": TaskPlan(dp_size=2, finite=True, sizes=(2,)),
+}
+DP_SIZES = {name: 2 if name == "balanced" else plan.dp_size for name, plan in TASKS.items()}
+CLIENTS = ("anna", "bert", "carl")
+PARTITIONS = ("p", "q")
+
+
+class CheckedPlane:
+    """Sends requests, and checks each reply when it comes, at once or later."""
+
+    def begin(self, capacity: int | None) -> None:
+        self.capacity = capacity
+        self.plane = ControlPlane(PlaneConfig(capacity=capacity, producer_grace_s=GRACE_S))
+        self.now = 0.0
+        self.next_id = 0
+        self.next_index = 0
+        self.model: dict[str, PartitionModel] = {}
+        self.open: dict[tuple[str, int], Any] = {}
+        self.since: dict[tuple[str, int], float] = {}
+        self.orphans: set[int] = set()
+        self.stranded: dict[str, set[int]] = {}
+        self.tokens: list[tuple[str, str, str]] = []
+        for name, plan in TASKS.items():
+            self.ask("anna", p.RegisterTask, name, plan.sampler, plan.dp_size, plan.tail)
+
+    # ---- requests and replies ----
+
+    def ask(self, client: str, verb: Any, *args: Any) -> Any:
+        """Send a request; returns its reply, None while it is parked. Every reply is checked against the model."""
+        self.next_id += 1
+        request = verb(self.next_id, *args)
+        self.open[client, request.id] = request
+        self.since[client, request.id] = self.now
+        if isinstance(request, p.Fetch) and request.partition in self.model:
+            self.model[request.partition].view(request.task).ack(request.acks)
+        self.sound = False
+        replies = self.plane.handle(client, request, self.now)
+        self.absorb(replies)
+        self.sound = True
+        return next((to.reply for to in replies if to == (client, to.reply) and to.reply.id == request.id), None)
+
+    def absorb(self, replies: list[To]) -> None:
+        for to in replies:
+            request = self.open.pop((to.client, to.reply.id), None)
+            assert request is not None, f"{to} answers nothing that is open"
+            since = self.since.pop((to.client, to.reply.id))
+            check = getattr(self, f"on_{type(request).__name__.lower()}", None)
+            if isinstance(request, p.Fetch):
+                self.take_skipped(request)
+            if check is not None:
+                check(to.client, request, to.reply, since)
+        self.take_skipped(None)
+
+    def take_skipped(self, answered: Any) -> None:
+        """Batches that were drawn because a fetch asked for a later one, whether that was answered or not."""
+        known_to_both = self.model.keys() & self.plane.state.partitions.keys()
+        asking = [
+            request for request in (answered, *self.open.values())
+            if isinstance(request, p.Fetch) and request.first_index is not None and request.partition in known_to_both
+        ]  # fmt: skip
+        for request in asking:
+            model = self.model[request.partition]
+            ledger = self.plane.state.partitions[request.partition].consumer(request.task).ledger
+            for i in range(request.first_index, request.batch_index or 0):
+                drawn = ledger.get((request.dp_rank, i))
+                if drawn is None or (request.dp_rank, i) in model.view(request.task).ledger:
+                    continue
+                if all(model.has(index, request.fields) for index in drawn.indexes.tolist()):  # else another one drew
+                    self.take_round(model, msgspec.structs.replace(request, batch_index=i), i)
+
+    def parked(self, partition: str, task: str) -> list[tuple[float, int, Any]]:
+        """Open fetches of a task as (batch_index or infinity, arrival, request), first in line first."""
+        found = [
+            (math.inf if request.batch_index is None else request.batch_index, request.id, request)
+            for request in self.open.values()
+            if isinstance(request, p.Fetch) and (request.partition, request.task) == (partition, task)
+        ]
+        return sorted(found, key=lambda each: each[:2])
+
+    def used(self) -> int:
+        return sum(len(partition.samples) for partition in self.model.values())
+
+    # ---- what each reply must be ----
+
+    def on_reserve(self, client: str, request: Any, reply: Any, since: float) -> None:
+        if isinstance(reply, p.Failed):
+            return self.check_refused_writer(request, reply, since)
+        self.check_first_writer(request)
+        indexes = p.unpack_indexes(reply.indexes).tolist()
+        assert len(indexes) == request.count
+        return self.add(request.partition, client, indexes, "held")
+
+    def on_insert(self, client: str, request: Any, reply: Any, since: float) -> None:
+        if isinstance(reply, p.Failed):
+            return self.check_refused_writer(request, reply, since)
+        self.check_first_writer(request)
+        indexes = p.unpack_indexes(reply.indexes).tolist()
+        self.add(request.partition, client, indexes, "held")
+        return self.model[request.partition].make_live(indexes)
+
+    def on_resolvekeys(self, client: str, request: Any, reply: Any, since: float) -> None:
+        if isinstance(reply, p.Failed):
+            return self.check_refused_writer(request, reply, since)
+        self.check_first_writer(request)
+        found = dict(zip(reply.keys, p.unpack_indexes(reply.indexes).tolist(), strict=True))
+        known = self.model[request.partition].keys if request.partition in self.model else {}
+        assert {key: found[key] for key in request.keys if key in known} == {
+            key: known[key] for key in request.keys if key in known
+        }
+        new = [key for key in request.keys if key not in known] if request.create else []
+        assert set(found) == (set(request.keys) & set(known)) | set(new)
+        if new:
+            self.add(request.partition, client, [found[key] for key in new], "held")
+            self.model[request.partition].keys.update({key: found[key] for key in new})
+            if not request.hold:
+                self.model[request.partition].make_live([found[key] for key in new])
+        return None
+
+    def add(self, partition: str, client: str, indexes: list[int], state: str) -> None:
+        assert indexes == sorted(indexes), "ascending"
+        assert indexes[0] >= self.next_index, "never reused"
+        self.next_index = indexes[-1] + 1
+        samples = self.model.setdefault(partition, PartitionModel()).samples
+        samples.update({index: Sample(client, state) for index in indexes})
+        assert self.capacity is None or self.used() <= self.capacity
+
+    def check_first_writer(self, request: Any) -> None:
+        others = [each for each in self.open.values() if isinstance(each, (p.Reserve, p.Insert, p.ResolveKeys))]
+        assert all(each.id > request.id for each in others), "a writer was overtaken"
+
+    def check_refused_writer(self, request: Any, reply: p.Failed, since: float) -> None:
+        if reply.code == "StorageFullError":
+            assert self.now >= since + request.wait_s or request.count > (self.capacity or math.inf)
+        else:
+            assert reply.code == "InvalidRequestError", reply
+            assert self.model[request.partition].sealed, reply
+
+    def on_fetch(self, client: str, request: Any, reply: Any, since: float) -> None:
+        assert isinstance(reply, (p.Batch, p.NotReady, p.Ended, p.Failed))
+        partition = self.model.get(request.partition)
+        if partition is None:
+            assert isinstance(reply, p.Ended) or reply == p.NotReady(request.id, self.needed(request), 0, 0)
+        elif isinstance(reply, p.Batch):
+            self.check_batch(partition, request, reply)
+        elif isinstance(reply, p.NotReady):
+            assert self.now >= since + request.wait_s
+            self.check_not_ready(partition, request, reply)
+        elif isinstance(reply, p.Ended):
+            self.check_ended(partition, request, reply)
+        else:
+            self.check_failed_fetch(partition, request, reply)
+
+    def needed(self, request: Any) -> int:
+        dp_size = DP_SIZES[request.task] or 1
+        return dp_size if request.task == "tokens" else request.batch_size * dp_size
+
+    def check_not_ready(self, partition: PartitionModel, request: Any, reply: p.NotReady) -> None:
+        last = partition.last_published
+        wanted, samples = self.needed(request), partition.undrawn(request.task)
+        if (batch := self.known_batch(partition, request)) is not None:
+            wanted, samples = len(batch), batch
+        ready = [index for index in samples if partition.has(index, request.fields)]
+        assert (reply.wanted, reply.ready, reply.samples) == (wanted, len(ready), len(samples))
+        assert reply.lacking == partition.lacking(samples, request.fields)
+        assert reply.last_published_s == (None if last is None else self.now - last)
+
+    def known_batch(self, partition: PartitionModel, request: Any) -> list[int] | None:
+        """The samples of a batch that was drawn before, and that this fetch can only get with more fields."""
+        batch_index = request.batch_index
+        if batch_index is None and request.dp_rank is not None:
+            consumer = self.plane.state.partitions[request.partition].consumer(request.task)
+            batch_index = consumer.ledger.next_index(request.dp_rank)
+        entry = partition.view(request.task).ledger.get((request.dp_rank, batch_index))
+        return None if entry is None else entry.indexes
+
+    def check_batch(self, partition: PartitionModel, request: Any, reply: p.Batch) -> None:
+        indexes = p.unpack_indexes(reply.indexes).tolist()
+        assert indexes, "an empty batch would be a fourth answer"
+        assert all(partition.has(index, request.fields) for index in indexes), "atomic"
+        assert set(reply.fields) == set(request.fields)
+        assert reply.tags == {i: partition.samples[i].tags for i in set(indexes) if partition.samples[i].tags}
+        view = partition.view(request.task)
+        if reply.batch_index is None:
+            self.check_drawn(partition, request, indexes, None, indexes)
+            view.given.update(dict.fromkeys(indexes))
+            view.consumed.update(indexes)
+            return
+        key = (request.dp_rank, reply.batch_index)
+        assert request.batch_index in (None, reply.batch_index)
+        if key not in view.ledger:
+            self.take_round(partition, request, reply.batch_index)
+        entry = view.ledger[key]
+        assert (entry.indexes, entry.token) == (indexes, reply.token), "equal questions get equal answers"
+        self.tokens.append((request.partition, request.task, entry.token))
+        view.consumed |= {index for index in entry.consumes if index in partition.samples}
+
+    def take_round(self, partition: PartitionModel, request: Any, batch_index: int) -> None:
+        """A batch that wasn't there before: so it must be there for every rank now."""
+        dp_size = DP_SIZES[request.task]
+        view = partition.view(request.task)
+        ledger = self.plane.state.partitions[request.partition].consumer(request.task).ledger
+        for rank in (request.dp_rank,) if dp_size is None else range(dp_size):
+            drawn = ledger.get((rank, batch_index))
+            if drawn is None:
+                assert TASKS[request.task].policy == "uneven_ok", "a batch exists for all ranks or for none"
+                assert partition.sealed
+                continue
+            assert (rank, batch_index) not in view.ledger
+            assert (rank, batch_index) not in view.settled
+            indexes, consumes = drawn.indexes.tolist(), drawn.consumes.tolist()
+            self.check_drawn(partition, request, indexes, drawn.padding, consumes)
+            entry = Entry(indexes, set(consumes), drawn.token, dp_size)
+            view.ledger[rank, batch_index] = entry
+            view.given.update(dict.fromkeys(consumes, (rank, batch_index)))
+            view.consumed |= entry.consumes
+
+    def take_tail(self, partition: PartitionModel, request: Any) -> None:
+        """The last samples may have gone to other ranks than the one that hears of the end."""
+        ledger = self.plane.state.partitions[request.partition].consumer(request.task).ledger
+        drawn = [i for i in range(40) if ledger.get((0, i)) and (0, i) not in partition.view(request.task).ledger]
+        for batch_index in drawn:
+            self.take_round(partition, request, batch_index)
+
+    def check_drawn(
+        self, partition: PartitionModel, request: Any, indexes: list[int], padding: Any, consumes: list[int]
+    ) -> None:
+        """One share that was drawn just now."""
+        view, plan = partition.view(request.task), TASKS[request.task]
+        own = indexes if padding is None else [i for i, padded in zip(indexes, padding, strict=True) if not padded]
+        assert sorted(own) == sorted(consumes), "a batch consumes what it holds, short of padding"
+        assert len(set(own)) == len(own)
+        assert not view.given.keys() & set(own), "exactly once"
+        assert all(partition.has(index, request.fields) for index in indexes), "atomic"
+        assert padding is None or plan.policy == "pad"
+        is_tail = partition.sealed or request.finite
+        assert len(indexes) <= request.batch_size
+        assert len(indexes) == request.batch_size or is_tail or request.task == "tokens"
+        if request.task == "tokens":
+            assert sum(partition.samples[index].tags["total_lengths"] for index in indexes) <= MAX_TOKENS
+        if request.task == "groups":
+            assert all(second == first + 1 for first, second in zip(indexes[::2], indexes[1::2], strict=True))
+        first = self.parked(request.partition, request.task)
+        own_order = (math.inf if request.batch_index is None else request.batch_index, request.id)
+        assert all(each[:2] > own_order for each in first), "one who waits in front was overtaken"
+
+    def check_ended(self, partition: PartitionModel, request: Any, reply: p.Ended) -> None:
+        view, policy = partition.view(request.task), TASKS[request.task].policy
+        if policy == "uneven_ok":
+            self.take_tail(partition, request)
+        undrawn = partition.undrawn(request.task)
+        if reply.reason == "consumed":
+            assert request.finite
+            assert undrawn or not partition.held()
+            return
+        assert reply.reason == "sealed"
+        assert partition.sealed
+        if not view.ended:
+            ready = partition.ready(request.task, request.fields)
+            assert reply.dropped == len(undrawn) + len(partition.held())
+            assert policy == "drop" or not ready, "only the policy drop leaves samples behind"
+            assert not TASKS[request.task].exact or len(ready) < self.needed(request)
+        view.ended = True
+
+    def check_failed_fetch(self, partition: PartitionModel, request: Any, reply: p.Failed) -> None:
+        view = partition.view(request.task)
+        if reply.code == "ProducersGoneError":
+            assert partition.abandoned(request.fields, self.now, GRACE_S)
+        elif reply.code == "SampleClearedError":
+            keys = [(request.dp_rank, i) for i in range(99)]
+            torn = [key for key in keys if key in view.ledger and self.is_torn(partition, view.ledger[key])]
+            assert torn if request.batch_index is None else (request.dp_rank, request.batch_index) in torn
+        else:
+            assert reply.code == "InvalidRequestError", reply
+            assert (request.dp_rank, request.batch_index) in view.settled
+
+    def is_torn(self, partition: PartitionModel, entry: Entry) -> bool:
+        return not set(entry.indexes) <= partition.samples.keys()
+
+    def on_publish(self, client: str, request: Any, reply: Any, since: float) -> None:
+        partition = self.model[request.partition]
+        indexes = p.unpack_indexes(request.indexes).tolist()
+        if isinstance(reply, p.Failed):
+            assert reply.code == "SampleClearedError", reply
+            assert partition.sealed
+            assert any(partition.samples[index].state == "ahead" for index in indexes)
+            return
+        for index in indexes:
+            partition.samples[index].tags.update(request.tags[index])
+        partition.publish(client, indexes, list(request.fields), self.now)
+        ahead = p.unpack_indexes(reply.indexes).tolist()
+        assert len(ahead) in (0, request.reserve_next)
+        assert not ahead or (self.capacity is None and not partition.sealed)
+        if ahead:
+            self.add(request.partition, client, ahead, "ahead")
+
+    def on_cancel(self, client: str, request: Any, reply: Any, since: float) -> None:
+        partition = self.model.get(request.partition, PartitionModel())
+        own = [i for i in p.unpack_indexes(request.indexes).tolist() if i in partition.samples]
+        partition.clear([i for i in own if (s := partition.samples[i]).state != "live" and s.holder == client])
+
+    def on_resetconsumption(self, client: str, request: Any, reply: Any, since: float) -> None:
+        assert reply.value == (request.partition in self.model)
+        if not reply.value:
+            return
+        consumers = self.plane.state.partitions[request.partition].consumers
+        for name, view in self.model[request.partition].views.items():
+            if request.task in (None, name):
+                view.reset()
+                for key, entry in view.ledger.items():
+                    renewed = consumers[name].ledger.get(key)
+                    assert renewed is not None
+                    assert renewed.token != entry.token, "an ack from before the reset is late"
+                    entry.token = renewed.token
+
+    def on_createpartition(self, client: str, request: Any, reply: Any, since: float) -> None:
+        known = self.model.get(request.partition)
+        if isinstance(reply, p.Failed):
+            assert known is not None
+            assert known.num_samples not in (None, request.num_samples)
+            return
+        assert reply.value == (known is None)
+        partition = self.model.setdefault(request.partition, PartitionModel())
+        partition.num_samples = request.num_samples or partition.num_samples
+        partition.seal_if_complete()
+
+    def on_clearsamples(self, client: str, request: Any, reply: Any, since: float) -> None:
+        partition = self.model.get(request.partition, PartitionModel())
+        indexes = p.unpack_indexes(request.indexes).tolist()
+        self.strand(partition, indexes)
+        assert p.unpack_indexes(reply.indexes).tolist() == partition.clear(indexes)
+
+    def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:
+        partition = self.model.pop(request.partition, None)
+        self.was_there = partition is not None
+        known = list(partition.samples) if partition else []
+        if partition is not None:
+            self.strand(partition, known)
+        assert p.unpack_indexes(reply.indexes).tolist() == known
+
+    def strand(self, partition: PartitionModel, indexes: list[int]) -> None:
+        """What a writer may be storing values for while it is cleared."""
+        for index in indexes:
+            sample = partition.samples.get(index)
+            if sample is not None and sample.state != "live":
+                self.stranded.setdefault(sample.holder, set()).add(index)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: what each batch was given, until an ack, a clear or a reset settles it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from transfer_queue.control.ledger import Ledger
+
+
+def write(ledger, key, *indexes, dp_size=None):
+    samples = np.array(indexes, dtype=np.int64)
+    entry = ledger.write(key, samples, samples, dp_size=dp_size)
+    entry.owned = len(indexes)
+    return entry
+
+
+def numbers(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def test_a_batch_is_there_until_its_token_is_acknowledged_and_settled_after():
+    ledger = Ledger("p/t/1")
+    entry = write(ledger, (0, 0), 5, 6)
+    assert ledger.get((0, 0)) is entry
+    assert (ledger.holds((0, 0)), ledger.is_settled((0, 0)), len(ledger)) == (True, False, 1)
+    assert ledger.ack([entry.token, entry.token, "p/t/1/0#9", ""]) == 1
+    assert ledger.get((0, 0)) is None
+    assert (ledger.holds((0, 0)), ledger.is_settled((0, 0)), len(ledger)) == (True, True, 0)
+
+
+def test_tokens_of_another_ledger_settle_nothing():
+    ledger = Ledger("p/t/1")
+    write(ledger, (0, 0), 5)
+    assert ledger.ack([write(Ledger("p/t/2"), (0, 0), 5).token]) == 0
+
+
+def test_settled_batches_of_a_long_run_leave_a_mark_only():
+    ledger = Ledger("p/t/1")
+    window = [write(ledger, (0, i), i) for i in range(3)]
+    for i in range(3, 500):
+        ledger.ack([window.pop(1).token])  # out of order, as several workers do
+        window.append(write(ledger, (0, i), i))
+        window.sort(key=lambda entry: entry.number)
+        if i % 7 == 0:
+            ledger.ack([window.pop(0).token])
+            window.append(write(ledger, (0, 1000 + i), i))
+    for entry in window:
+        ledger.ack([entry.token])
+    settled = ledger._settled[0]
+    assert (settled.below, len(settled._above), len(ledger)) == (500, len(range(7, 500, 7)), 0)
+
+
+def test_an_unnamed_batch_comes_after_the_last_one_given_and_skips_settled_ones():
+    ledger = Ledger("p/t/1")
+    assert ledger.next_index(0) == 0
+    write(ledger, (0, 3), 1)
+    ledger.took((0, 3))
+    ledger.took((0, 1))
+    assert (ledger.next_index(0), ledger.next_index(1)) == (4, 0)
+    ledger.ack([write(ledger, (0, 4), 2).token])
+    assert ledger.next_index(0) == 5
+
+
+def test_a_batch_with_no_sample_left_is_settled():
+    ledger = Ledger("p/t/1")
+    first, second = write(ledger, (0, 0), 1, 2), write(ledger, (0, 1), 3)
+    ledger.samples_cleared(numbers(first.number, 0, -1, 77))
+    assert (first.owned, len(ledger)) == (1, 2)
+    ledger.samples_cleared(numbers(first.number, second.number))
+    assert (ledger.is_settled((0, 0)), ledger.is_settled((0, 1)), len(ledger)) == (True, True, 0)
+
+
+def test_a_reset_keeps_batches_under_new_tokens_and_reopens_settled_ones():
+    ledger = Ledger("p/t/1")
+    kept, gone = write(ledger, (0, 0), 1), write(ledger, (0, 1), 2)
+    old = kept.token
+    ledger.ack([gone.token])
+    ledger.took((0, 1))
+    assert ledger.reset() == [kept.number]
+    assert (ledger.get((0, 0)), ledger.holds((0, 1)), ledger.next_index(0)) == (kept, False, 0)
+    assert (ledger.ack([old]), ledger.ack([kept.token])) == (0, 1)
+
+
+def test_a_reset_drops_rounds_whole_and_leaves_ranks_that_drew_alone_apart():
+    ledger = Ledger("p/t/1")
+    torn = [write(ledger, (rank, 0), rank, dp_size=2) for rank in range(2)]
+    whole = [write(ledger, (rank, 1), 10 + rank, dp_size=2) for rank in range(2)]
+    alone = [write(ledger, (rank, 2), 20 + rank) for rank in range(2)]
+    ledger.ack([torn[0].token, alone[0].token])
+    assert ledger.reset() == [whole[0].number, whole[1].number, alone[1].number]
+    assert not ledger.holds((1, 0))
+
+
+def test_the_books_are_checked_against_what_samples_say():
+    ledger = Ledger("p/t/1")
+    entry = write(ledger, (0, 0), 1, 2)
+    ledger.check_invariants(numbers(entry.number, entry.number, 0))
+    ledger.check_invariants(numbers(entry.number, entry.number, 99))
+    with pytest.raises(AssertionError, match="owns its live samples"):
+        ledger.check_invariants(numbers(entry.number))
