@@ -78,6 +78,7 @@ class TQDataModule(LightningDataModule):
         self._group: ProducerGroup | None = None
         self._run: Run | None = None
         self._places: dict[str, Place] = {}
+        self._places_of: str | None = None
 
     # ---- the queue ----
 
@@ -88,6 +89,9 @@ class TQDataModule(LightningDataModule):
         modules = {type(sampler).__module__ for sampler in samplers if isinstance(sampler, BaseSampler)}
         self._connection.open(self._queue_config, sorted(modules), self._address)
         self._address = self._connection.address
+        if self._address != self._places_of:
+            self._places.clear()  # positions in another queue mean nothing in this one
+            self._places_of = self._address
 
     def close(self) -> None:
         """End the run, the producers and the queue, as far as they were started here. Idempotent."""

@@ -6,14 +6,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
 import torch
 from tensordict import TensorDict
 
-import transfer_queue as tq
 from transfer_queue import StreamingDataLoader, StreamingDataset
+
+# The first spawned process starts it for good; started here, it isn't taken for a leak.
+resource_tracker.ensure_running()
 
 WAIT_S = 20.0
 TASK = "train"
@@ -143,7 +146,3 @@ def worker_pids() -> set[int]:
         for child in psutil.Process().children(recursive=True)
         if "transfer_queue.launch" not in " ".join(child.cmdline())
     }
-
-
-def client() -> tq.TransferQueueClient:
-    return tq.get_client()

@@ -59,6 +59,16 @@ def test_an_exception_in_a_step_closes_what_was_started_exactly_once(
     assert dm.closed == 1
 
 
+def test_a_fit_after_a_failed_one_starts_at_the_beginning_of_its_new_queue(trainer: MakeTrainer) -> None:
+    args = {"partition": "train", "count": 12}
+    with TQDataModule(train=stream(), producers=[Producer(target=producing.produce, args=args)]) as dm:
+        with pytest.raises(ValueError, match="as told"):
+            trainer().fit(Recorder(fail_at=2), datamodule=dm)
+        model = Recorder()
+        trainer().fit(model, datamodule=dm)
+    assert model.indexes() == list(range(12))
+
+
 def _endless(**options: Any) -> Producer:
     args = {"partition": "train", "count": 100, "pid_file": os.devnull}
     return Producer(target=producing.produce_then_stay, args=args, **options)

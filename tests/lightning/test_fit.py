@@ -254,7 +254,8 @@ def test_a_deadlock_of_producers_that_wait_for_a_step_is_explained(
     with pytest.raises(BatchTimeoutError):
         trainer(callbacks=[OnPolicy()]).fit(Recorder(), datamodule=dm)
     assert "waits for batch 1 while batch 0 is untrained" in caplog.text
-    dm = data(train=stream("train", task="other", num_batches=5))
+    dm = data(train=stream("train", num_batches=5))
+    dm.client.put(rows(4), partition_id="train")
     model = Recorder()
     trainer(callbacks=[OnPolicy()]).fit(model, datamodule=dm)
     assert len(model.indexes()) == 20
@@ -275,7 +276,7 @@ def test_jagged_fields_and_numbers_come_as_asked(data: Make, trainer: MakeTraine
             data, _ = batch
             self.types.append((data["x"].is_nested, data["x"].layout))
             self.log("one", 1.0, on_step=False, on_epoch=True)
-            loss: torch.Tensor = self.layer(data["x"].values()).mean()
+            loss: torch.Tensor = self.layer(data["x"].values().reshape(-1, 4)).mean()
             return loss
 
     dm = data(train=stream(layout="jagged"))

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from transfer_queue.dataloader.cursor import Cursor
 from transfer_queue.dataloader.streaming_dataset import Bundle, Place, StreamingDataset
-
-_LOOK_EVERY_S = 0.25
+from transfer_queue.dataloader.worker_turn import WorkerTurn
 
 
 def identity(batch: Any) -> Any:
@@ -93,7 +91,7 @@ class StreamingDataLoader(DataLoader[Any]):
         place = self.stream.place()
         if self.num_workers:
             return self._from_workers(place)
-        return self._items(self._collated(self.stream.bundles(place.start)), place, ExitStack())
+        return self._items(self._collated(self.stream.bundles(place.start)), place)
 
     def _from_workers(self, place: Place) -> Iterator[Any]:
         # Persistent workers know only the cursor they were started with; others get a new one each time, so that two
@@ -108,30 +106,34 @@ class StreamingDataLoader(DataLoader[Any]):
             bundles = super().__iter__()
         finally:
             self.stream.worker_cursor = None
-        guard = ExitStack()
-        guard.callback(cursor.give_up, iteration)
-        if self.stream.should_stop is not None:
-            guard.enter_context(_watching(self.stream.should_stop, lambda: cursor.give_up(iteration)))
-        items = self._items(_while_not(lambda: cursor.is_over(iteration), bundles), place, guard)
-        weakref.finalize(items, guard.close)  # dropped before its first next(), a generator's "finally" doesn't run
+        turn = WorkerTurn(bundles, cursor, iteration, self.persistent_workers, self.stream.should_stop)
+        items = self._items(iter(turn), place, turn)
+        weakref.finalize(items, turn.end)  # dropped before its first next(), a generator's "finally" doesn't run
         return items
 
-    def _items(self, bundles: Iterator[Any], place: Place, guard: ExitStack) -> Generator[Any, None, None]:
-        left = -1 if self.num_batches is None else self.num_batches
+    def _items(
+        self, bundles: Iterator[Any], place: Place, turn: WorkerTurn | None = None
+    ) -> Generator[Any, None, None]:
+        failed = True
         try:
-            if not left:
-                return
-            for bundle in bundles:
-                for item in self.stream.take(bundle, place):
-                    left -= 1
-                    yield item
-                    if not left:
-                        return
+            yield from itertools.islice(self._taken(bundles, place), self.num_batches)
+            failed = False
+        except GeneratorExit:
+            failed = False
+            raise
         finally:
-            guard.close()
-            close = getattr(bundles, "close", None)
-            if close is not None:
-                close()
+            bundles.close()  # type: ignore[attr-defined]  # a generator
+            if turn is not None:
+                self._end(turn, failed)
+
+    def _taken(self, bundles: Iterator[Any], place: Place) -> Iterator[Any]:
+        for bundle in bundles:
+            yield from self.stream.take(bundle, place)
+
+    def _end(self, turn: WorkerTurn, failed: bool) -> None:
+        turn.end(failed)
+        if failed:  # persistent workers that were ended with it are of no use to the next iterator
+            self._iterator = self._cursor = None
 
     def _collated(self, bundles: Iterator[Any]) -> Iterator[Any]:
         pinned = self.pin_memory and torch.accelerator.is_available()  # as torch does it for workers
@@ -160,32 +162,3 @@ class StreamingDataLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on behind what had been taken."""
         self.stream.load_state_dict(state)
-
-
-def _while_not(is_over: Callable[[], bool], bundles: Iterator[Any]) -> Iterator[Any]:
-    # Persistent workers serve one iterator at a time: an older one must not take what is meant for the newer.
-    while not is_over():
-        try:
-            yield next(bundles)
-        except StopIteration:
-            return
-
-
-@contextmanager
-def _watching(should_stop: Callable[[], bool], stop: Callable[[], None]) -> Iterator[None]:
-    """Asks from a thread: the consumer's own waits inside torch, and workers can't see this process' state."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_LOOK_EVERY_S):
-            if should_stop():
-                stop()
-                return
-
-    thread = threading.Thread(target=watch, name="transfer-queue-should-stop", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

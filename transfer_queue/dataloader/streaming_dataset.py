@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client import TransferQueueClient
+from transfer_queue.dataloader.arguments import check_ranks, check_sizes, check_values, numbered
 from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.dataloader.cursor import Cursor, Start
 from transfer_queue.dataloader.fetching import (
@@ -103,7 +104,9 @@ class StreamingDataset(IterableDataset[Any]):
             ValueError: a size, rank or list of fields that can't be right.
         """
         super().__init__()
-        _check(batch_size, micro_batch_size, data_fields, dp_rank, dp_size, prefetch_batches)
+        check_sizes(batch_size, micro_batch_size, prefetch_batches)
+        check_ranks(dp_rank, dp_size)
+        check_values(data_fields, layout)
         self.config = config if config is not None else _config_of_this_process()
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
@@ -124,7 +127,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.sampling_config: dict[str, Any] = {
             "dp_rank": dp_rank,
             "task_name": task_name,
-            **_numbered(sampling_config or {}),
+            **numbered(sampling_config or {}),
         }
         if dp_size is not None:
             self.sampling_config["dp_size"] = dp_size
@@ -280,21 +283,6 @@ def _end_of_worker(is_over: Callable[[], bool] | None) -> Callable[[], bool]:
     return lambda: os.getppid() != loader or (is_over is not None and is_over())
 
 
-def _numbered(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The older form named a rank of a group and left the order to the sampler; a stream's batches have numbers."""
-    rest = dict(config)
-    replica = [rest.pop(f"data_replica_{name}", None) for name in ("group", "rank", "world_size")]
-    group, rank, size = replica
-    if replica == [None, None, None]:
-        return rest
-    if None in replica or size < 1 or not 0 <= rank < size:
-        raise InvalidRequestError(
-            f"data_replica_group, data_replica_rank and data_replica_world_size are {group}, {rank} and {size}: give all "
-            f"three, with a rank from 0 to world size - 1."
-        )
-    return {"dp_rank": group, **rest}
-
-
 def _config_of_this_process() -> DictConfig:
     get_client()  # raises where there is neither a queue nor TQ_ADDRESS; init() would start one
     return init()
@@ -303,22 +291,3 @@ def _config_of_this_process() -> DictConfig:
 def _close_in_process(client: TransferQueueClient, pid: int) -> None:
     if os.getpid() == pid:
         client.close()
-
-
-def _check(
-    batch_size: int, micro_batch_size: int, fields: list[str], dp_rank: int, dp_size: int | None, ahead: int
-) -> None:
-    if batch_size < 1:
-        raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}.")
-    if micro_batch_size < 1:
-        raise InvalidRequestError(f"micro_batch_size must be at least 1, got {micro_batch_size}.")
-    if micro_batch_size > batch_size:
-        raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than batch_size {batch_size}.")
-    if not fields:
-        raise InvalidRequestError("data_fields must name at least one field.")
-    if dp_rank < 0:
-        raise InvalidRequestError(f"dp_rank must be at least 0, got {dp_rank}.")
-    if dp_size is not None and dp_rank >= dp_size:
-        raise InvalidRequestError(f"dp_rank {dp_rank} with dp_size {dp_size}: ranks go from 0 to {dp_size - 1}.")
-    if ahead < 0:
-        raise InvalidRequestError(f"prefetch_batches must be at least 0, got {ahead}.")

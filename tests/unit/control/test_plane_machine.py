@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from control_checks import DP_SIZES, GRACE_S, PARTITIONS, SPECS, TASKS, CheckedPlane, TaskPlan
+from control_checks import CLIENTS, DP_SIZES, GRACE_S, PARTITIONS, SPECS, TASKS, CheckedPlane, TaskPlan
 from control_model import PartitionModel, View
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -245,15 +245,18 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
 
 
 HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-TestPlaneMachine = PlaneMachine.TestCase
-TestPlaneMachine.settings = settings(
-    max_examples=250, stateful_step_count=50, deadline=None, print_blob=True, suppress_health_check=HEALTH
-)
+
+
+@pytest.mark.timeout(600)  # a run takes seconds; making a failure's steps few takes minutes
+class TestPlaneMachine(PlaneMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(
+        max_examples=200, stateful_step_count=50, deadline=None, print_blob=True, suppress_health_check=HEALTH
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 class TestPlaneMachineForLong(PlaneMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(
-        max_examples=1500, stateful_step_count=120, deadline=None, print_blob=True, suppress_health_check=HEALTH
+        max_examples=2000, stateful_step_count=120, deadline=None, print_blob=True, suppress_health_check=HEALTH
     )

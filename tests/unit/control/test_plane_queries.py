@@ -14,7 +14,6 @@ from control_kit import (
     batch,
     batches,
     clear,
-    fetch,
     indexes,
     park,
     publish,
@@ -263,15 +262,3 @@ def test_a_withdrawn_put_reserves_nothing(make_plane):
     plane.handle(REWARDER, p.Withdraw(1002, 1001), 0.0)
     assert len(send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples))) == 1
     assert plane.state.allocator.num_used == 0
-
-
-def test_batches_that_nobody_asked_for_yet_are_drawn_before_a_later_one(plane):
-    put(plane, 3)
-    assert batch(plane, 1, 0, 2, first_index=0) == [2]
-    assert [batch(plane, 1, 0, i, first_index=0) for i in range(2)] == [[0], [1]]
-
-
-def test_a_later_batch_waits_for_the_earlier_ones_to_be_drawn(plane):
-    put(plane, 1)
-    assert isinstance(fetch(plane, 1, 0, 1, first_index=0), p.NotReady)
-    assert batch(plane, 1, 0, 0, first_index=0) == [0]

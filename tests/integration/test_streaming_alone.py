@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams whose queue is configured, killed, or left together with the process that reads."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from streaming_support import WAIT_S, InThread, cut, loader, own_threads, produce, read, until_waiting, worker_pids
+
+import transfer_queue as tq
+from transfer_queue.errors import QueueUnreachableError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+READER = """
+import sys, tempfile, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, sys.argv[1])
+import transfer_queue as tq
+from streaming_support import loader, produce, numbers
+
+if __name__ == "__main__":
+    conf = tq.init()
+    produce(tq.get_client(), "p", [4], seal=False)
+    workers = int(sys.argv[2])
+    made = loader(conf, "p", workers, report_every_s=0.3, persistent_workers=workers > 0)
+    for item in made:
+        print(numbers(item), flush=True)
+"""
+
+
+def test_a_declared_number_of_samples_ends_a_finite_stream_with_its_short_tail(start, monkeypatch):
+    monkeypatch.setenv("TQ_PRE_ALLOC_SAMPLE_NUM", "10")
+    conf = start()
+    reader = InThread(lambda: read(loader(conf, "p", 2, should_check_consumption_status=True)))
+    for first in (0, 3, 6):
+        produce(tq.get_client(), "p", [3], seal=False, first=first)
+    until_waiting(tq.get_client(), count=1)
+    assert reader.is_alive(), "one of ten is still to come"
+    produce(tq.get_client(), "p", [1], seal=False, first=9)
+    put_at = time.monotonic()
+    assert reader.result() == cut(10, 4)
+    assert reader.ended_at - put_at < 1.5, "nobody has to wait whether more will come"
+
+
+@WORKERS
+def test_a_controller_killed_while_a_stream_waits_is_told_at_once(start, workers):
+    conf = start()
+    before = worker_pids()
+    made = loader(conf, "p", workers)
+    reader = InThread(lambda: read(made))
+    until_waiting(tq.get_client(), count=max(1, workers))
+    killed_at = time.monotonic()
+    psutil.Process(conf.controller.zmq_info.pid).kill()
+    with pytest.raises(QueueUnreachableError, match="has ended. What it held is lost"):
+        reader.result()
+    assert reader.ended_at - killed_at < 2.0
+    assert (own_threads(), worker_pids()) == ([], before)
+
+
+def _begun(script: Any, workers: int) -> tuple[Any, list[psutil.Process], Path]:
+    """A reader that has its first batch and waits for the second, its descendants, the directory of its queue."""
+    process = script(READER, str(Path(__file__).parent), str(workers))
+    assert process.stdout.readline() == "[0, 1, 2, 3]\n", process.communicate()
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2 + workers
+    (server,) = {arg for child in family for arg in child.cmdline() if "/tq-" in arg}
+    return process, family, Path(server)
+
+
+@WORKERS
+def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
+    process, family, directory = _begun(script, workers)
+    while "waited 0." not in (line := process.stderr.readline()):  # it waits, and says so
+        assert line, process.communicate()
+    assert "for 4 samples of 'p': 0 ready (last published:" in line
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=WAIT_S)
+    assert time.monotonic() - started < 3.0
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert process.returncode == -signal.SIGINT
+    _, alive = psutil.wait_procs(family, WAIT_S)
+    assert (alive, directory.exists()) == ([], False)
+
+
+@WORKERS
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_reader_that_is_killed_takes_its_workers_and_its_queue_along(script, workers, sent):
+    process, family, directory = _begun(script, workers)
+    process.send_signal(sent)
+    process.communicate(timeout=WAIT_S)
+    _, alive = psutil.wait_procs(family, WAIT_S)
+    assert (alive, directory.exists()) == ([], False)
