@@ -84,7 +84,8 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if (ROOT / node.module.replace(".", "/")).is_dir())
+            package = (ROOT / node.module.replace(".", "/")).is_dir()
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if package)
         yield from imports(node)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from typing import Any
 import producing
 import psutil
 import pytest
-from conftest import stream
+from conftest import HERE, ROOT, stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from producing import fill
@@ -225,3 +227,32 @@ def test_memory_is_shared_out_over_the_units_and_options_go_over_everything(tmp_
     file.write_text("units: 4\nmemory: 1GiB\nbackend:\n  SimpleStorage:\n    put_timeout_s: 3\n")
     storage = as_queue_config(str(file)).conf()["backend"]["SimpleStorage"]
     assert (storage["num_data_storage_units"], storage["capacity_bytes"], storage["put_timeout_s"]) == (4, 2**28, 3)
+
+
+def test_a_killed_trainer_leaves_no_producer_and_no_server(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = f"""
+from lightning.pytorch import Trainer
+from conftest import HERE, ROOT, stream
+from recorders import Recorder
+from lightning_tq import Producer, TQDataModule
+args = {{"partition": "train", "count": 8, "pid_file": {str(pid_file)!r}}}
+dm = TQDataModule(train=stream(), producers=[Producer(target="producing:produce_then_stay", args=args)])
+Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit(Recorder({str(tmp_path)!r}), datamodule=dm)
+"""
+    path = os.pathsep.join([str(ROOT), str(HERE)])
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    trained = tmp_path / "rank0.jsonl"
+    deadline = time.monotonic() + 40
+    while not (pid_file.exists() and trained.exists()) and time.monotonic() < deadline and trainer.poll() is None:
+        threading.Event().wait(0.1)
+    children = psutil.Process(trainer.pid).children(recursive=True)
+    trainer.kill()
+    trainer.wait()
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert (len(gone), alive) == (4, [])  # a controller, two units, a producer
