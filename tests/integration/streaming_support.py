@@ -94,7 +94,7 @@ class InThread(threading.Thread):
     """Runs a function; ``result`` waits for what it returned or raises what it raised."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self._call = (function, args)
         self._outcome: Any = None
         self._error: BaseException | None = None
@@ -127,22 +127,20 @@ def until_waiting(client: Any, task: str = TASK, count: int = 1) -> None:
     raise AssertionError(f"nobody waits: {waiting}")
 
 
+def workers_now() -> list[psutil.Process]:
+    """Children of this process that run and aren't the queue's servers."""
+    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "transfer_queue.launch" not in " ".join(child.cmdline())]
+
+
+def worker_pids() -> set[int]:
+    return {worker.pid for worker in workers_now()}
+
+
 def rss_mib() -> float:
-    """Resident memory of this process and its children without the queue's servers."""
-    me = psutil.Process()
-    workers = [
-        child for child in me.children(recursive=True) if "transfer_queue.launch" not in " ".join(child.cmdline())
-    ]
-    return sum(process.memory_info().rss for process in [me, *workers]) / 2**20
+    """Resident memory of this process and its workers."""
+    return sum(process.memory_info().rss for process in [psutil.Process(), *workers_now()]) / 2**20
 
 
 def own_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-queue")]
-
-
-def worker_pids() -> set[int]:
-    return {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if "transfer_queue.launch" not in " ".join(child.cmdline())
-    }

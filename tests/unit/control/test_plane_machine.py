@@ -200,6 +200,9 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
                 assert not any(partition.abandoned(request.fields, self.now, GRACE_S) for request in fetches)
 
     def could_draw(self, partition: PartitionModel, plan: TaskPlan, request: Any) -> bool:
+        known = self.known_batch(partition, request)
+        if known is not None:
+            return all(partition.has(index, request.fields) for index in known)
         ready = partition.ready(request.task, request.fields)
         return plan.exact and len(ready) >= self.needed(request)
 
