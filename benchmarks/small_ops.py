@@ -49,9 +49,7 @@ def main() -> None:
     client = tq.get_client()
     data = TensorDict({"x": torch.zeros(1, 256)}, batch_size=[1])
     put = median_ms(lambda: client.put(data, partition_id="p"), OPERATIONS)
-    get = median_ms(
-        lambda: client.get_data(client.get_meta(["x"], 1, "p", task_name="read")), OPERATIONS // 2
-    )
+    get = median_ms(lambda: client.get_data(client.get_meta(["x"], 1, "p", task_name="read")), OPERATIONS // 2)
     report(
         "small puts and gets",
         put_p50_ms=put,

@@ -29,9 +29,7 @@ NAMES = {
         "SeqlenBalancedSampler get_seqlen_balanced_partitions karmarkar_karp"
     ),
     "transfer_queue.dataloader": "StreamingDataset StreamingDataLoader default_fetch_batch_fn chunk_batch_fn",
-    "transfer_queue.dataloader.streaming_dataset": (
-        "StreamingDataset default_fetch_batch_fn chunk_batch_fn"
-    ),
+    "transfer_queue.dataloader.streaming_dataset": ("StreamingDataset default_fetch_batch_fn chunk_batch_fn"),
     "transfer_queue.dataloader.streaming_dataloader": "StreamingDataLoader",
     "transfer_queue.storage": "StorageManager StorageKeyNotFoundError AsyncSimpleStorageManager",
     "transfer_queue.utils.logging_utils": "get_logger",

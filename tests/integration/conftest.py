@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import transfer_queue as tq
+from tests.own_processes import own_processes
 
 JOIN_S = 20.0
 
@@ -39,7 +39,7 @@ def own_temporary_directory() -> Iterator[Path]:
 def left_over(directory: Path) -> dict[str, set[Any]]:
     return {
         "threads": {thread.name for thread in threading.enumerate()},
-        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
+        "processes": {child.pid for child in own_processes()},
         "directories": {path.name for path in directory.glob("tq-*")},
         "addresses": {os.environ[name] for name in ("TQ_ADDRESS",) if name in os.environ},
     }

@@ -13,6 +13,7 @@ import psutil
 import torch
 from tensordict import TensorDict
 
+from tests.own_processes import own_processes
 from transfer_queue import StreamingDataLoader, StreamingDataset
 
 # The first spawned process starts it for good; started here, it isn't taken for a leak.
@@ -129,8 +130,7 @@ def until_waiting(client: Any, task: str = TASK, count: int = 1) -> None:
 
 def workers_now() -> list[psutil.Process]:
     """Children of this process that run and aren't the queue's servers."""
-    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "transfer_queue.launch" not in " ".join(child.cmdline())]
+    return [child for child in own_processes() if "transfer_queue.launch" not in " ".join(child.cmdline())]
 
 
 def worker_pids() -> set[int]:

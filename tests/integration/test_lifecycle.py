@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.own_processes import own_processes
 
 JOIN_S = 20.0
 MAX_RSS_BYTES = 80e6
@@ -33,7 +34,7 @@ def rows(**columns: Any) -> TensorDict:
 
 
 def servers() -> list[psutil.Process]:
-    return psutil.Process().children()
+    return own_processes(recursive=False)
 
 
 def finished(process: subprocess.Popen[str]) -> str:
@@ -154,7 +155,7 @@ def test_an_owner_that_is_ended_leaves_no_process_and_no_directory(own_temporary
     up = multiprocessing.get_context("fork").Event()
     owner = fork(own_a_queue, in_thread, up)
     assert up.wait(JOIN_S)
-    children = [os.pidfd_open(child.pid) for child in psutil.Process(owner.pid).children(recursive=True)]
+    children = [os.pidfd_open(child.pid) for child in own_processes(owner.pid)]
     os.kill(owner.pid, number)
     assert len(children) == (2 if in_thread else 3)
     for child in children:
@@ -168,7 +169,7 @@ def test_a_shutdown_that_reaches_all_processes_at_once_leaves_no_directory(own_t
     up = multiprocessing.get_context("fork").Event()
     owner = fork(own_a_queue, False, up)
     assert up.wait(JOIN_S)
-    children = [(child.pid, os.pidfd_open(child.pid)) for child in psutil.Process(owner.pid).children(recursive=True)]
+    children = [(child.pid, os.pidfd_open(child.pid)) for child in own_processes(owner.pid)]
     for pid in (*(pid for pid, _ in children), owner.pid):
         os.kill(pid, signal.SIGTERM)
     for _, child in children:

@@ -13,6 +13,7 @@ import pytest
 from streaming_support import WAIT_S, InThread, cut, loader, own_threads, produce, read, until_waiting, worker_pids
 
 import transfer_queue as tq
+from tests.own_processes import own_processes
 from transfer_queue.errors import QueueUnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -22,7 +23,7 @@ WORKERS = pytest.mark.parametrize("workers", [0, 2])
 READER = """
 import sys, tempfile, warnings
 warnings.simplefilter("ignore")
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(__import__("pathlib").Path(sys.argv[1]).parents[1])]
 import transfer_queue as tq
 from streaming_support import loader, produce, numbers
 
@@ -69,7 +70,7 @@ def _begun(script: Any, workers: int) -> tuple[Any, list[psutil.Process], Path]:
     """A reader that has its first batch and waits for the second, its descendants, the directory of its queue."""
     process = script(READER, str(Path(__file__).parent), str(workers))
     assert process.stdout.readline() == "[0, 1, 2, 3]\n", process.communicate()
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = own_processes(process.pid)
     assert len(family) >= 2 + workers
     (server,) = {arg for child in family for arg in child.cmdline() if "/tq-" in arg}
     return process, family, Path(server)
@@ -91,10 +92,9 @@ def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
     assert (alive, directory.exists()) == ([], False)
 
 
-@WORKERS
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_reader_that_is_killed_takes_its_workers_and_its_queue_along(script, workers, sent):
-    process, family, directory = _begun(script, workers)
+def test_a_reader_that_is_killed_takes_its_workers_and_its_queue_along(script, sent):
+    process, family, directory = _begun(script, 2)
     process.send_signal(sent)
     process.communicate(timeout=WAIT_S)
     _, alive = psutil.wait_procs(family, WAIT_S)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from lightning.pytorch import Trainer
 from producing import FIELDS
 
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule
+from tests.own_processes import own_processes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -40,10 +40,9 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     before = {thread.name for thread in threading.enumerate()}
     yield
     tq.close()
-    children = psutil.Process().children(recursive=True)
     left = {
         "threads": {thread.name for thread in threading.enumerate()} - before - {"pytest_timeout"},
-        "processes": {" ".join(child.cmdline()) for child in children},
+        "processes": {" ".join(child.cmdline()) for child in own_processes()},
         "directories": {path.name for path in tmp_path.glob("tq-*")},
         "address": os.environ.get("TQ_ADDRESS"),
     }

@@ -24,6 +24,7 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import Producer, ProducerError, TQDataModule
+from tests.own_processes import own_processes
 from transfer_queue import BatchTimeoutError, ConfigError
 from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
 
@@ -54,7 +55,7 @@ def test_an_exception_in_a_step_closes_what_was_started_exactly_once(
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning leaves it ignored
     assert dm.closed == 1
-    assert psutil.Process().children() == []
+    assert own_processes() == []
     with pytest.raises(NotInitializedError):
         tq.get_client()
     dm.close()
@@ -251,7 +252,7 @@ Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit(Recorde
     deadline = time.monotonic() + 40
     while not (pid_file.exists() and trained.exists()) and time.monotonic() < deadline and trainer.poll() is None:
         threading.Event().wait(0.1)
-    children = psutil.Process(trainer.pid).children(recursive=True)
+    children = own_processes(trainer.pid)
     trainer.kill()
     trainer.wait()
     gone, alive = psutil.wait_procs(children, timeout=10)

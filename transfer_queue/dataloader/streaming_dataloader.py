@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from transfer_queue.dataloader.cursor import Cursor
 from transfer_queue.dataloader.streaming_dataset import Bundle, Place, StreamingDataset
 from transfer_queue.dataloader.worker_turn import WorkerTurn
+from transfer_queue.storage import columns
 
 
 def identity(batch: Any) -> Any:
@@ -100,6 +103,7 @@ class StreamingDataLoader(DataLoader[Any]):
             self._cursor = Cursor()
         cursor = self._cursor
         iteration = cursor.open(place.start)
+        _import_what_workers_will()
         self.stream.worker_cursor = cursor
         try:
             # Workers are started here, not at the first next(): prefetching begins with the iterator.
@@ -162,3 +166,13 @@ class StreamingDataLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator goes on behind what had been taken."""
         self.stream.load_state_dict(state)
+
+
+@functools.cache
+def _import_what_workers_will() -> None:
+    """Reads one jagged row: torch and we import some modules only then.
+
+    A fork while another thread imports a module leaves the child with that module's lock held, and waiting for ever.
+    """
+    pieces = columns.pack(TensorDict({"x": torch.zeros(1, 1)}, batch_size=[1]), allow_pickle=False)
+    columns.unpack({"x": [(slice(0, 1), pieces["x"])]}, 1, "jagged", allow_pickle=False)

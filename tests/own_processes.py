@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that tests started, without the ones that Python keeps beside multiprocessing."""
+
+from __future__ import annotations
+
+import psutil
+
+_PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+def own_processes(pid: int | None = None, recursive: bool = True) -> list[psutil.Process]:
+    """Living descendants of a process (None: this one)."""
+    return [child for child in psutil.Process(pid).children(recursive=recursive) if _counts(child)]
+
+
+def _counts(process: psutil.Process) -> bool:
+    try:
+        command = " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in _PYTHONS_OWN)
+    except psutil.NoSuchProcess:  # ended meanwhile, or a zombie
+        return False
