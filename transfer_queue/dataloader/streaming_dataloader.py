@@ -126,7 +126,7 @@ class StreamingDataLoader(DataLoader[Any]):
             failed = False
             raise
         finally:
-            bundles.close()  # type: ignore[attr-defined]  # a generator
+            bundles.close()
             if turn is not None:
                 self._end(turn, failed)
 
