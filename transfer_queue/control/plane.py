@@ -231,7 +231,10 @@ class ControlPlane:
     def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:
         partition = self._state.partitions.get(request.partition)
         consumer = None if partition is None else partition.consumers.get(request.task)
-        return p.Done(request.id, 0 if consumer is None else consumer.ledger.ack(request.tokens))
+        settled = 0 if consumer is None else consumer.ledger.ack(request.tokens)
+        if settled:
+            self._state.touch(request.partition)  # a peer may wait for fields of a batch that is settled now
+        return p.Done(request.id, settled)
 
     def _reset_consumption(self, client: str, request: p.ResetConsumption, now: float) -> p.Reply:
         partition = self._state.partitions.get(request.partition)

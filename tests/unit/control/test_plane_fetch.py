@@ -296,6 +296,14 @@ def test_a_batch_given_again_waits_for_fields_it_was_not_drawn_with(plane):
     assert batches(publish(plane, samples[1:], "y")) == [(ACTOR, [0, 1])]
 
 
+def test_who_waits_for_fields_of_a_batch_is_told_when_it_is_settled(plane):
+    put(plane, 1, "x")
+    token = fetch(plane, 1, 0, 0).token
+    park(plane, 1, 0, 0, names=("x", "y"))
+    _, told = send(plane, CRITIC, p.Ack, "p", "train", [token])
+    refused(told.reply, "InvalidRequestError", "batch 0", "settled")
+
+
 def test_a_batch_of_samples_that_were_partly_cleared_is_an_error_that_names_them(plane):
     put(plane, 2)
     batch(plane, 2, 0, 0)
