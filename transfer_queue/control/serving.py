@@ -78,6 +78,8 @@ class Service:
             return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
         if self._consumer.is_over(batch_index):
             return self._over(batch_index)
+        if self._missed_by_tail(batch_index):
+            return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed")
         if not may_draw:
             return None
         draw = self._draw(batch_index)
@@ -85,6 +87,14 @@ class Service:
         if shares is not None:
             return self._hand_out(draw, shares)
         return self._end(draw, now, waited)
+
+    def _missed_by_tail(self, batch_index: int | None) -> bool:
+        """Was this round a tail that ran out before it came to this rank?"""
+        ranks = range(self._dp_size or 1)
+        if batch_index is None or len(ranks) == 1 or self._task.tail_policy(self._dp_size) != "uneven_ok":
+            return False
+        entries = (self._consumer.ledger.get((rank, batch_index)) for rank in ranks)
+        return any(entry is not None and entry.dp_size == self._dp_size for entry in entries)
 
     def _skipped(self, batch_index: int) -> range:
         """Batches before this one that weren't drawn yet: drawn later they could starve, its samples being gone."""

@@ -115,19 +115,20 @@ class CheckedPlane:
             for i in range(request.first_index, request.batch_index or 0):
                 drawn = ledger.get((request.dp_rank, i))
                 if drawn is not None and (request.dp_rank, i) not in model.view(request.task).ledger:
-                    drawer = self.likely_drawer(request, asking, drawn.indexes.tolist())
+                    drawer = self.likely_drawer(request, (answered, *self.open.values()), drawn.indexes.tolist())
                     self.take_round(model, msgspec.structs.replace(drawer, batch_index=i), i)
 
-    def likely_drawer(self, request: Any, asking: list[Any], indexes: list[int]) -> Any:
+    def likely_drawer(self, request: Any, asking: tuple[Any, ...], indexes: list[int]) -> Any:
         """Of the fetches that may have drawn this batch, the one whose fields and size it fits."""
         model = self.model[request.partition]
 
         def fit(other: Any) -> tuple[bool, ...]:
-            same_task = (other.partition, other.task) == (request.partition, request.task)
             complete = all(model.has(index, other.fields) for index in indexes)
-            return same_task, complete, len(indexes) == other.batch_size, len(indexes) < other.batch_size
+            return complete, len(indexes) == other.batch_size, len(indexes) < other.batch_size
 
-        return max(asking, key=fit)
+        fetches = [other for other in asking if isinstance(other, p.Fetch)]
+        same_task = (request.partition, request.task)
+        return max((other for other in fetches if (other.partition, other.task) == same_task), key=fit)
 
     def parked(self, partition: str, task: str) -> list[tuple[float, int, Any]]:
         """Open fetches of a task as (batch_index or infinity, arrival, request), first in line first."""

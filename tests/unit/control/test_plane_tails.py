@@ -227,6 +227,15 @@ def test_uneven_shares_the_rest_out_in_order_and_tells_the_other_ranks_the_end(p
     assert ended(fetch(plane, 2, 0, 1)) == ("sealed", 0)
 
 
+def test_a_rank_that_the_tail_did_not_reach_hears_the_end_after_a_reset_too(plane):
+    register(plane, dp_size=2, tail="uneven_ok")
+    put(plane, 1)
+    seal(plane)
+    assert (batch(plane, 1, 0, 0), ended(fetch(plane, 1, 1, 0))) == ([0], ("sealed", 0))
+    ask(plane, ACTOR, p.ResetConsumption, "p")
+    assert (ended(fetch(plane, 1, 1, 0)), batch(plane, 1, 0, 0)) == (("sealed", 0), [0])
+
+
 def test_uneven_gives_a_long_rest_in_several_batches(make_plane):
     from transfer_queue.sampler import SequentialSampler
 
