@@ -91,6 +91,7 @@ class CheckedPlane:
         return next((to.reply for to in replies if to == (client, to.reply) and to.reply.id == request.id), None)
 
     def absorb(self, replies: list[To]) -> None:
+        self.skipped: set[tuple[str, str]] = set()
         for to in replies:
             request = self.open.pop((to.client, to.reply.id), None)
             assert request is not None, f"{to} answers nothing that is open"
@@ -117,6 +118,7 @@ class CheckedPlane:
                 if drawn is not None and (request.dp_rank, i) not in model.view(request.task).ledger:
                     drawer = self.likely_drawer(request, (answered, *self.open.values()), drawn.indexes.tolist())
                     self.take_round(model, msgspec.structs.replace(drawer, batch_index=i), i)
+                    self.skipped.add((request.partition, request.task))
 
     def likely_drawer(self, request: Any, asking: tuple[Any, ...], indexes: list[int]) -> Any:
         """Of the fetches that may have drawn this batch, the one whose fields and size it fits."""
@@ -217,6 +219,8 @@ class CheckedPlane:
         return dp_size if request.task == "tokens" else request.batch_size * dp_size
 
     def check_not_ready(self, partition: PartitionModel, request: Any, reply: p.NotReady) -> None:
+        if (request.partition, request.task) in self.skipped:
+            return  # drawn by another fetch at the same time, whether before this reply or after it
         last = partition.last_published
         wanted, samples = self.needed(request), partition.undrawn(request.task)
         if (batch := self.known_batch(partition, request)) is not None:
@@ -312,7 +316,7 @@ class CheckedPlane:
         undrawn = partition.undrawn(request.task)
         if reply.reason == "consumed":
             assert request.finite
-            assert undrawn or not partition.held()
+            assert undrawn or not partition.held() or request.dp_rank is not None  # as another rank was told
             return
         assert reply.reason == "sealed"
         assert partition.sealed
