@@ -117,7 +117,7 @@ class CheckedPlane:
                 drawn = ledger.get((request.dp_rank, i))
                 if drawn is not None and (request.dp_rank, i) not in model.view(request.task).ledger:
                     drawer = self.likely_drawer(request, (answered, *self.open.values()), drawn.indexes.tolist())
-                    self.take_round(model, msgspec.structs.replace(drawer, batch_index=i), i)
+                    self.take_round(model, msgspec.structs.replace(drawer, batch_index=i), i, guessed=True)
                     self.skipped.add((request.partition, request.task))
 
     def likely_drawer(self, request: Any, asking: tuple[Any, ...], indexes: list[int]) -> Any:
@@ -248,6 +248,7 @@ class CheckedPlane:
         view = partition.view(request.task)
         if reply.batch_index is None:
             self.check_drawn(partition, request, indexes, None, indexes)
+            self.check_order(request)
             view.given.update(dict.fromkeys(indexes))
             view.consumed.update(indexes)
             return
@@ -260,8 +261,8 @@ class CheckedPlane:
         self.tokens.append((request.partition, request.task, entry.token))
         view.consumed |= {index for index in entry.consumes if index in partition.samples}
 
-    def take_round(self, partition: PartitionModel, request: Any, batch_index: int) -> None:
-        """A batch that wasn't there before: so it must be there for every rank now."""
+    def take_round(self, partition: PartitionModel, request: Any, batch_index: int, guessed: bool = False) -> None:
+        """A batch that wasn't there before: so it must be there for every rank now. ``guessed``: who drew it is."""
         dp_size = DP_SIZES[request.task]
         view = partition.view(request.task)
         ledger = self.plane.state.partitions[request.partition].consumer(request.task).ledger
@@ -275,6 +276,8 @@ class CheckedPlane:
             assert (rank, batch_index) not in view.settled
             indexes, consumes = drawn.indexes.tolist(), drawn.consumes.tolist()
             self.check_drawn(partition, request, indexes, drawn.padding, consumes)
+            if not guessed:
+                self.check_order(request)
             entry = Entry(indexes, set(consumes), drawn.token, dp_size)
             view.ledger[rank, batch_index] = entry
             view.given.update(dict.fromkeys(consumes, (rank, batch_index)))
@@ -305,6 +308,8 @@ class CheckedPlane:
             assert sum(partition.samples[index].tags["total_lengths"] for index in indexes) <= MAX_TOKENS
         if request.task == "groups":
             assert all(second == first + 1 for first, second in zip(indexes[::2], indexes[1::2], strict=True))
+
+    def check_order(self, request: Any) -> None:
         first = self.parked(request.partition, request.task)
         own_order = (math.inf if request.batch_index is None else request.batch_index, request.id)
         assert all(each[:2] > own_order for each in first), "one who waits in front was overtaken"
