@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import random
-import statistics
-import time
+from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
+from benchmarks.common import arguments, median_ms, report
 from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
 
 
@@ -37,32 +36,25 @@ def plain_differencing(lengths: list[int], k: int, equal_size: bool) -> list[lis
     return [items for _, items in states[0][2]]
 
 
-def median_ms(lengths: list[int], k: int, equal_size: bool, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        karmarkar_karp(lengths, k, equal_size)
-        times.append(time.perf_counter() - start)
-    return round(1e3 * statistics.median(times), 2)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--items", type=int, default=32768)
     parser.add_argument("--parts", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=9)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    items, parts, repeats = (256, 4, 1) if args.quick else (args.items, args.parts, args.repeats)
     rng = random.Random(0)
     # Log-normal: what response lengths of a language model look like, many short and few very long.
-    lengths = [min(16384, 1 + int(rng.lognormvariate(6.5, 0.9))) for _ in range(args.items)]
-    result: dict[str, object] = {"benchmark": "balance", "items": args.items, "parts": args.parts}
+    lengths = [min(16384, 1 + int(rng.lognormvariate(6.5, 0.9))) for _ in range(items)]
+    figures: dict[str, float] = {}
     for name, equal_size in (("equal_size", True), ("any_size", False)):
-        ours = spread(lengths, karmarkar_karp(lengths, args.parts, equal_size))
-        plain = spread(lengths, plain_differencing(lengths, args.parts, equal_size))
-        result[f"{name}_ms"] = median_ms(lengths, args.parts, equal_size, args.repeats)
-        result[f"{name}_spread"] = ours
-        result[f"{name}_spread_vs_plain"] = round(ours / plain, 3) if plain else float(ours == plain)
-    print(json.dumps(result))
+        ours = spread(lengths, karmarkar_karp(lengths, parts, equal_size))
+        plain = spread(lengths, plain_differencing(lengths, parts, equal_size))
+        split = partial(karmarkar_karp, lengths, parts, equal_size)
+        figures[f"{name}_ms"] = median_ms(split, repeats, warmup=0)
+        figures[f"{name}_spread"] = ours
+        figures[f"{name}_spread_vs_plain"] = ours / plain if plain else float(ours == plain)
+    report("balanced parts", items=items, parts=parts, **figures)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -13,68 +12,89 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from benchmarks.common import memcpy_ms, report
+from benchmarks import cases
+from benchmarks.common import arguments, in_fresh_process, joined_client, memcpy, report
 
 SIZE, WIDTH = 32, 14336  # 32 samples of 56 KiB: 1.75 MiB
-EARLY = 20
+EARLY = 10  # batches after which memory is looked at first
+DEADLINE_S = 240.0
 
 
-def produce(partition: str, batches: int) -> None:
+def produce(conf: Any, partition: str, batches: int) -> None:
+    """Runs in a process of its own: the loader is measured, not who feeds it."""
     torch.set_num_threads(1)
-    client = tq.get_client()
+    client = joined_client(conf)
     data = TensorDict({"x": torch.ones(SIZE, WIDTH)}, batch_size=[SIZE])
     for _ in range(batches):
         client.put(data, partition_id=partition)
-    client.seal_partition(partition)
-    tq.close()
+    if hasattr(client, "seal_partition"):
+        client.seal_partition(partition)
+    client.close()
 
 
 def resident_mib() -> float:
-    """This process and its loader's workers; servers and producer hold the samples and aren't the loader's."""
+    """This process and its loader's workers."""
     me = psutil.Process()
-    workers = [child for child in me.children() if child.name() == me.name() and child.cmdline() == me.cmdline()]
+    # Forks share the command line; torch gives its workers another name.
+    workers = [child for child in me.children() if child.cmdline() == me.cmdline()]
     return sum(process.memory_info().rss for process in [me, *workers]) / 2**20
 
 
-def stream(conf: Any, partition: str, workers: int, batches: int) -> dict[str, Any]:
-    """Reads all, touches all, clears behind itself; the time starts with the first batch."""
-    dataset = tq.StreamingDataset(conf, SIZE, SIZE, ["x"], partition, "train", 0, layout="dense")
+def read(conf: Any, partition: str, workers: int, batches: int, clear: bool) -> dict[str, Any]:
+    """Reads until every sample came once, touches all; the time starts with the first batch.
+
+    ``clear``: forget each batch behind itself. Where workers hand out the same samples twice that can't be done.
+    """
+    torch.set_num_threads(1)
+    dataset = tq.StreamingDataset(conf, SIZE, SIZE, ["x"], partition, "train", 0)
     loader = tq.StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context="fork" if workers else None)
-    seen: list[int] = []
-    client, early, started = tq.get_client(), 0.0, 0.0
-    for number, (data, meta) in enumerate(loader):
+    client, seen, unique = joined_client(conf), [], set[int]()
+    early = late = started = 0.0
+    gives_up = time.monotonic() + DEADLINE_S / 2
+    for data, meta in loader:
         started = started or time.perf_counter()
-        assert int(data["x"].sum()) == SIZE * WIDTH
+        cases.touch(data)
         seen += meta.global_indexes
-        client.clear_samples(meta)
-        if number == EARLY:
+        unique.update(meta.global_indexes)
+        if clear:
+            client.clear_samples(meta)
+        if len(unique) <= EARLY * SIZE:
             early = resident_mib()
-        if number == batches - 2:
-            growth = resident_mib() - early
+        elif len(unique) >= (batches - 1) * SIZE and not late:
+            late = resident_mib()  # before the last batch: workers that have read all are gone
+        if len(unique) == batches * SIZE or time.monotonic() > gives_up:
+            break
     elapsed = time.perf_counter() - started
+    client.close()
     return {
-        "samples_per_s": (len(seen) - SIZE) / elapsed,
-        "unique_samples_per_s": (len(set(seen)) - SIZE) / elapsed,
+        "unique_samples_per_s": (len(unique) - SIZE) / elapsed,
+        "missing": batches * SIZE - len(unique),
+        "times_delivered": len(seen) / len(unique),
         "in_order": seen == sorted(seen),
-        "unique": len(set(seen)),
-        "growth_mib": growth,
+        "growth_mib": late - early,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def stream(conf: Any, workers: int, batches: int, clear: bool = True) -> dict[str, Any]:
+    """One process fills a partition, then another one reads it."""
+    partition = f"loader-{workers}"
+    in_fresh_process(produce, conf, partition, batches, deadline_s=DEADLINE_S)
+    found: dict[str, Any] = in_fresh_process(read, conf, partition, workers, batches, clear, deadline_s=DEADLINE_S)
+    tq.get_client().clear_partition(partition)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--batches", type=int, default=200)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = parser.parse_args(argv)
+    batches, all_workers = (16, (2,)) if args.quick else (args.batches, (0, 2))
     conf = tq.init()
-    figures = {}
-    for workers in (0, 2):
-        partition = f"p{workers}"
-        producer = multiprocessing.get_context("spawn").Process(target=produce, args=(partition, args.batches))
-        producer.start()
-        producer.join()  # the loader is measured, not who feeds it
-        figures[f"workers_{workers}"] = stream(conf, partition, workers, args.batches)
-    report("streaming loader", batches=args.batches, batch_mib=1.75, memcpy_ms=memcpy_ms(SIZE * WIDTH * 4), **figures)
+    figures = {f"workers_{workers}": stream(conf, workers, batches) for workers in all_workers}
+    copy_ms = memcpy(SIZE * WIDTH * 4).torch_ms
+    for found in figures.values():
+        found["batch_time_per_memcpy"] = SIZE / found["unique_samples_per_s"] * 1e3 / copy_ms
+    report("streaming loader", batches=batches, batch_mib=1.75, memcpy_ms=copy_ms, **figures)
     tq.close()
 
 

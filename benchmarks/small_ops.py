@@ -5,56 +5,83 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from benchmarks.common import median_ms, report
+from benchmarks.common import DEADLINE_S, arguments, end, joined_client, median_ms, report
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Barrier
 
 OPERATIONS = 1000
+CLIENTS = (1, 2, 4)
 
 
-def put_and_get(number: int, barrier: multiprocessing.synchronize.Barrier) -> None:
+def one_sample() -> TensorDict:
+    return TensorDict({"x": torch.zeros(1, 256)}, batch_size=[1])
+
+
+def get_one(client: tq.TransferQueueClient, partition: str) -> None:
+    client.get_data(client.get_meta(["x"], 1, partition, task_name="read"))["x"].sum()
+
+
+def p50_ms(client: tq.TransferQueueClient, operations: int) -> dict[str, float]:
+    """Of one client, the queue being otherwise idle."""
+    data = one_sample()
+    put = median_ms(lambda: client.put(data, partition_id="small"), operations)
+    get = median_ms(lambda: get_one(client, "small"), operations // 2)
+    client.clear_partition("small")
+    return {"put_p50_ms": put, "fetch_and_get_p50_ms": get}
+
+
+def put_and_get(conf: Any, partition: str, operations: int, barrier: Barrier) -> None:
     torch.set_num_threads(1)
-    client = tq.get_client()
-    data = TensorDict({"x": torch.zeros(1, 256)}, batch_size=[1])
-    client.put(data, partition_id=f"client-{number}")
-    barrier.wait()
-    for _ in range(OPERATIONS // 2):
-        client.put(data, partition_id=f"client-{number}")
-        client.get_data(client.get_meta(["x"], 1, f"client-{number}", task_name="read"))
-    barrier.wait()
-    tq.close()
+    client, data = joined_client(conf), one_sample()
+    client.put(data, partition_id=partition)
+    get_one(client, partition)
+    barrier.wait(DEADLINE_S)
+    for _ in range(operations // 2):
+        client.put(data, partition_id=partition)
+        get_one(client, partition)
+    barrier.wait(DEADLINE_S)
+    client.close()
 
 
-def rate(clients: int) -> float:
-    """Puts and gets per second of all clients together."""
+def operations_per_s(client: tq.TransferQueueClient, conf: Any, clients: int, operations: int) -> float:
+    """Puts and gets of so many processes together, each in a partition of its own."""
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(clients + 1)
-    processes = [context.Process(target=put_and_get, args=(number, barrier)) for number in range(clients)]
+    barrier, partitions = context.Barrier(clients + 1), [f"small-{number}" for number in range(clients)]
+    processes = [
+        context.Process(target=put_and_get, args=(conf, partition, operations, barrier)) for partition in partitions
+    ]
     for process in processes:
         process.start()
-    barrier.wait()
-    started = time.perf_counter()
-    barrier.wait()
-    elapsed = time.perf_counter() - started
-    for process in processes:
-        process.join()
-    return clients * OPERATIONS / elapsed
+    try:
+        barrier.wait(DEADLINE_S)
+        started = time.perf_counter()
+        barrier.wait(DEADLINE_S)
+        elapsed = time.perf_counter() - started
+    finally:
+        for process in processes:
+            end(process)
+    for partition in partitions:
+        client.clear_partition(partition)
+    return clients * operations / elapsed
 
 
-def main() -> None:
-    tq.init()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(__doc__).parse_args(argv)
+    operations, clients = (20, (2,)) if args.quick else (OPERATIONS, CLIENTS)
+    conf = tq.init()
     client = tq.get_client()
-    data = TensorDict({"x": torch.zeros(1, 256)}, batch_size=[1])
-    put = median_ms(lambda: client.put(data, partition_id="p"), OPERATIONS)
-    get = median_ms(lambda: client.get_data(client.get_meta(["x"], 1, "p", task_name="read")), OPERATIONS // 2)
     report(
         "small puts and gets",
-        put_p50_ms=put,
-        fetch_and_get_p50_ms=get,
-        operations_per_s={str(clients): rate(clients) for clients in (1, 2, 4)},
+        **p50_ms(client, operations),
+        operations_per_s={number: operations_per_s(client, conf, number, operations) for number in clients},
     )
     tq.close()
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
+import random
 import statistics
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,54 +15,74 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from benchmarks.common import report
+from benchmarks.common import arguments, end, received, report
 
 WIDTH = 256  # one sample is 1 KiB
-PAUSE_S = 0.002  # the consumer is back in its next() long before the next put
+PAUSE_S = (0.002, 0.002)  # the consumer is back in its next() long before the next put
 
 
-def consume(conf: Any, workers: int, batch_size: int, line: Connection) -> None:
+def consume(conf: Any, partition: str, workers: int, batch_size: int, line: Connection) -> None:
     """Tells when it was handed each batch; the monotonic clock is the same in all processes."""
     torch.set_num_threads(1)
-    dataset = tq.StreamingDataset(conf, batch_size, batch_size, ["x"], f"p{workers}", "train", 0, layout="dense")
+    dataset = tq.StreamingDataset(conf, batch_size, batch_size, ["x"], partition, "train", 0)
     loader = tq.StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context="fork" if workers else None)
-    line.send(None)
     for data, _ in loader:
         at = time.monotonic()
-        data["x"].sum()  # what was got is touched, so that a lazy get couldn't look fast
+        data["x"].values().sum()  # what was got is touched, so that a lazy get couldn't look fast
         line.send(at)
 
 
-def latencies_ms(conf: Any, workers: int, batch_size: int, puts: int) -> list[float]:
-    """Sorted; below zero where the consumer had the batch before the put returned."""
-    context = multiprocessing.get_context("spawn")
-    line, other = context.Pipe()
-    consumer = context.Process(target=consume, args=(conf, workers, batch_size, other))
-    consumer.start()
-    line.recv()
+def latencies_ms(
+    conf: Any, workers: int, batch_size: int, puts: int, pause_s: tuple[float, float] = PAUSE_S
+) -> list[float]:
+    """Sorted; below zero where the consumer had the batch before the put returned.
+
+    Each put comes a random pause after the last batch was taken; a consumer that polls is met at any time of its sleep
+    when the pause spans it.
+    """
+    context, partition = multiprocessing.get_context("spawn"), f"latency-{workers}"
+    line, other = context.Pipe(duplex=False)
     data = TensorDict({"x": torch.zeros(batch_size, WIDTH)}, batch_size=[batch_size])
-    client, found = tq.get_client(), []
-    for _ in range(puts):
-        time.sleep(PAUSE_S)
-        client.put(data, partition_id=f"p{workers}")
-        returned = time.monotonic()
-        found.append((line.recv() - returned) * 1e3)
-    client.seal_partition(f"p{workers}")
-    consumer.join()
+    client, pauses, found = tq.get_client(), random.Random(0), []
+    client.put(data, partition_id=partition)
+    consumer = context.Process(target=consume, args=(conf, partition, workers, batch_size, other))
+    consumer.start()
+    other.close()
+    try:
+        received(line)
+        for _ in range(puts):
+            time.sleep(pauses.uniform(*pause_s))
+            client.put(data, partition_id=partition)
+            returned = time.monotonic()
+            found.append((received(line) - returned) * 1e3)
+        end_stream(client, partition, consumer)
+    finally:
+        end(consumer)
+        line.close()
+    client.clear_partition(partition)
     return sorted(found[puts // 10 :])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def end_stream(client: Any, partition: str, consumer: Any) -> None:
+    """Where partitions can be sealed the loop over the loader ends by itself; elsewhere it never would."""
+    if hasattr(client, "seal_partition"):
+        client.seal_partition(partition)
+    else:
+        consumer.terminate()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--puts", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    puts, all_workers = (20, (0,)) if args.quick else (args.puts, (0, 2))
     conf = tq.init()
     figures = {}
-    for workers in (0, 2):
-        found = latencies_ms(conf, workers, args.batch_size, args.puts)
+    for workers in all_workers:
+        found = latencies_ms(conf, workers, args.batch_size, puts)
         figures[f"workers_{workers}"] = {"p50_ms": statistics.median(found), "p99_ms": found[len(found) * 99 // 100]}
-    report("put returned until batch yielded", puts=args.puts, batch_size=args.batch_size, **figures)
+    report("put returned until batch yielded", puts=puts, batch_size=args.batch_size, **figures)
     tq.close()
 
 

@@ -159,17 +159,19 @@ class Describe(Request, frozen=True):
 
 
 class ConsumptionStatus(Request, frozen=True):
-    """Which samples of the partition ``task`` has consumed."""
+    """Which samples of the partition ``task`` has consumed; with ``summary`` only whether it has all, as Done."""
 
     partition: str
     task: str
+    summary: bool = False
 
 
 class ProductionStatus(Request, frozen=True):
-    """Which of the fields each sample of the partition has."""
+    """Which of the fields each sample of the partition has; with ``summary`` only whether all have all, as Done."""
 
     partition: str
     fields: list[str]
+    summary: bool = False
 
 
 class ResetConsumption(Request, frozen=True):

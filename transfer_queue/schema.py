@@ -25,7 +25,7 @@ def extract_field_schema(data: TensorDictBase) -> Schema:
     Raises:
         ValueError: a column's length is not the number of rows, or a column is itself a TensorDict.
     """
-    columns = {name: _column(data, name) for name in data.keys()}  # noqa: SIM118  iterating it gives rows
+    columns = _columns(data)
     num_rows = count_rows(data, columns)
     for name, column in columns.items():
         length = _length(name, column)
@@ -44,23 +44,22 @@ def count_rows(data: TensorDictBase, columns: Mapping[str, Any] | None = None) -
     if len(data.batch_size):
         return int(data.batch_size[0])
     if columns is None:
-        columns = {name: _column(data, name) for name in data.keys()}  # noqa: SIM118  as above
+        columns = _columns(data)
     lengths = (_length(name, column) for name, column in columns.items())
     return next((length for length in lengths if length is not None), 0)
 
 
-def _column(data: TensorDictBase, name: str) -> Any:
+def _columns(data: TensorDictBase) -> dict[str, Any]:
     from tensordict import LazyStackedTensorDict
 
     # A lazy stack raises on plain access when its rows differ in shape, and data[name] unwraps object columns to lists.
     as_list: Any = {"as_list": True} if isinstance(data, LazyStackedTensorDict) else {}
-    return data.get(name, **as_list)
+    return {name: data.get(name, **as_list) for name in data.keys()}  # noqa: SIM118  iterating it gives rows
 
 
 def _length(name: str, column: Any) -> int | None:
     """Rows of a column; None for one object that stands for every row."""
     import torch
-    from tensordict import is_non_tensor, is_tensor_collection
 
     if isinstance(column, torch.Tensor):
         if not column.dim():
@@ -68,6 +67,8 @@ def _length(name: str, column: Any) -> int | None:
                 f"Inconsistent batch dimension: field {name!r} is one scalar, not a row per sample."
             )
         return int(column.size(0))
+    from tensordict import is_non_tensor, is_tensor_collection
+
     if is_non_tensor(column):
         return int(column.batch_size[0]) if len(column.batch_size) else None
     if is_tensor_collection(column) or (isinstance(column, list) and any(map(is_tensor_collection, column))):

@@ -20,8 +20,8 @@ import msgspec
 from transfer_queue import protocol as p
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
 from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
-from transfer_queue.transport.zmq_channel import ZmqCaller
 from transfer_queue.utils.processes import pid_namespace
 
 R = TypeVar("R", bound=p.Reply)
@@ -42,7 +42,7 @@ class Session:
         self._closed = False
         self._config: dict[str, Any] = {}
         self._farewell: Finalize | None = None
-        self.caller = ZmqCaller(self._name())
+        self.caller = SocketCaller(self._name())
 
     def _name(self) -> str:
         return f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}"

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +23,12 @@ from tensordict import NonTensorStack, TensorDict
 from transfer_queue.errors import StorageFullError, StorageKeyNotFoundError, UnsupportedValueError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.registry import create
-from transfer_queue.storage.simple.unit import StorageUnit
+from transfer_queue.storage.simple.hosting import host_unit
+from transfer_queue.storage.simple.unit import INLINE_NBYTES, StorageUnit
+from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.server import SocketServer
 
 
 @dataclass
@@ -62,14 +68,49 @@ def simple(num_units: int, capacity_bytes: int | None = None) -> Backend:
     return Backend(another(), held_nbytes, another)
 
 
-BACKENDS = {f"simple, {n} units": (lambda n=n: simple(n)) for n in (1, 2, 3)}
+@contextmanager
+def hosted(num_units: int, directory: Path, inline_nbytes: int, capacity_bytes: int | None = None) -> Iterator[Backend]:
+    """Units with arenas, each behind a server in a thread of its own."""
+    with ExitStack() as stack:
+        peers = []
+        for n in range(num_units):
+            server = SocketServer(f"ipc://{directory}/u{n}")
+            unit = host_unit(f"u{n}", capacity_bytes, True, server, inline_nbytes)
+            thread = threading.Thread(target=server.serve, args=(unit,))
+            thread.start()
+            stack.callback(thread.join, 10.0)
+            stack.callback(server.stop)
+            peers.append({"name": f"u{n}", "address": server.address})
+
+        def another(**config) -> StorageManager:
+            caller = SocketCaller("another")
+            stack.callback(caller.close)
+            settings = {"units": peers, "inline_nbytes": inline_nbytes, **config}
+            manager = create("SimpleStorage", caller, settings)
+            stack.callback(lambda: run_blocking(manager.close()))
+            return manager
+
+        manager = another()
+
+        def held_nbytes() -> int:
+            return sum(unit.held_nbytes for unit in run_blocking(manager.stats()))
+
+        yield Backend(manager, held_nbytes, another)
+
+
+BACKENDS = {
+    **{f"frames, {n} units": (lambda path, n=n: nullcontext(simple(n))) for n in (1, 3)},
+    "arena, 1 unit, all of it": lambda path: hosted(1, path, 0),
+    "arena, 2 units": lambda path: hosted(2, path, INLINE_NBYTES),
+    "arena, 3 units, all of it": lambda path: hosted(3, path, 0),
+}
 
 
 @pytest.fixture(params=BACKENDS)
-def storage(request) -> Iterator[Backend]:
-    backend = BACKENDS[request.param]()
-    yield backend
-    run_blocking(backend.manager.close())
+def storage(request, tmp_path) -> Iterator[Backend]:
+    with BACKENDS[request.param](tmp_path) as backend:
+        yield backend
+        run_blocking(backend.manager.close())
 
 
 def rows(column) -> list:

@@ -21,10 +21,10 @@ from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_b
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import cancel_on, run_blocking
-from transfer_queue.transport.zmq_channel import ZmqCaller
-from transfer_queue.transport.zmq_server import ZmqServer
+from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.processes import pid_namespace
 
 AT_ONCE_S = 2.0
@@ -47,7 +47,7 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Calla
     handler = Desk()
 
     def make() -> Any:
-        made.append(InprocCaller({"desk": handler}, "me") if request.param == "inproc" else ZmqCaller("me"))
+        made.append(InprocCaller({"desk": handler}, "me") if request.param == "inproc" else SocketCaller("me"))
         return made[-1]
 
     if request.param == "inproc":
@@ -60,8 +60,8 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Calla
 
 
 @pytest.fixture
-def caller() -> Iterator[ZmqCaller]:
-    caller = ZmqCaller("me")
+def caller() -> Iterator[SocketCaller]:
+    caller = SocketCaller("me")
     yield caller
     caller.close()
 
@@ -242,7 +242,7 @@ def test_a_server_that_is_gone_already_is_told_at_once(caller, mortal, drive):
 
 
 def test_closing_ends_the_calls_of_other_threads_and_loops(peer):
-    caller, ended, waiting = ZmqCaller("me"), [], threading.Barrier(3)
+    caller, ended, waiting = SocketCaller("me"), [], threading.Barrier(3)
 
     def wait(drive: Callable[[Any], Any]) -> None:
         drive(caller.call_many(calls(peer, b"echo"), 10.0))
@@ -265,7 +265,7 @@ def test_closing_ends_the_calls_of_other_threads_and_loops(peer):
 
 
 def test_closing_inside_the_loop_ends_the_calls_of_that_loop(peer):
-    caller = ZmqCaller("me")
+    caller = SocketCaller("me")
 
     async def story() -> None:
         parked = asyncio.ensure_future(caller.call_many(calls(peer, b"park"), 60.0))
@@ -279,7 +279,7 @@ def test_closing_inside_the_loop_ends_the_calls_of_that_loop(peer):
 
 @DRIVES
 def test_after_closing_every_call_fails_and_closing_again_is_harmless(peer, drive):
-    caller = ZmqCaller("me")
+    caller = SocketCaller("me")
     drive(caller.call_many(calls(peer, b"echo"), 10.0))
     caller.close()
     caller.close()
@@ -306,7 +306,7 @@ def test_an_address_that_is_none_says_so(caller, drive):
 # ---- sockets: forks and strangers ----
 
 
-def _in_child(caller: ZmqCaller, peer: Peer, told: Any) -> None:
+def _in_child(caller: SocketCaller, peer: Peer, told: Any) -> None:
     try:
         run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
     except ClosedError as error:
@@ -387,7 +387,7 @@ def test_the_end_of_a_watched_process_is_told_once_and_not_after_unwatching(tmp_
     for process in processes:
         process.start()
     told: list[int] = []
-    server = ZmqServer(f"ipc://{tmp_path}/watching")
+    server = SocketServer(f"ipc://{tmp_path}/watching")
 
     def watch(number: int) -> Callable[[], None]:
         return server.watch(processes[number].pid, pid_namespace(), lambda now: told.append(number) or [])
@@ -419,9 +419,9 @@ def test_a_server_may_be_stopped_again_and_closed_without_having_served(tmp_path
         pass
     server.stop()
     server.close()
-    ZmqServer(f"ipc://{tmp_path}/unused").close()
+    SocketServer(f"ipc://{tmp_path}/unused").close()
 
 
 def test_an_address_that_cannot_be_bound_leaves_nothing(tmp_path):
     with pytest.raises(zmq.ZMQError):
-        ZmqServer(f"ipc://{tmp_path}/no/such/directory")
+        SocketServer(f"ipc://{tmp_path}/no/such/directory")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transfer_queue.transport.base import Call, Outgoing, Peer
-from transfer_queue.transport.zmq_server import ZmqServer
+from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.processes import pid_namespace
 
 JOIN_S = 10.0
@@ -53,9 +53,9 @@ class Desk:
 
 
 @contextmanager
-def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, ZmqServer]]:
+def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, SocketServer]]:
     """The handler behind a socket of this process."""
-    server = ZmqServer(f"ipc://{directory}/thread")
+    server = SocketServer(f"ipc://{directory}/thread")
     thread = threading.Thread(target=server.serve, args=(handler,))
     thread.start()
     try:
@@ -66,7 +66,7 @@ def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, ZmqS
 
 
 def _serve(address: str, ready: Any) -> None:
-    server = ZmqServer(address)
+    server = SocketServer(address)
     ready.put(None)
     server.serve(Desk())
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,9 @@ UNLEDGERED = -1
 """In the "given" column: handed out without a ledger entry."""
 
 FieldNames = tuple[str, ...]
+
+_MAX_READY_SETS = 32
+"""Sets of fields that a task reads at the same time. The one not used for longest is dropped, and scanned anew."""
 
 
 class Consumer:
@@ -37,6 +42,7 @@ class Consumer:
         table.add_column(self._consumed, np.bool_)
         self.num_undrawn = self.num_unconsumed = len(self._live())
         self._ready: dict[FieldNames, ReadySet] = {}
+        self._undrawn_with: dict[str, int] = {}  # by fields whose lack somebody was told of
         self._over_at: int | None = None
         self._told: set[int] = set()
 
@@ -49,36 +55,51 @@ class Consumer:
         return self._table.column(self._consumed)
 
     def _live(self) -> Rows:
-        return np.flatnonzero(self._table.column("state") == RowState.LIVE)
+        return (self._table.column("state") == RowState.LIVE).nonzero()[0]
 
     # ---- what is ready ----
 
     def ready(self, fields: FieldNames) -> ReadySet:
         """The set for these fields, made by one scan at first use and kept up to date after."""
-        if fields not in self._ready:
-            ready = self._ready[fields] = ReadySet(self._table.size)
-            ready.add(self._drawable(np.arange(self._table.size), fields))
-        return self._ready[fields]
+        ready = self._ready.pop(fields, None)
+        if ready is None:
+            ready = ReadySet(self._every_drawable(fields))
+            if len(self._ready) >= _MAX_READY_SETS:
+                del self._ready[next(iter(self._ready))]
+        self._ready[fields] = ready
+        return ready
+
+    def lacking(self, name: str) -> int:
+        """Samples still to draw that haven't this field: counted once, kept up to date by each publish after."""
+        if name not in self._undrawn_with:
+            if not self._schema.knows(name):
+                return self.num_undrawn
+            self._undrawn_with[name] = int(np.count_nonzero(self._every_drawable((name,))))
+        return self.num_undrawn - self._undrawn_with[name]
 
     def ready_counts(self) -> dict[FieldNames, int]:
         """Samples ready, for every set of fields that was asked for."""
         return {fields: ready.count for fields, ready in self._ready.items()}
 
-    def _drawable(self, rows: Rows, fields: FieldNames) -> Rows:
-        live = self._table.column("state")[rows] == RowState.LIVE
-        drawable: Rows = rows[live & (self.given[rows] == 0) & self._schema.complete(rows, fields)]
-        return drawable
+    def _every_drawable(self, fields: FieldNames) -> npt.NDArray[np.bool_]:
+        mask = (self._table.column("state") == RowState.LIVE) & (self.given == 0)
+        for name in fields:
+            mask &= self._schema.has(name)
+        return mask
 
     def inserted(self, count: int) -> None:
         """So many rows became samples."""
         self.num_undrawn += count
         self.num_unconsumed += count
 
-    def published(self, rows: Rows, names: set[str]) -> None:
-        """The rows have these fields now."""
+    def published(self, rows: Rows, news: Mapping[str, Rows]) -> None:
+        """Live rows have these fields now. ``news``: those of them that hadn't the field before, each once."""
+        undrawn = rows[self.given[rows] == 0]
         for fields, ready in self._ready.items():
-            if not names.isdisjoint(fields):
-                ready.add(self._drawable(rows, fields))
+            if not news.keys().isdisjoint(fields):
+                ready.add(undrawn[self._schema.complete(undrawn, fields)])
+        for name in self._undrawn_with.keys() & news.keys():
+            self._undrawn_with[name] += int(np.count_nonzero(self.given[news[name]] == 0))
 
     # ---- what was given ----
 
@@ -90,21 +111,27 @@ class Consumer:
         self.num_undrawn -= len(fresh)
         self.num_unconsumed -= int(np.count_nonzero(~self.consumed[rows]))
         self.consumed[rows] = True
-        self._discard(fresh)
+        self._drawn(fresh)
         return len(fresh)
 
     def cleared(self, rows: Rows) -> None:
         """The rows are about to be cleared. Ledger entries with no sample left are settled."""
         live = rows[self._table.column("state")[rows] == RowState.LIVE]
         given = self.given[live]
-        self.num_undrawn -= int(np.count_nonzero(given == 0))
+        undrawn = live[given == 0]
+        self.num_undrawn -= len(undrawn)
         self.num_unconsumed -= int(np.count_nonzero(~self.consumed[live]))
         self.ledger.samples_cleared(given)
-        self._discard(live)
+        self._drawn(undrawn)
 
-    def _discard(self, rows: Rows) -> None:
+    def _drawn(self, rows: Rows) -> None:
+        """Rows that were still to draw are no longer."""
+        if not len(rows):
+            return
         for ready in self._ready.values():
             ready.discard(rows)
+        for name in self._undrawn_with:
+            self._undrawn_with[name] -= int(np.count_nonzero(self._schema.has(name)[rows]))
 
     def reset(self) -> None:
         """Nothing is consumed any more. Batches of the ledger keep their samples: equal questions, equal answers."""
@@ -116,6 +143,7 @@ class Consumer:
         self.num_undrawn, self.num_unconsumed = int(np.count_nonzero(given[live] == 0)), len(live)
         self.ended, self.dropped = None, 0
         self._over_at, self._told = None, set()
+        self._undrawn_with.clear()
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -137,12 +165,13 @@ class Consumer:
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
-        every = np.arange(self._table.size)
         for fields, ready in self._ready.items():
-            expected = self._drawable(every, fields)
+            expected = self._every_drawable(fields).nonzero()[0]
             kept = list(ready.blocks())
             assert np.array_equal(np.concatenate(kept) if kept else np.empty(0, dtype=np.intp), expected), fields
             assert ready.count == len(expected), fields
+        for name, count in self._undrawn_with.items():
+            assert count == np.count_nonzero(self._every_drawable((name,))), f"undrawn samples with {name!r} are counted"
         live = self._live()
         assert self.num_undrawn == np.count_nonzero(self.given[live] == 0), "undrawn samples are counted"
         assert self.num_unconsumed == np.count_nonzero(~self.consumed[live]), "unconsumed samples are counted"

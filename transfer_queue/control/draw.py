@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from transfer_queue.control.consumer import Consumer, FieldNames
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
-from transfer_queue.control.rows import Rows, RowState
+from transfer_queue.control.rows import Rows, RowState, all_of
 from transfer_queue.errors import SamplerError, TransferQueueError
 from transfer_queue.protocol import Indexes, Tags
 from transfer_queue.sampler.base import BaseSampler
@@ -24,11 +24,12 @@ from transfer_queue.sampler.base import BaseSampler
 TAIL_POLICIES = ("drop", "pad", "uneven_ok")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Share:
-    """One rank's batch: what it gets, and which of the partition's samples that consumes."""
+    """One rank's batch: what it gets, in rows too, and which of the partition's samples that consumes."""
 
     indexes: Indexes
+    rows: Rows
     consumed: Rows
     padding: npt.NDArray[np.uint8] | None = None
 
@@ -48,7 +49,7 @@ class SamplerView:
         return self._partition.sealed
 
     @property
-    def custom_meta(self) -> dict[int, Tags]:
+    def custom_meta(self) -> Mapping[int, Tags]:
         return self._partition.tags
 
     @property
@@ -57,7 +58,8 @@ class SamplerView:
 
     def get_custom_meta(self, indexes: Iterable[int]) -> dict[int, Tags]:
         """Tags of samples; ``{}`` for one without."""
-        return {index: self._partition.tags.get(index, {}) for index in indexes}
+        wanted = list(indexes)
+        return {**{index: {} for index in wanted}, **self._partition.tags.of(wanted)}
 
     def put_positions(self, indexes: Iterable[int]) -> list[tuple[int, int]]:
         """(offset within its put, samples of that put) for each sample: what keeps groups whole.
@@ -76,12 +78,12 @@ class SamplerView:
 
     def _rows(self, indexes: Iterable[int]) -> Rows:
         rows, found = self._partition.table.find(np.asarray(list(indexes), dtype=np.int64))
-        if not found.all():
+        if not all_of(found):
             raise KeyError(f"partition {self.partition_id!r} doesn't hold all of these samples")
         return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draw:
     """One attempt to draw batch ``batch_index`` for ``ranks`` out of what is ready for ``fields``."""
 
@@ -110,7 +112,8 @@ class Draw:
                 if len(taken) < len(self.ranks):
                     ready.hide(share.consumed)  # promised: the next rank draws from the others
         finally:
-            ready.unhide()
+            if len(self.ranks) > 1:
+                ready.unhide()
             if len(taken) < len(self.ranks):
                 self.forget()  # what the sampler keeps of a round that isn't whole would be stale at the next try
         return taken
@@ -141,7 +144,8 @@ class Draw:
 
     def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
         view = ReadyView(ready, self.partition.table.column("index"))
-        arguments = {**self._arguments(rank), "partition": SamplerView(self.partition)}
+        arguments = self._arguments(rank)
+        arguments["partition"] = SamplerView(self.partition)
         own = type(self.sampler).__module__.startswith("transfer_queue.")
         offered: Any = view if own else list(view)  # samplers of users were promised a list
         with foreign(self.sampler):
@@ -151,23 +155,23 @@ class Draw:
         if not len(indexes):
             return None
         rows = self._complete_rows(indexes)
-        return Share(indexes, rows if own and same else self._live_rows(self._as_indexes(consumed)))
+        return Share(indexes, rows, rows if own and same else self._live_rows(self._as_indexes(consumed)))
 
     def _as_indexes(self, given: Any) -> Indexes:
         with foreign(self.sampler):
-            array = np.asarray(given)
+            array: npt.NDArray[Any] = np.asarray(given)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise SamplerError(
                 f"{type(self.sampler).__name__} returned {given!r}; expected (sampled, consumed), two lists of indexes."
             )
-        return array.astype(np.int64)
+        return array.astype(np.int64, copy=array is given)
 
     def _complete_rows(self, indexes: Indexes) -> Rows:
         table = self.partition.table
         rows, found = table.find(indexes)
-        if found.all():
+        if all_of(found):
             found = (table.column("state")[rows] == RowState.LIVE) & self.partition.schema.complete(rows, self.fields)
-        if not found.all():
+        if not all_of(found):
             raise SamplerError(
                 f"{type(self.sampler).__name__} picked samples {indexes[~found][:5].tolist()}, which partition "
                 f"{self.partition.name!r} doesn't have with all of these fields: {', '.join(self.fields)}. "
@@ -197,7 +201,8 @@ class Draw:
         if policy == "pad":
             return self._padded(indexes)
         parts = [indexes[i * self.batch_size : (i + 1) * self.batch_size] for i in range(len(self.ranks))]
-        return [Share(part, self.partition.rows_of(part)) for part in parts if len(part)]
+        rows = [self.partition.rows_of(part) for part in parts]
+        return [Share(part, own, own) for part, own in zip(parts, rows, strict=True) if len(part)]
 
     def _padded(self, left: Indexes) -> list[Share]:
         total = self.batch_size * len(self.ranks)
@@ -209,19 +214,27 @@ class Draw:
         for start in range(0, total, size):
             own = filled[start : start + size]
             mask = padding[start : start + size]
-            shares.append(Share(own, self.partition.rows_of(own[mask == 0]), mask if mask.any() else None))
+            rows = self.partition.rows_of(own)
+            shares.append(Share(own, rows, rows[mask == 0], mask if mask.any() else None))
         return shares
 
 
-@contextmanager
-def foreign(sampler: BaseSampler) -> Iterator[None]:
+class foreign:
     """A sampler may be anybody's code: what it raises is the answer to the consumer that asked."""
-    try:
-        yield
-    except TransferQueueError:
-        raise
-    except Exception as error:
-        raise SamplerError(f"{type(sampler).__name__} failed: {type(error).__name__}: {error}") from error
+
+    # A class, for @contextmanager makes a generator each time, and a fetch comes here often.
+    __slots__ = ("_sampler",)
+
+    def __init__(self, sampler: BaseSampler) -> None:
+        self._sampler = sampler
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TransferQueueError):
+            name = type(self._sampler).__name__
+            raise SamplerError(f"{name} failed: {type(error).__name__}: {error}") from error
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.control.runs import Runs
 from transfer_queue.protocol import Indexes
 
 BatchKey = tuple[int | None, int]
 """(dp_rank, batch_index)"""
+
+_MAX_DIGITS = 20
+"""A token comes from outside: longer numbers are no token of ours, and Python refuses to read very long ones."""
 
 
 @dataclass(slots=True)
@@ -32,32 +36,14 @@ class Entry:
     owned: int = 0
 
 
-class _Settled:
-    """Batch indexes of one rank that are settled: everything below a mark, and a few above it."""
-
-    def __init__(self) -> None:
-        self.below = 0
-        self._above: set[int] = set()
-
-    def add(self, batch_index: int) -> None:
-        self._above.add(batch_index)
-        while self.below in self._above:
-            self._above.remove(self.below)
-            self.below += 1
-
-    def __contains__(self, batch_index: int) -> bool:
-        return batch_index < self.below or batch_index in self._above
-
-
 class Ledger:
-    """Entries by batch and by number; settled batches leave only a mark, so the ledger stays bounded."""
+    """Entries by batch and by number. A settled batch stays known as drawn, which takes no room: runs of numbers."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._entries: dict[BatchKey, Entry] = {}
         self._by_number: dict[int, Entry] = {}
-        self._by_token: dict[str, Entry] = {}
-        self._settled: dict[int | None, _Settled] = {}
+        self._drawn: dict[int | None, Runs] = {}
         self._next_index: dict[int | None, int] = {}
         self._count = 0
         self._resets = 0
@@ -69,18 +55,25 @@ class Ledger:
         return self._entries.get(key)
 
     def is_settled(self, key: BatchKey) -> bool:
-        settled = self._settled.get(key[0])
-        return settled is not None and key[1] in settled
+        return key not in self._entries and self.holds(key)
 
     def holds(self, key: BatchKey) -> bool:
         """Was this batch drawn, settled or not?"""
-        return key in self._entries or self.is_settled(key)
+        drawn = self._drawn.get(key[0])
+        return drawn is not None and key[1] in drawn
+
+    def first_undrawn(self, key: BatchKey, first: int) -> int:
+        """Where the rank's batches before this one begin, ``first`` at the earliest, that follow the last one drawn."""
+        drawn = self._drawn.get(key[0])
+        return first if drawn is None else max(first, drawn.below(key[1]))
 
     def next_index(self, dp_rank: int | None) -> int:
         """What a fetch of this rank means that names no batch_index: the batch after the last one it was given."""
-        index = self._next_index.get(dp_rank, 0)
+        index = start = self._next_index.get(dp_rank, 0)
         while self.is_settled((dp_rank, index)):  # cleared before this rank came to ask
             index += 1
+        if index != start:
+            self._next_index[dp_rank] = index  # they stay settled: nobody walks over them again
         return index
 
     def took(self, key: BatchKey) -> None:
@@ -94,8 +87,15 @@ class Ledger:
         """A new entry. The key must be free."""
         self._count += 1
         entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
-        self._entries[key] = self._by_number[entry.number] = self._by_token[entry.token] = entry
+        self._entries[key] = self._by_number[entry.number] = entry
+        self._mark_drawn(key)
         return entry
+
+    def _mark_drawn(self, key: BatchKey) -> None:
+        drawn = self._drawn.get(key[0])
+        if drawn is None:
+            drawn = self._drawn[key[0]] = Runs()
+        drawn.add(key[1])
 
     def _token(self, number: int) -> str:
         return f"{self._name}/{self._resets}#{number}"
@@ -104,9 +104,10 @@ class Ledger:
         """Settle the batches of these tokens; unknown or late ones settle nothing. Returns how many were settled."""
         settled = 0
         for token in tokens:
-            entry = self._by_token.get(token)
-            if entry is not None:
-                self._settle(entry)
+            number = token.rpartition("#")[2]
+            entry = self._by_number.get(int(number)) if number.isdecimal() and len(number) < _MAX_DIGITS else None
+            if entry is not None and entry.token == token:
+                self._remove(entry)
                 settled += 1
         return settled
 
@@ -121,16 +122,11 @@ class Ledger:
                 continue
             entry.owned -= count
             if entry.owned <= 0:
-                self._settle(entry)
-
-    def _settle(self, entry: Entry) -> None:
-        self._remove(entry)
-        self._settled.setdefault(entry.key[0], _Settled()).add(entry.key[1])
+                self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
         del self._by_number[entry.number]
-        del self._by_token[entry.token]
 
     def reset(self) -> list[int]:
         """After a reset of consumption settled batch indexes may be drawn anew. Returns the numbers of what stays.
@@ -139,24 +135,23 @@ class Ledger:
         """
         for entry in [entry for entry in self._entries.values() if self._is_torn(entry)]:
             self._remove(entry)
-        self._settled.clear()
+        self._drawn.clear()
         self._next_index.clear()
         self._resets += 1  # an ack under way from before means the earlier reading
-        self._by_token.clear()
-        for entry in self._entries.values():
+        for key, entry in self._entries.items():
+            self._mark_drawn(key)
             entry.token = self._token(entry.number)
-            self._by_token[entry.token] = entry
         return list(self._by_number)
 
     def _is_torn(self, entry: Entry) -> bool:
-        return entry.dp_size is not None and any(entry.key[1] in settled for settled in self._settled.values())
+        return entry.dp_size is not None and any(self.is_settled((rank, entry.key[1])) for rank in self._drawn)
 
     def check_invariants(self, given: npt.NDArray[np.int32]) -> None:
         """``given``: the entry number of each live sample. Raises AssertionError; for tests."""
-        assert len(self._entries) == len(self._by_number) == len(self._by_token), "entries are known three ways"
+        assert len(self._entries) == len(self._by_number), "entries are known both ways"
         numbers, counts = np.unique(given[given > 0], return_counts=True)
         owned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         for key, entry in self._entries.items():
             assert entry.key == key, f"{key} is filed under its key"
-            assert not self.is_settled(key), f"{key} is settled and still there"
+            assert self.holds(key), f"{key} is known as drawn"
             assert entry.owned == owned.get(entry.number, 0), f"{key} owns its live samples"

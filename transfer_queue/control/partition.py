@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.indexes import IndexAllocator
 from transfer_queue.control.keys import KeyMap
-from transfer_queue.control.rows import Rows, RowState, RowTable
+from transfer_queue.control.rows import Rows, RowState, RowTable, all_of, ascending, one_of
 from transfer_queue.control.schema import Schema
+from transfer_queue.control.tags import TagStore
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
 from transfer_queue.protocol import FieldSpec, Indexes, Tags
 
-COUNTED = (RowState.FREE, RowState.HELD_FREE, RowState.LIVE)
-HELD = (RowState.HELD, RowState.HELD_FREE)
-UNPUBLISHED = (*HELD, RowState.HELD_AHEAD)
+_COUNTED = one_of(RowState.FREE, RowState.HELD_FREE, RowState.LIVE)
+_HELD = one_of(RowState.HELD, RowState.HELD_FREE)
+_UNPUBLISHED = one_of(RowState.HELD, RowState.HELD_FREE, RowState.HELD_AHEAD)
+_CHUNK = 4096
 
 
 class Partition:
@@ -35,13 +37,15 @@ class Partition:
         self.table.add_column("holder", np.int32)
         self.schema = Schema(self.table)
         self.keys = KeyMap()
-        self.tags: dict[int, Tags] = {}
+        self.tags = TagStore()
         self.consumers: dict[str, Consumer] = {}
         self.last_published: float | None = None
         self.num_live = 0
         self.num_published = 0
         self.num_free = 0
         self.num_held = 0
+        self._unpublished: Counter[int] = Counter()  # rows by holder
+        self._first_free = 0  # no row below it is free
         self._num_puts = 0
         self._preallocate = preallocate
         self._incarnation = incarnation
@@ -62,17 +66,21 @@ class Partition:
                 f"Put them into another partition, or seal later."
             )
 
-    def hold(self, count: int, holder: int, state: RowState = RowState.HELD) -> Rows:
+    def hold(self, count: int, holder: int, state: int = RowState.HELD) -> Rows:
         """Rows for one put: pre-allocated ones first, lowest first, then new ones."""
         self.check_open(count)
         if self._preallocate > 1 and not self.num_free and not self._has_begun():
             self._make_free(self._preallocate)
-        rows = self._take_free(count) if self.num_free else np.empty(0, dtype=np.intp)
-        if len(rows) < count:
-            rows = np.concatenate([rows, self.table.append(self._allocator.allocate(count - len(rows)), state)])
+        if self.num_free:
+            rows = self._take_free(count)
+            missing = self._allocator.allocate(count - len(rows))
+            rows = np.concatenate([rows, self.table.append(missing, state)])
+        else:
+            rows = self.table.append(self._allocator.allocate(count), state)
         if state != RowState.HELD_AHEAD:
             self.num_held += count
         self._allocator.num_used += count
+        self._unpublished[holder] += count
         self.table.column("holder")[rows] = holder
         self.table.column("put_offset")[rows] = np.arange(count)
         self.table.column("put_size")[rows] = count
@@ -88,15 +96,22 @@ class Partition:
         self.num_free += count
 
     def _take_free(self, count: int) -> Rows:
-        rows = np.flatnonzero(self.table.column("state") == RowState.FREE)[:count]
-        self.table.column("state")[rows] = RowState.HELD_FREE
-        self.num_free -= len(rows)
-        return rows
+        state, found, missing = self.table.column("state"), [], min(count, self.num_free)
+        while missing:
+            chunk = state[self._first_free : self._first_free + max(_CHUNK, count)]
+            rows = (chunk == RowState.FREE).nonzero()[0][:missing] + self._first_free
+            missing -= len(rows)
+            found.append(rows)
+            self._first_free = self._first_free + len(chunk) if missing else int(rows[-1]) + 1
+        taken = np.concatenate(found)
+        state[taken] = RowState.HELD_FREE
+        self.num_free -= len(taken)
+        return taken
 
     def rows_of(self, indexes: Indexes) -> Rows:
         """Rows of indexes that must be there. Raises SampleClearedError naming those that aren't."""
         rows, found = self.table.find(indexes)
-        if not found.all():
+        if not all_of(found):
             missing = indexes[~found]
             raise SampleClearedError(
                 f"{len(missing)} of {len(indexes)} samples aren't in partition {self.name!r} (any more), first: "
@@ -104,23 +119,22 @@ class Partition:
             )
         return rows
 
-    def publish(self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float) -> None:
-        """Fields become readable; held rows become samples. All or nothing."""
+    def publish(self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float) -> Rows:
+        """Fields become readable; held rows become samples, in the rows returned. All or nothing."""
         rows = self.rows_of(indexes)
         self._check_published(rows)
         self.schema.check(specs, self.name, len(rows))
         self.set_tags(tags, merge=True)
         self.make_live(rows)
-        if len(rows):
-            self.schema.record(rows, specs)
         self.last_published = now
-        names = set(specs)
+        news = self.schema.record(rows, specs) if len(rows) else {}
         for consumer in self.consumers.values():
-            consumer.published(rows, names)
+            consumer.published(rows, news)
+        return rows
 
     def _check_published(self, rows: Rows) -> None:
         state = self.table.column("state")[rows]
-        if (state == RowState.FREE).any():
+        if self.num_free and (state == RowState.FREE).any():
             raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
         if self.sealed and (state == RowState.HELD_AHEAD).any():
             raise SampleClearedError(
@@ -133,14 +147,21 @@ class Partition:
         state = self.table.column("state")
         fresh = rows[state[rows] != RowState.LIVE]
         if len(fresh):
-            fresh = np.unique(fresh)  # a row named twice is one sample
-            self.num_held -= _count_held(state[fresh])
+            fresh = ascending(fresh)  # a row named twice is one sample
+            self.num_held -= int(np.count_nonzero(_HELD[state[fresh]]))
+            self._let_go(fresh)
             state[fresh] = RowState.LIVE
             self.num_live += len(fresh)
             self.num_published += len(fresh)
             for consumer in self.consumers.values():
                 consumer.inserted(len(fresh))
         self.seal_if_complete()
+
+    def _let_go(self, unpublished: Rows) -> None:
+        for holder, count in Counter(self.table.column("holder")[unpublished].tolist()).items():
+            self._unpublished[holder] -= count
+            if not self._unpublished[holder]:
+                del self._unpublished[holder]
 
     def seal_if_complete(self) -> None:
         if self.num_samples is not None and self.num_published >= self.num_samples:
@@ -150,12 +171,12 @@ class Partition:
         """No more samples. Writes under way may still publish; pre-allocated rows that nobody took are dropped."""
         self.sealed = True
         if self.num_free:
-            self._release(np.flatnonzero(self.table.column("state") == RowState.FREE))
+            self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
 
     def give_back(self, rows: Rows) -> Indexes:
         """Held rows whose write failed or whose writer is gone. Returns their indexes; live rows are left alone."""
         state = self.table.column("state")
-        held = np.unique(rows[np.isin(state[rows], UNPUBLISHED)])
+        held = ascending(rows[_UNPUBLISHED[state[rows]]])
         missing = int(np.count_nonzero(state[held] == RowState.HELD_FREE))
         indexes = self._release(held)
         if missing and not self.sealed:
@@ -169,35 +190,44 @@ class Partition:
         num_free = int(np.count_nonzero(state == RowState.FREE))
         self.num_free -= num_free
         self.num_live -= int(np.count_nonzero(state == RowState.LIVE))
-        self.num_held -= _count_held(state)
+        self.num_held -= int(np.count_nonzero(_HELD[state]))
+        if self._unpublished:
+            self._let_go(rows[_UNPUBLISHED[state]])
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         self.keys.forget(indexes.tolist())
-        if self.tags:
-            for index in indexes.tolist():
-                self.tags.pop(index, None)
+        self.tags.forget(indexes.tolist())
         self.table.mark_dead(rows)
         return indexes
 
     def _compact_if_due(self) -> None:
         if self.table.wants_compaction():
             self.table.compact()
+            self._first_free = 0
             for consumer in self.consumers.values():
                 consumer.rebuild()
 
     def held_by(self, holder: int) -> Rows:
         """Rows a writer has reserved and not published."""
-        mask = np.isin(self.table.column("state"), UNPUBLISHED)
-        return np.flatnonzero(mask & (self.table.column("holder") == holder))
+        state, holders = self.table.column("state"), self.table.column("holder")
+        missing, stop, found = self._unpublished.get(holder, 0), self.table.size, [np.empty(0, dtype=np.intp)]
+        while missing and stop:  # from the end, for they are among the latest
+            start = max(0, stop - _CHUNK)
+            mask = _UNPUBLISHED[state[start:stop]] & (holders[start:stop] == holder)
+            found.append(mask.nonzero()[0] + start)
+            missing, stop = missing - len(found[-1]), start
+        return np.concatenate(found)
 
     def unpublished(self, indexes: Indexes | None = None) -> dict[int, Indexes]:
         """Reserved and not published, of all or of these indexes, by holder."""
+        if not self._unpublished:
+            return {}
         if indexes is None:
             rows = np.arange(self.table.size)
         else:
             rows, found = self.table.find(indexes)
             rows = rows[found]
-        rows = rows[np.isin(self.table.column("state")[rows], UNPUBLISHED)]
+        rows = rows[_UNPUBLISHED[self.table.column("state")[rows]]]
         holders = self.table.column("holder")[rows]
         return {int(holder): self.table.column("index")[rows[holders == holder]] for holder in np.unique(holders)}
 
@@ -210,24 +240,35 @@ class Partition:
         indexes = np.fromiter(tags, dtype=np.int64, count=len(tags))
         _, found = self.table.find(indexes)
         for index in indexes[found].tolist():
-            self.tags[index] = {**self.tags.get(index, {}), **tags[index]} if merge else dict(tags[index])
-
-    def tags_of(self, indexes: Iterable[int]) -> dict[int, Tags]:
-        """The non-empty ones."""
-        if not self.tags:
-            return {}
-        return {index: self.tags[index] for index in indexes if self.tags.get(index)}
+            self.tags.put(index, tags[index], merge)
 
     # ---- readers ----
 
     def consumer(self, task: str) -> Consumer:
-        if task not in self.consumers:
-            self.consumers[task] = Consumer(task, self.name, self._incarnation, self.table, self.schema)
-        return self.consumers[task]
+        consumer = self.consumers.get(task)
+        if consumer is None:
+            consumer = Consumer(task, self.name, self._incarnation, self.table, self.schema)
+            self.consumers[task] = consumer
+        return consumer
 
     def counted(self) -> Rows:
         """Rows that status calls report: samples and pre-allocated ones."""
-        return np.flatnonzero(np.isin(self.table.column("state"), COUNTED))
+        return _COUNTED[self.table.column("state")].nonzero()[0]
+
+    def all_consumed(self, task: str) -> bool:
+        """Of the counted rows there are some, and the task has consumed every one of them."""
+        consumer = self.consumers.get(task)
+        return bool(consumer and self.num_live and not consumer.num_unconsumed and not self._some_to_insert())
+
+    def all_produced(self, fields: Iterable[str]) -> bool:
+        """Every counted row has all of these fields."""
+        if self._some_to_insert():
+            return False
+        other = self.table.column("state") != RowState.LIVE
+        return all(all_of(self.schema.has(name) | other) for name in fields)
+
+    def _some_to_insert(self) -> bool:
+        return bool(self.num_free or (self.num_held and (self.table.column("state") == RowState.HELD_FREE).any()))
 
     def is_exhausted(self, consumer: Consumer) -> bool:
         """Some samples, none pre-allocated or under way, and all of them consumed by the task."""
@@ -239,8 +280,8 @@ class Partition:
 
     def clear(self, indexes: Indexes) -> Indexes:
         """Forget samples; returns the indexes that were here. Unknown ones are ignored."""
-        rows, found = self.table.find(np.unique(indexes))
-        rows = rows[found]
+        rows, found = self.table.find(indexes)
+        rows = ascending(rows[found])
         for consumer in self.consumers.values():
             consumer.cleared(rows)
         cleared = self._release(rows)
@@ -259,14 +300,13 @@ class Partition:
         assert (np.diff(index) > 0).all(), "indexes ascend"
         assert int((state == RowState.LIVE).sum()) == self.num_live, "live rows are counted"
         assert int((state == RowState.FREE).sum()) == self.num_free, "free rows are counted"
-        assert _count_held(state) == self.num_held, "held rows are counted"
+        assert int(_HELD[state].sum()) == self.num_held, "held rows are counted"
+        holders = Counter(self.table.column("holder")[_UNPUBLISHED[state]].tolist())
+        assert holders == self._unpublished, "unpublished rows are counted by holder"
+        assert not (state[: self._first_free] == RowState.FREE).any(), "the first free row is known"
         assert int((state == RowState.DEAD).sum()) == self.table.num_dead, "dead rows are counted"
         known = set(index[state != RowState.DEAD].tolist())
         assert known.issuperset(self.tags), "tags belong to rows"
         assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
         for consumer in self.consumers.values():
             consumer.check_invariants()
-
-
-def _count_held(state: npt.NDArray[np.uint8]) -> int:
-    return int(np.count_nonzero((state == RowState.HELD) | (state == RowState.HELD_FREE)))

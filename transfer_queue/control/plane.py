@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ class ControlPlane:
     def _make_way(self, parked: Parked) -> None:
         """One that waited has left: those behind it may be served now. Writers are looked at after every request."""
         if parked.lane != writing.WRITERS:
-            self._state.touch(parked.lane)
+            self._state.touch(parked.lane, parked.request.task)
 
     def _take_back(self, holder: int) -> None:
         state = self._state
@@ -143,54 +144,65 @@ class ControlPlane:
 
     def _settle(self, now: float) -> list[To]:
         """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched."""
-        replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in self._state.cut_off]
-        self._state.cut_off.clear()
+        state = self._state
+        replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in state.cut_off]
+        state.cut_off.clear()
         replies.extend(self._admit_writers(now))
-        while self._state.touched:
-            name = next(iter(self._state.touched))
-            del self._state.touched[name]
-            replies.extend(self._serve(name, now))
+        while state.touched:
+            name = next(iter(state.touched))
+            replies.extend(self._serve(name, state.touched.pop(name), now))
         return replies
 
     def _give_up(self, parked: Parked, now: float) -> p.Reply:
         request = parked.request
         if parked.lane == writing.WRITERS:
             return writing.full(self._state, request, now - parked.since)
-        in_front = any(
-            other.request.task == request.task and other.rank < parked.rank
-            for other in self._state.waiters.lane(parked.lane)
-        )
-        return self._answer(parked, now, may_draw=not in_front, waited=True) or self._not_ready(request, now)
+        may_draw = self._state.waiters.is_first(parked.lane, request.task, parked.rank)
+        return self._answer(request, now, may_draw, waited=True) or self._not_ready(request, now)
 
     # ---- consumers ----
 
-    def _fetch(self, client: str, fetch: p.Fetch, now: float) -> None:
-        check_fetch(fetch, self._state.tasks.get(fetch.task))
-        partition = self._state.partitions.get(fetch.partition)
-        if fetch.acks and partition is not None:
-            partition.consumer(fetch.task).ledger.ack(fetch.acks)
-        order = float("inf") if fetch.batch_index is None else float(fetch.batch_index)
-        self._state.waiters.park(client, fetch, now, now + fetch.wait_s, fetch.partition, order)
-        self._state.touch(fetch.partition)
+    def _fetch(self, client: str, fetch: p.Fetch, now: float) -> p.Reply | None:
+        """Looked at once, and those who wait already only where this one's answer may change theirs."""
+        state, lane, task = self._state, fetch.partition, fetch.task
+        check_fetch(fetch, state.tasks.get(task))
+        order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
+        deadline = now + fetch.wait_s
+        partition = state.partitions.get(lane)
+        if fetch.acks and partition is not None and partition.consumer(task).ledger.ack(fetch.acks):
+            state.waiters.park(client, fetch, now, deadline, lane, order)
+            state.touch(lane, task)  # those in front go first: they may have waited for a batch that is settled now
+            return None
+        due = deadline <= now
+        reply = self._answer(fetch, now, state.waiters.is_first(lane, task, (order, math.inf)), waited=due)
+        if reply is not None:
+            state.touch(lane, task)
+        elif due:
+            reply = self._not_ready(fetch, now)
+        else:
+            state.waiters.park(client, fetch, now, deadline, lane, order)
+        return reply
 
-    def _serve(self, lane: str, now: float) -> list[To]:
+    def _serve(self, lane: str, only: str | None, now: float) -> list[To]:
         """Answer what can be answered; within a task nobody draws past one who waits in front."""
         replies = []
         waiting: set[str] = set()
         for parked in self._state.waiters.lane(lane):
             task = parked.request.task
-            reply = self._answer(parked, now, may_draw=task not in waiting)
+            if only not in (None, task):
+                continue
+            reply = self._answer(parked.request, now, may_draw=task not in waiting)
             if reply is None:
                 waiting.add(task)
                 continue
             if task in waiting:
-                self._state.touch(lane)  # a batch given again may have been the last one that those in front waited for
+                # A batch given again may have been the last one that those in front waited for.
+                self._state.touch(lane, task)
             self._state.waiters.remove(parked)
             replies.append(To(parked.client, reply))
         return replies
 
-    def _answer(self, parked: Parked, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
-        fetch = parked.request
+    def _answer(self, fetch: p.Fetch, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
         partition = self._state.partitions.get(fetch.partition)
         if partition is None:
             return None
@@ -233,7 +245,7 @@ class ControlPlane:
         consumer = None if partition is None else partition.consumers.get(request.task)
         settled = 0 if consumer is None else consumer.ledger.ack(request.tokens)
         if settled:
-            self._state.touch(request.partition)  # a peer may wait for fields of a batch that is settled now
+            self._state.touch(request.partition, request.task)  # a peer may wait for fields of a batch settled now
         return p.Done(request.id, settled)
 
     def _reset_consumption(self, client: str, request: p.ResetConsumption, now: float) -> p.Reply:
@@ -243,25 +255,32 @@ class ControlPlane:
         for name, consumer in partition.consumers.items():
             if request.task in (None, name):
                 consumer.reset()
-        self._state.touch(request.partition)
+        self._state.touch(request.partition, request.task)
         return p.Done(request.id, True)
 
     def _register_task(self, client: str, request: p.RegisterTask, now: float) -> p.Reply:
         self._state.tasks.register(request)
-        for name in self._state.partitions:
-            self._state.touch(name)
+        for lane in self._state.waiters.lanes():
+            if lane != writing.WRITERS:
+                self._state.touch(lane, request.task)
         return p.Done(request.id)
 
     # ---- producers ----
 
-    def _write(self, client: str, request: writing.Writer, now: float) -> None:
-        writing.check(self._state, request)
-        self._state.waiters.park(client, request, now, now + request.wait_s, writing.WRITERS, 0.0)
+    def _write(self, client: str, request: writing.Writer, now: float) -> p.Reply | None:
+        reply = None
+        if self._state.waiters.first_come(writing.WRITERS) is None:
+            reply = writing.admit(self._state, client, request)
+        else:
+            writing.check(self._state, request)
+        if reply is None:
+            self._state.waiters.park(client, request, now, now + request.wait_s, writing.WRITERS, 0.0)
+        return reply
 
     def _admit_writers(self, now: float) -> list[To]:
         """First come, first served: a small put never overtakes a large one that waits for room."""
         replies = []
-        for parked in self._state.waiters.lane(writing.WRITERS):
+        while (parked := self._state.waiters.first_come(writing.WRITERS)) is not None:
             try:
                 reply = writing.admit(self._state, parked.client, parked.request)
             except TransferQueueError as error:

@@ -22,15 +22,17 @@ def describe(state: PlaneState, request: p.Describe) -> p.Reply:
         indexes = partition.table.column("index")[partition.counted()]
     else:
         indexes = p.unpack_indexes(request.indexes)
-    fields = request.fields
+    rows, fields = partition.rows_of(indexes), request.fields
     if fields is None:
-        fields = partition.schema.fields_of(partition.rows_of(indexes)) if len(indexes) else []
-    return describe_samples(request.id, partition, indexes, fields)
+        fields = partition.schema.fields_of(rows) if len(rows) else []
+    return describe_samples(request.id, partition, indexes, fields, rows)
 
 
 def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
     """One int8 per sample; zeros for a task never seen."""
     partition = state.partitions.get(request.partition)
+    if request.summary:
+        return p.Done(request.id, partition is not None and partition.all_consumed(request.task))
     if partition is None:
         return p.Status(request.id, known=False)
     rows = partition.counted()
@@ -43,7 +45,9 @@ def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply
     """[samples, fields] int8, columns in order of registration; unknown when a field is."""
     partition = state.partitions.get(request.partition)
     if partition is None or not request.fields or not set(request.fields) <= set(partition.schema.names):
-        return p.Status(request.id, known=False)
+        return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
+    if request.summary:
+        return p.Done(request.id, partition.all_produced(request.fields))
     rows = partition.counted()
     names = [name for name in partition.schema.names if name in request.fields]
     status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
@@ -69,7 +73,8 @@ def _keys(partition: Partition) -> dict[str, p.Tags]:
     items = list(partition.keys.items())
     rows, found = partition.table.find(np.array([index for _, index in items], dtype=np.int64))
     live = (partition.table.column("state")[rows] == RowState.LIVE) & found
-    return {key: partition.tags.get(index, {}) for (key, index), shown in zip(items, live, strict=True) if shown}
+    tags = partition.tags.of(index for _, index in items)
+    return {key: tags.get(index, {}) for (key, index), shown in zip(items, live, strict=True) if shown}
 
 
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:

@@ -9,37 +9,44 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows
+from transfer_queue.control.rows import Rows, ascending
 
 _BLOCK = 1024
+_AHEAD = 64
+"""Blocks whose counts are looked at together."""
 
 
 class ReadySet:
     """A bit per row and a count per block of rows, so that finding the first ready ones skips empty blocks."""
 
-    def __init__(self, size: int = 0) -> None:
-        self._mask = np.zeros(max(_BLOCK, size), dtype=np.bool_)
-        self._counts = np.zeros(len(self._mask) // _BLOCK + 1, dtype=np.int64)
-        self.count = 0
+    def __init__(self, ready: npt.NDArray[np.bool_] | None = None) -> None:
+        """``ready``: which rows are so from the start."""
+        given = 0 if ready is None else len(ready)
+        num_blocks = given // _BLOCK + 1
+        self._mask = np.zeros(num_blocks * _BLOCK, dtype=np.bool_)
+        if ready is not None:
+            self._mask[:given] = ready
+        self._counts = np.add.reduce(self._mask.reshape(num_blocks, _BLOCK), axis=1, dtype=np.int64)
+        self.count = int(self._counts.sum())
+        self._first_block = 0  # those below are empty
         self._hidden: list[Rows] = []
 
     def add(self, rows: Rows) -> None:
         """Rows become ready; those that are already, stay so. A row named twice counts once."""
         if not len(rows):
             return
-        top = int(rows.max()) + 1
-        if top > len(self._mask):
-            self._grow(top)
+        rows = ascending(rows)
+        if rows[-1] >= len(self._mask):
+            self._grow(int(rows[-1]) + 1)
         self._change(rows[~self._mask[rows]], present=True)
 
     def discard(self, rows: Rows) -> None:
         """Rows are no longer ready; those that weren't, stay so."""
-        rows = rows[rows < len(self._mask)]
-        self._change(rows[self._mask[rows]], present=False)
+        self._change(self._those_ready(rows), present=False)
 
     def hide(self, rows: Rows) -> None:
         """Discard rows until ``unhide``: promised to one rank while the others' shares are drawn."""
-        hidden = rows[self.contains(rows)]
+        hidden = self._those_ready(rows)
         self._change(hidden, present=False)
         self._hidden.append(hidden)
 
@@ -51,10 +58,10 @@ class ReadySet:
     def _change(self, rows: Rows, present: bool) -> None:
         if not len(rows):
             return
-        if (rows[1:] <= rows[:-1]).any():
-            rows = np.unique(rows)
         self._mask[rows] = present
         first, last = int(rows[0]) // _BLOCK, int(rows[-1]) // _BLOCK
+        if present and first < self._first_block:
+            self._first_block = first
         sign = 1 if present else -1
         if first == last:
             self._counts[first] += sign * len(rows)
@@ -62,24 +69,29 @@ class ReadySet:
             self._counts[first : last + 1] += sign * np.bincount(rows // _BLOCK - first)
         self.count += sign * len(rows)
 
+    def _those_ready(self, rows: Rows) -> Rows:
+        rows = ascending(rows)
+        if len(rows) and rows[-1] >= len(self._mask):
+            rows = rows[rows < len(self._mask)]
+        return rows[self._mask[rows]]
+
     def _grow(self, needed: int) -> None:
-        size = max(needed, 2 * len(self._mask))
-        mask = np.zeros(size, dtype=np.bool_)
+        num_blocks = max(needed // _BLOCK + 1, 2 * len(self._counts))
+        mask = np.zeros(num_blocks * _BLOCK, dtype=np.bool_)
         mask[: len(self._mask)] = self._mask
-        counts = np.zeros(size // _BLOCK + 1, dtype=np.int64)
+        counts = np.zeros(num_blocks, dtype=np.int64)
         counts[: len(self._counts)] = self._counts
         self._mask, self._counts = mask, counts
 
-    def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which of the rows are ready."""
-        inside = rows < len(self._mask)
-        return inside & self._mask[np.where(inside, rows, 0)]
-
     def blocks(self) -> Iterator[Rows]:
         """Ready rows, ascending, a block at a time."""
-        for block in np.flatnonzero(self._counts):
-            start = int(block) * _BLOCK
-            yield np.flatnonzero(self._mask[start : start + _BLOCK]) + start
+        leading = True
+        for at in range(self._first_block, len(self._counts), _AHEAD):
+            for block in self._counts[at : at + _AHEAD].nonzero()[0].tolist():
+                if leading:
+                    self._first_block, leading = at + block, False
+                start = (at + block) * _BLOCK
+                yield self._mask[start : start + _BLOCK].nonzero()[0] + start
 
 
 class ReadyView(Sequence[int]):
@@ -120,8 +132,8 @@ class ReadyView(Sequence[int]):
 
     def _first(self, count: int) -> list[int]:
         found: list[int] = []
-        for block in self._blocks():
+        for rows in self._ready.blocks():
             if len(found) >= count:
                 break
-            found.extend(block[: count - len(found)].tolist())
+            found.extend(self._index[rows[: count - len(found)]].tolist())
         return found

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,10 @@ Rows = npt.NDArray[np.intp]
 _MIN_ROWS = 64
 
 
-class RowState(IntEnum):
+class RowState:
     """Life of a row. Status calls count FREE, HELD_FREE and LIVE rows; only LIVE ones can be fetched."""
+
+    # Plain ints: NumPy takes 2 us to compare a column with a member of an Enum.
 
     FREE = 0  # pre-allocated, taken by the next insert
     HELD = 1  # reserved by a writer
@@ -26,10 +27,28 @@ class RowState(IntEnum):
     DEAD = 5  # cleared, or given back; dropped at the next compaction
 
 
+def one_of(*states: int) -> npt.NDArray[np.bool_]:
+    """To be indexed by a state column: True where the row is in one of these states."""
+    table = np.zeros(RowState.DEAD + 1, dtype=np.bool_)
+    table[list(states)] = True
+    return table
+
+
+def ascending(rows: Rows) -> Rows:
+    """The rows in order, each once."""
+    return rows if len(rows) < 2 or (rows[1:] > rows[:-1]).all() else np.unique(rows)
+
+
+def all_of(mask: npt.NDArray[np.bool_]) -> bool:
+    """``mask.all()``, which costs a request of one sample several times as much."""
+    return np.count_nonzero(mask) == len(mask)
+
+
 class RowTable:
     """Named columns of equal length that grow together, and shrink when half the rows are dead.
 
-    Row numbers are internal and change when ``compact`` says so; global indexes are what leaves this file.
+    Row numbers are internal and change when ``compact`` says so; global indexes are what leaves this file. What a
+    column holds beyond the used rows is its fill, so that new rows need no writing.
     """
 
     def __init__(self) -> None:
@@ -50,7 +69,7 @@ class RowTable:
     def add_column(self, name: str, dtype: Any, fill: Any = 0, width: int | None = None) -> None:
         """A new column, ``fill`` in every present and future row."""
         shape = (self.capacity,) if width is None else (self.capacity, width)
-        self._columns[name] = np.full(shape, fill, dtype=dtype)
+        self._columns[name] = _filled(shape, dtype, fill)
         self._fill[name] = fill
 
     def drop_column(self, name: str) -> None:
@@ -65,15 +84,13 @@ class RowTable:
         """View of the used rows: valid until the next ``append`` or ``compact``."""
         return self._columns[name][: self.size]
 
-    def append(self, indexes: Indexes, state: RowState) -> Rows:
+    def append(self, indexes: Indexes, state: int) -> Rows:
         """New rows at the end. ``indexes`` must be larger than all before: the allocator only counts up."""
         count = len(indexes)
         start, stop = self.size, self.size + count
         if stop > self.capacity:
             self._grow(stop)
         self.size = stop
-        for name, column in self._columns.items():
-            column[start:stop] = self._fill[name]
         self._columns["index"][start:stop] = indexes
         self._columns["state"][start:stop] = state
         return np.arange(start, stop)
@@ -81,7 +98,7 @@ class RowTable:
     def _grow(self, needed: int) -> None:
         capacity = max(needed, self.capacity + self.capacity // 2, _MIN_ROWS)
         for name, column in self._columns.items():
-            grown = np.empty((capacity, *column.shape[1:]), dtype=column.dtype)
+            grown = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
             grown[: self.size] = column[: self.size]
             self._columns[name] = grown
 
@@ -90,11 +107,19 @@ class RowTable:
         own = self.column("index")
         if not self.size:
             return np.zeros(len(indexes), dtype=np.intp), np.zeros(len(indexes), dtype=np.bool_)
-        rows = np.searchsorted(own, indexes)
+        rows = own.searchsorted(indexes)
         rows[rows == self.size] = 0
-        found = (own[rows] == indexes) & (self.column("state")[rows] != RowState.DEAD)
-        rows[~found] = 0
+        found = own[rows] == indexes
+        if self.num_dead:
+            found &= self.column("state")[rows] != RowState.DEAD
+        if not all_of(found):
+            rows[~found] = 0
         return rows, found
+
+    def spans(self, first: int, last: int) -> bool:
+        """May some of the indexes from ``first`` to ``last`` be here?"""
+        own = self._columns["index"]
+        return bool(self.size) and own.item(0) <= last and own.item(self.size - 1) >= first
 
     def mark_dead(self, rows: Rows) -> None:
         """The rows' samples are gone. ``rows`` must not be dead yet."""
@@ -110,7 +135,15 @@ class RowTable:
         size = int(np.count_nonzero(alive))
         capacity = max(_MIN_ROWS, size + size // 4)
         for name, column in self._columns.items():
-            kept = np.empty((capacity, *column.shape[1:]), dtype=column.dtype)
+            kept = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
             kept[:size] = column[: self.size][alive]
             self._columns[name] = kept
         self.size, self.num_dead = size, 0
+
+
+def _filled(shape: tuple[int, ...], dtype: Any, fill: Any) -> npt.NDArray[Any]:
+    """Memory full of zeros takes no pages before it is written."""
+    array = np.zeros(shape, dtype=dtype)
+    if np.any(fill):
+        array[:] = fill
+    return array

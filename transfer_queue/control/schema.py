@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows, RowTable
+from transfer_queue.control.rows import Rows, RowTable, all_of, ascending
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
 from transfer_queue.protocol import FieldSpec
 
@@ -51,6 +51,10 @@ class Schema:
     def dtypes(self) -> dict[str, str | None]:
         return {name: field.dtype for name, field in self._fields.items() if field is not None}
 
+    def knows(self, name: str) -> bool:
+        """Was the field written or asked for?"""
+        return name in self._fields
+
     def expect(self, name: str) -> None:
         """Register a field that has no values yet."""
         if name not in self._fields:
@@ -65,16 +69,17 @@ class Schema:
 
     def complete(self, rows: Rows, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """[len(rows)] are all the named fields there?"""
-        result = np.ones(len(rows), dtype=np.bool_)
+        result: npt.NDArray[np.bool_] | None = None
         for name in names:
             if name not in self._fields:
                 return np.zeros(len(rows), dtype=np.bool_)
-            result &= self._table.column(_has(name))[rows]
-        return result
+            has = self._table.column(_has(name))[rows]
+            result = has if result is None else result & has
+        return np.ones(len(rows), dtype=np.bool_) if result is None else result
 
     def fields_of(self, rows: Rows) -> list[str]:
         """Written fields that every one of the rows has."""
-        return [name for name in self.written() if bool(self.has(name)[rows].all())]
+        return [name for name in self.written() if all_of(self.has(name)[rows])]
 
     def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
         """Raises SchemaConflictError where a dtype differs from what the field already holds.
@@ -89,23 +94,27 @@ class Schema:
                     f"{_kind(spec.dtype)}. Convert it before the put, or use another field name."
                 )
             if num_rows is not None and not spec.is_non_tensor:
-                _row_shapes(spec, num_rows, name)
+                _check_shapes(spec, num_rows, name)
 
-    def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> None:
-        """The rows have these fields now. Call ``check`` first."""
+    def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> dict[str, Rows]:
+        """The rows have these fields now; returns those that hadn't, each once. Call ``check`` first."""
+        news = {}
         for name, spec in specs.items():
             self.expect(name)
+            has = self._table.column(_has(name))
+            news[name] = ascending(rows[~has[rows]])
+            has[rows] = True
             known = self._fields[name]
             if known is None:
                 known = self._fields[name] = _Field(spec.dtype, spec.shape, spec.is_nested, spec.is_non_tensor)
             known.is_nested |= spec.is_nested
-            self._table.column(_has(name))[rows] = True
             if spec.is_non_tensor or (spec.shape is not None and known.shape == spec.shape):
                 continue
-            shapes = _row_shapes(spec, len(rows), name)
+            shapes = _row_shapes(spec, len(rows))
             self._become_ragged(name, known, shapes)
             if known.ndim is not None:
                 self._table.column(_shapes(name))[rows] = shapes
+        return news
 
     def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
         """Keep a shape per row from now on; give that up where the rank differs too."""
@@ -140,18 +149,22 @@ def _shapes(name: str) -> str:
     return f"shapes:{name}"
 
 
-def _row_shapes(spec: FieldSpec, count: int, name: str) -> npt.NDArray[np.int32] | None:
-    """[count, ndim], None where nobody told. Raises InvalidRequestError for shapes that can't be those of the rows."""
+def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:
+    """Raises InvalidRequestError for shapes that can't be those of so many rows."""
     if spec.row_shapes is not None:
-        sizes, odd = divmod(len(spec.row_shapes), 4 * count) if count else (0, len(spec.row_shapes))
-        if odd:
+        if len(spec.row_shapes) % (4 * count) if count else spec.row_shapes:
             raise InvalidRequestError(
                 f"field {name!r} brings {len(spec.row_shapes)} bytes of row shapes for {count} rows; expected int32 "
                 f"[rows, ndim]."
             )
-        return np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, sizes)
+    elif spec.shape is not None and not all(0 <= size <= _MAX_SIZE for size in spec.shape):
+        raise InvalidRequestError(f"field {name!r} has shape {spec.shape}; sizes go from 0 to {_MAX_SIZE}.")
+
+
+def _row_shapes(spec: FieldSpec, count: int) -> npt.NDArray[np.int32] | None:
+    """[count, ndim], None where nobody told."""
+    if spec.row_shapes is not None:
+        return np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, -1 if spec.row_shapes else 0)
     if spec.shape is None:
         return None
-    if not all(0 <= size <= _MAX_SIZE for size in spec.shape):
-        raise InvalidRequestError(f"field {name!r} has shape {spec.shape}; sizes go from 0 to {_MAX_SIZE}.")
     return np.broadcast_to(np.array(spec.shape, dtype=np.int32), (count, len(spec.shape)))

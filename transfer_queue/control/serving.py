@@ -13,7 +13,7 @@ from transfer_queue.control.consumer import UNLEDGERED, Consumer
 from transfer_queue.control.draw import Draw, Share, foreign
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import Rows, RowState
+from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.tasks import Task
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes
@@ -69,7 +69,7 @@ class Service:
             entry = self._known((self._rank, batch_index))
             if entry is not None:
                 return self._from_ledger(entry)
-            for earlier in self._skipped(batch_index) if may_draw else ():
+            for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
                 reply = Service(fetch, self._partition, self._task).answer(now, may_draw, waited)
                 if not isinstance(reply, Batch):
@@ -96,14 +96,11 @@ class Service:
         entries = (self._consumer.ledger.get((rank, batch_index)) for rank in ranks)
         return any(entry is not None and entry.dp_size == self._dp_size for entry in entries)
 
-    def _skipped(self, batch_index: int) -> range:
+    def _skipped(self, key: BatchKey) -> range:
         """Batches before this one that weren't drawn yet: drawn later they could starve, its samples being gone."""
-        first = start = batch_index
-        if self._fetch.first_index is not None:
-            first = self._fetch.first_index
-        while start > first and not self._consumer.ledger.holds((self._rank, start - 1)):
-            start -= 1
-        return range(start, batch_index)
+        if self._fetch.first_index is None:
+            return range(0)
+        return range(self._consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
 
     def _known(self, key: BatchKey) -> Entry | None:
         ledger = self._consumer.ledger
@@ -142,9 +139,10 @@ class Service:
         draw.forget()
         if draw.batch_index is None:
             self._consumer.give(shares[0].consumed, UNLEDGERED)
-            return self.batch(shares[0].indexes, padding=shares[0].padding)
+            return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         for rank, share in zip(draw.ranks, shares, strict=False):
-            consumes = self._partition.table.column("index")[share.consumed]
+            same = share.consumed is share.rows
+            consumes = share.indexes if same else self._partition.table.column("index")[share.consumed]
             entry = self._consumer.ledger.write(
                 (rank, draw.batch_index), share.indexes, consumes, share.padding, self._dp_size
             )
@@ -162,14 +160,14 @@ class Service:
 
     def _from_ledger(self, entry: Entry) -> Batch | None:
         """None while its samples lack fields: it was drawn by a fetch that asked for others."""
-        reply = self.batch(entry.indexes, entry.token, entry.key[1], entry.padding)
-        if 0 in reply.status:
+        rows = self._partition.rows_of(entry.indexes)
+        if not all_of(self._partition.schema.complete(rows, self._fetch.fields)):
             return None
-        rows = self._partition.rows_of(entry.consumes)
+        consumed = rows if entry.consumes is entry.indexes else self._partition.rows_of(entry.consumes)
         self._consumer.ledger.took(entry.key)
-        if not self._consumer.consumed[rows].all():  # a replay after a reset of consumption
-            self._consumer.give(rows, entry.number)
-        return reply
+        if not all_of(self._consumer.consumed[consumed]):  # a replay after a reset of consumption
+            self._consumer.give(consumed, entry.number)
+        return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
 
     def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
         """The round can't be filled now: is that final?"""
@@ -200,13 +198,13 @@ class Service:
         last = self._partition.last_published
         return waited and last is not None and now >= last + QUIET_S
 
-    def batch(
-        self, indexes: Indexes, token: str | None = None, batch_index: int | None = None,
+    def _batch(
+        self, indexes: Indexes, rows: Rows, token: str | None = None, batch_index: int | None = None,
         padding: npt.NDArray[np.uint8] | None = None,
     ) -> Batch:  # fmt: skip
         """The reply that describes these samples for this fetch's fields."""
         return describe(
-            self._fetch.id, self._partition, indexes, self._fetch.fields, token=token, batch_index=batch_index,
+            self._fetch.id, self._partition, indexes, self._fetch.fields, rows, token=token, batch_index=batch_index,
             padding=padding,
         )  # fmt: skip
 
@@ -219,32 +217,27 @@ class Service:
             rows = partition.rows_of(entry.indexes)
             wanted = samples = len(rows)
             ready = int(np.count_nonzero(partition.schema.complete(rows, fetch.fields)))
+            lacking = {n: int(np.count_nonzero(~partition.schema.complete(rows, [n]))) for n in fetch.fields}
         else:
             wanted, samples = self._task.needed(fetch), self._consumer.num_undrawn
             ready = self._consumer.ready(tuple(fetch.fields)).count
-            rows = self._undrawn() if samples > ready else np.empty(0, dtype=np.intp)
-        lacking = {name: int(np.count_nonzero(~partition.schema.has(name)[rows])) for name in fetch.fields}
+            lacking = {name: self._consumer.lacking(name) for name in fetch.fields} if samples > ready else {}
         last = partition.last_published
         return NotReady(
             fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},
             None if last is None else now - last, partition.schema.written(),
         )  # fmt: skip
 
-    def _undrawn(self) -> Rows:
-        live = self._partition.table.column("state") == RowState.LIVE
-        return np.flatnonzero(live & (self._consumer.given == 0))
-
 
 def describe(
-    request_id: int, partition: Partition, indexes: Indexes, fields: list[str], *, token: str | None = None,
+    request_id: int, partition: Partition, indexes: Indexes, fields: list[str], rows: Rows, *, token: str | None = None,
     batch_index: int | None = None, padding: npt.NDArray[np.uint8] | None = None, keys: list[str] | None = None,
 ) -> Batch:  # fmt: skip
-    """What is known of these samples; fields that the partition doesn't know are left out."""
-    rows = partition.rows_of(indexes)
-    known = [name for name in dict.fromkeys(fields) if name in partition.schema.names]
-    status = partition.schema.complete(rows, fields).astype(np.int8)
+    """What is known of these samples, which lie in these rows; fields that the partition doesn't know are left out."""
+    schema = partition.schema
+    status = schema.complete(rows, fields)
     return Batch(
-        request_id, partition.name, pack_indexes(indexes), {name: partition.schema.spec(name, rows) for name in known},
-        status.tobytes(), partition.tags_of(indexes.tolist()), token, batch_index,
+        request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
+        status.tobytes(), partition.tags.of(indexes.tolist()), token, batch_index,
         None if padding is None else padding.tobytes(), keys or [],
     )  # fmt: skip

@@ -48,7 +48,7 @@ class PlaneState:
         self.allocator = IndexAllocator()
         self.waiters = Waiters()
         self.producers = Producers(config.producer_grace_s)
-        self.touched: dict[str, None] = {}
+        self.touched: dict[str, str | None] = {}
         self.cut_off: list[Parked] = []
         self.orphans: list[Indexes] = []
         self._holders: dict[str, int] = {}
@@ -56,9 +56,9 @@ class PlaneState:
         self._stranded: dict[int, deque[Indexes]] = {}
         self._incarnations = 0
 
-    def touch(self, partition: str) -> None:
-        """Something in this partition may have decided a parked fetch."""
-        self.touched[partition] = None
+    def touch(self, partition: str, task: str | None = None) -> None:
+        """Something in this partition may have decided a parked fetch, of this task (None: of any)."""
+        self.touched[partition] = task if self.touched.get(partition, task) == task else None
 
     def get(self, name: str) -> Partition:
         """Raises UnknownPartitionError naming those that exist."""
@@ -99,8 +99,10 @@ class PlaneState:
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
         """Which of the indexes some partition has."""
         found = np.zeros(len(indexes), dtype=np.bool_)
+        first, last = int(indexes.min()), int(indexes.max())
         for partition in self.partitions.values():
-            found |= partition.table.find(indexes)[1]
+            if partition.table.spans(first, last):
+                found |= partition.table.find(indexes)[1]
         return found
 
     def room(self) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Parked:
     """One waiting request. ``rank`` orders requests of one lane: lower first, then by arrival."""
 
@@ -29,7 +29,7 @@ class Waiters:
     """Parked requests by lane (a partition's name, or the queue of writers), and the earliest deadline of all."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, list[Parked]] = {}
+        self._lanes: dict[str, dict[int, Parked]] = {}  # by arrival
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._arrivals = itertools.count()
         self._count = 0
@@ -38,7 +38,7 @@ class Waiters:
         """Add a request; it is found by ``lane`` until ``remove``."""
         arrival = next(self._arrivals)
         parked = Parked(client, request, now, deadline, lane, (order, arrival))
-        self._lanes.setdefault(lane, []).append(parked)
+        self._lanes.setdefault(lane, {})[arrival] = parked
         self._count += 1
         heapq.heappush(self._deadlines, (deadline, arrival, parked))
         if len(self._deadlines) > 64 + 2 * self._count:
@@ -48,7 +48,21 @@ class Waiters:
 
     def lane(self, lane: str) -> list[Parked]:
         """The requests of a lane in their order; a copy."""
-        return sorted(self._lanes.get(lane, ()), key=lambda parked: parked.rank)
+        waiting = self._lanes.get(lane)
+        return sorted(waiting.values(), key=lambda parked: parked.rank) if waiting else []
+
+    def first_come(self, lane: str) -> Parked | None:
+        """The request that waits longest in a lane."""
+        return next(iter(self._lanes.get(lane, {}).values()), None)
+
+    def is_first(self, lane: str, task: str, rank: tuple[float, float]) -> bool:
+        """Does nobody of the task wait in front of this rank?"""
+        waiting = self._lanes.get(lane)
+        return not waiting or all(other.rank >= rank or other.request.task != task for other in waiting.values())
+
+    def lanes(self) -> list[str]:
+        """Those with somebody in them."""
+        return list(self._lanes)
 
     def remove(self, parked: Parked) -> None:
         """It was answered or given up."""
@@ -57,13 +71,13 @@ class Waiters:
         parked.done = True
         self._count -= 1
         waiting = self._lanes[parked.lane]
-        waiting.remove(parked)
+        del waiting[parked.rank[1]]
         if not waiting:
             del self._lanes[parked.lane]
 
     def remove_where(self, condition: Callable[[Parked], bool]) -> list[Parked]:
         """Remove and return every request that meets the condition."""
-        found = [parked for waiting in self._lanes.values() for parked in waiting if condition(parked)]
+        found = [parked for waiting in self._lanes.values() for parked in waiting.values() if condition(parked)]
         for parked in found:
             self.remove(parked)
         return found
@@ -84,4 +98,4 @@ class Waiters:
         return self._deadlines[0][0] if self._deadlines else None
 
     def all(self) -> list[Parked]:
-        return [parked for waiting in self._lanes.values() for parked in waiting]
+        return [parked for waiting in self._lanes.values() for parked in waiting.values()]

@@ -65,7 +65,7 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
         partition.schema.expect(name)
     partition.make_live(rows)
     state.touch(request.partition)
-    return describe(request.id, partition, indexes, request.fields)
+    return describe(request.id, partition, indexes, request.fields, rows)
 
 
 def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
@@ -105,20 +105,20 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
     """The samples of those keys that are known, with every field that all of them have."""
     found = [(key, index) for key in keys if (index := partition.keys.index_of(key)) is not None]
     indexes = np.array([index for _, index in found], dtype=np.int64)
-    fields = partition.schema.fields_of(partition.rows_of(indexes)) if found else []
-    return describe(request_id, partition, indexes, fields, keys=[key for key, _ in found])
+    rows = partition.rows_of(indexes)
+    fields = partition.schema.fields_of(rows) if found else []
+    return describe(request_id, partition, indexes, fields, rows, keys=[key for key, _ in found])
 
 
 def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
     """Make fields visible. Refused whole or done whole."""
     partition = state.get(request.partition)
     indexes = p.unpack_indexes(request.indexes)
-    partition.publish(indexes, request.fields, request.tags, now)
+    rows = partition.publish(indexes, request.fields, request.tags, now)
     state.producers.published(request.partition, client, request.fields)
     state.touch(request.partition)
     if request.describe:
-        rows = partition.rows_of(indexes)
-        return describe(request.id, partition, indexes, partition.schema.fields_of(rows))
+        return describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
     return p.Published(request.id, _reserve_next(state, client, partition, request.reserve_next))
 
 

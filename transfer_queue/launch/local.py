@@ -20,7 +20,7 @@ from transfer_queue.config import preallocated_samples, to_plain
 from transfer_queue.errors import LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
-from transfer_queue.transport.zmq_server import ZmqServer
+from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.processes import pid_namespace
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
@@ -37,7 +37,7 @@ class LocalQueue:
         self._owner = os.getpid()
         self._directory = tempfile.mkdtemp(prefix="tq-")  # mkdtemp: 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
-        self._own_controller: list[tuple[ZmqServer, threading.Thread]] = []
+        self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
         # Runs at the end of the process, multiprocessing children included, where atexit alone doesn't.
         args = (self._owner, self._processes, self._own_controller, self._directory)
         self._finalizer = Finalize(self, _end, args=args, exitpriority=10)
@@ -74,7 +74,7 @@ class LocalQueue:
         conf = _with_servers(conf, self.address, info, infos)
         orders = self._orders(conf, sampler)
         for name, process in zip(names, units, strict=True):
-            _tell(process, {**orders, "role": "unit", "address": self._socket(name)})
+            _tell(process, {**orders, "role": "unit", "name": name, "address": self._socket(name)})
         if controller is not None:
             _tell(controller, {**orders, "role": "controller", "address": self.address})
         else:
@@ -90,7 +90,7 @@ class LocalQueue:
             plain["controller"]["sampler_modules"].append(module)  # the owner named it itself
         return {
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
-            "capacity_bytes": conf.backend.SimpleStorage.capacity_bytes, "parent": self._owner,
+            "parent": self._owner,
             "pid_namespace": pid_namespace(), "sys_path": sys.path,
         }  # fmt: skip
 
@@ -117,7 +117,7 @@ class LocalQueue:
         conf = orders["conf"]
         plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
         controller = TransferQueueController(plane, conf, value_dropper(conf))
-        server = ZmqServer(self.address)
+        server = SocketServer(self.address, plain=conf["client"]["sockets"] == "auto")
         controller.watch = server.watch
         thread = threading.Thread(target=server.serve, args=(controller,), name="tq-controller", daemon=True)
         self._own_controller.append((server, thread))
@@ -132,7 +132,7 @@ class LocalQueue:
 def _end(
     owner: int,
     processes: list[subprocess.Popen[str]],
-    own_controller: list[tuple[ZmqServer, threading.Thread]],
+    own_controller: list[tuple[SocketServer, threading.Thread]],
     directory: str,
 ) -> None:
     if os.getpid() != owner:

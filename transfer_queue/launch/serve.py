@@ -12,18 +12,24 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from transfer_queue.errors import to_wire
-from transfer_queue.transport.zmq_server import ZmqServer
+
+if TYPE_CHECKING:
+    from transfer_queue.transport.server import SocketServer
 
 
 def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     """Serve one controller or one storage unit; returns when told to stop or when the parent process has ended."""
+    # Before any import that starts threads (NumPy's does): one that did not block the signal would take it, and die.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.path[:] = orders["sys_path"]
-    server = ZmqServer(orders["address"])
+    from transfer_queue.transport.server import SocketServer
+
+    server = SocketServer(orders["address"], plain=orders["conf"]["client"]["sockets"] == "auto")
     _stop_with(server, orders)
-    handler = _controller(orders, server) if orders["role"] == "controller" else _unit(orders)
+    handler = _controller(orders, server) if orders["role"] == "controller" else _unit(orders, server)
     ready.write(json.dumps({"ready": True}) + "\n")
     ready.close()
     server.serve(handler)
@@ -33,10 +39,9 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
         os.rmdir(orders["directory"])
 
 
-def _stop_with(server: ZmqServer, orders: Mapping[str, Any]) -> None:
+def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
     # A handler would run between two bytecodes only: a signal that comes just before the server waits would be slept
     # over. A thread that waits for the signal itself misses none.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_stop_at_sigterm, args=(server,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
@@ -50,12 +55,12 @@ def _stop_with(server: ZmqServer, orders: Mapping[str, Any]) -> None:
         parent_ended(0.0)
 
 
-def _stop_at_sigterm(server: ZmqServer) -> None:
+def _stop_at_sigterm(server: SocketServer) -> None:
     signal.sigwait({signal.SIGTERM})
     server.stop()
 
 
-def _controller(orders: Mapping[str, Any], server: ZmqServer) -> Any:
+def _controller(orders: Mapping[str, Any], server: SocketServer) -> Any:
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.controller import TransferQueueController, plane_config
 
@@ -66,20 +71,21 @@ def _controller(orders: Mapping[str, Any], server: ZmqServer) -> Any:
     return controller
 
 
-def _unit(orders: Mapping[str, Any]) -> Any:
-    from transfer_queue.storage.simple.unit import StorageUnit
+def _unit(orders: Mapping[str, Any], server: SocketServer) -> Any:
+    from transfer_queue.storage.simple.hosting import host_unit
 
-    return StorageUnit(capacity_bytes=orders["capacity_bytes"])
+    section = orders["conf"]["backend"]["SimpleStorage"]
+    return host_unit(orders["name"], section["capacity_bytes"], section["arena"], server)
 
 
 def value_dropper(conf: Mapping[str, Any]) -> Callable[[Sequence[int]], None]:
     """How the controller's process frees values whose writer vanished: with a storage client of its own."""
     from transfer_queue.storage.registry import create
     from transfer_queue.storage.settings import storage_settings
+    from transfer_queue.transport.caller import SocketCaller
     from transfer_queue.transport.modes import run_blocking
-    from transfer_queue.transport.zmq_channel import ZmqCaller
 
-    caller = ZmqCaller("controller")
+    caller = SocketCaller("controller")
     name = conf["backend"]["storage_backend"]
     manager = create(name, caller, storage_settings(conf["backend"][name]))
 

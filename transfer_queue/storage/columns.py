@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorDict <-> column pieces (dense, ragged, objects), shared by all backends. Runs in clients only."""
+"""TensorDict <-> columns (dense, ragged, objects), shared by all backends. Runs in clients only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
+from transfer_queue.storage import recycling
 from transfer_queue.storage.objects import decode_rows, encode_rows
 from transfer_queue.storage.pieces import OBJECTS, IntArray, Piece, Positions
-from transfer_queue.storage.spans import as_words, copy_spans
+from transfer_queue.storage.sources import BytesSource, RowsSource, Source, TensorSource, jagged_source
+from transfer_queue.storage.spans import copy_rows, copy_spans
 from transfer_queue.storage.tensors import (
-    dense_piece,
+    are_alike,
+    copy_bytes,
     dtype_of,
     from_bytes,
     is_plain,
-    jagged_piece,
     rows_of,
     rows_piece,
 )
@@ -41,19 +43,24 @@ def num_rows(data: Any) -> int:
     return max((len(column) for column in data.values()), default=0)
 
 
-def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
-    """Every column of a TensorDict (or dict of columns) as one piece; contiguous CPU tensors are not copied.
+def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
+    """Every column of a TensorDict (or dict of columns), ready to be written; nothing is copied yet.
 
     Raises:
         UnsupportedValueError: a column or value that can't be stored as configured.
         InvalidRequestError: a column has another number of rows than the rest.
     """
     count = num_rows(data)
-    pieces = {name: _piece(name, column, count, allow_pickle) for name, column in named_columns(data)}
-    for name, piece in pieces.items():
-        if piece.rows != count:
-            raise InvalidRequestError(f"field {name!r} has {piece.rows} rows, the batch has {count}")
-    return pieces
+    found = {name: _source(name, column, count, allow_pickle) for name, column in named_columns(data)}
+    for name, source in found.items():
+        if source.rows != count:
+            raise InvalidRequestError(f"field {name!r} has {source.rows} rows, the batch has {count}")
+    return found
+
+
+def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
+    """Every column as one piece; contiguous CPU tensors are not copied. Raises what ``sources`` raises."""
+    return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
 
 
 def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False) -> TensorDict:
@@ -78,7 +85,8 @@ def relaid(data: TensorDict, layout: str) -> TensorDict:
             and count
             and (column.is_nested or (layout == "jagged" and column.ndim > 1))
         ):
-            column = _column(name, [(slice(0, count), _piece(name, column, count, False))], count, layout, False)
+            piece = _source(name, column, count, False).piece()
+            column = _column(name, [(slice(0, count), piece)], count, layout, False)
         columns[name] = column
     return TensorDict(columns, batch_size=[count])
 
@@ -90,9 +98,8 @@ def check_layout(layout: str) -> None:
 
 def column_of(values: Sequence[Any]) -> Any:
     """One value per row as a column of a TensorDict: tensors of one dtype and rank together, all else as objects."""
-    rows = rows_piece(values) if all(isinstance(value, torch.Tensor) for value in values) else None
-    if rows is not None:
-        return _column("", [(slice(0, len(values)), rows)], len(values), "jagged", False)
+    if are_alike(values):
+        return _column("", [(slice(0, len(values)), rows_piece(values))], len(values), "jagged", False)
     if any(map(is_tensor_collection, set(map(type, values)))):
         # The stack would take a TensorDict for one of its own members.
         values = [NonTensorData(data=value) for value in values]
@@ -126,28 +133,27 @@ def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
             yield name, [member.get(name) for member in data.unbind(0)]
 
 
-def _piece(name: str, column: Any, count: int, allow_pickle: bool) -> Piece:
+def _source(name: str, column: Any, count: int, allow_pickle: bool) -> Source:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
         column = torch.from_numpy(column)
     if isinstance(column, torch.Tensor):
-        return _tensor_piece(name, column)
+        return _tensor_source(name, column)
     if is_tensor_collection(column) and not is_non_tensor(column):
         raise UnsupportedValueError(
             f"field {name!r} is a nested TensorDict, and a field is one column. "
             f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
         )
     values = values_of(column, count)
-    rows = rows_piece(values) if values and all(isinstance(value, torch.Tensor) for value in values) else None
-    return rows if rows is not None else encode_rows(values, name, allow_pickle)
+    return RowsSource(values) if are_alike(values) else BytesSource(encode_rows(values, name, allow_pickle))
 
 
-def _tensor_piece(name: str, tensor: torch.Tensor) -> Piece:
+def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
     if tensor.is_nested:
-        piece = jagged_piece(tensor) if tensor.layout == torch.jagged else None
-        if piece is None:
+        source = jagged_source(tensor) if tensor.layout == torch.jagged else None
+        if source is None:
             rows = tensor.unbind()
-            piece = rows_piece(rows) or encode_rows(rows, name)
-        return piece
+            source = RowsSource(rows) if are_alike(rows) else BytesSource(encode_rows(rows, name))
+        return source
     if not is_plain(tensor):
         raise UnsupportedValueError(
             f"field {name!r} is a {'quantized' if tensor.is_quantized else tensor.layout} tensor; "
@@ -155,7 +161,7 @@ def _tensor_piece(name: str, tensor: torch.Tensor) -> Piece:
         )
     if tensor.ndim == 0:
         raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
-    return dense_piece(tensor)
+    return TensorSource(tensor)
 
 
 def _column(name: str, parts: Parts, count: int, layout: str, allow_pickle: bool) -> Any:
@@ -180,19 +186,16 @@ def _column(name: str, parts: Parts, count: int, layout: str, allow_pickle: bool
 def _of_values(values: Sequence[Any], layout: str) -> Any:
     column = column_of(values)
     if layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        piece = rows_piece(values)
-        assert piece is not None
-        return _column("", [(slice(0, len(values)), piece)], len(values), layout, False)
+        return _column("", [(slice(0, len(values)), rows_piece(values))], len(values), layout, False)
     return column
 
 
 def _dense(parts: Parts, count: int) -> torch.Tensor:
     layout = parts[0][1].layout
-    out = np.empty(count * layout.row_nbytes, np.uint8)
+    out = recycling.empty(count * layout.row_nbytes)
     if out.nbytes:
         for positions, piece in parts:
-            target, source = as_words(out, piece.data, layout.row_nbytes)
-            target[positions] = source
+            copy_rows(out, positions, piece.data, piece.picks, layout.row_nbytes, copy_bytes)
     return from_bytes(out, dtype_of(layout.dtype), (count, *layout.shape))
 
 
@@ -206,9 +209,9 @@ def _ragged(parts: Parts, count: int, layout: str) -> Any:
     sizes = shapes.prod(axis=1) * first.itemsize
     bounds = np.zeros(count + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
-    out = np.empty(int(bounds[-1]), np.uint8)
+    out = recycling.empty(int(bounds[-1]))
     for positions, piece in ragged:
-        copy_spans(out, bounds[:-1][positions], piece.data, piece.bounds[:-1], sizes[positions])
+        copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], copy_bytes)
     return _shaped(out, dtype_of(first.dtype), shapes, bounds, layout)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -12,15 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.spans import as_words, copy_spans
 
 IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
 Positions: TypeAlias = slice | IntArray
 """Which rows of a batch, in order: a consecutive run as a slice with both ends, anything else as an array."""
-
-SLICE_NBYTES = 64 * 1024
-"""Runs of rows at least this long travel as they lie; shorter ones are copied together: a frame costs more."""
+Allocate: TypeAlias = Callable[[int], ByteArray]
+"""Memory for so many bytes, contents undefined."""
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -59,36 +57,51 @@ def ragged_layout(dtype: str, itemsize: int, ndim: int) -> Layout:
 class Piece:
     """``data`` holds the rows back to back. ``side`` is [rows, ndim] shapes (ragged) or [rows + 1] offsets (objects).
 
+    Where a reader has others' memory before it, ``picks`` says which of what lies in ``data`` are the rows, in order:
+    their numbers (dense), or the byte where each begins (ragged).
+
     Never changed once made: slices share its memory.
     """
 
-    __slots__ = ("_bounds", "data", "layout", "rows", "side")
+    __slots__ = ("_bounds", "data", "layout", "picks", "rows", "side")
 
     def __init__(
-        self, layout: Layout, rows: int, data: ByteArray, side: IntArray | None = None, bounds: IntArray | None = None
+        self,
+        layout: Layout,
+        rows: int,
+        data: ByteArray,
+        side: IntArray | None = None,
+        bounds: IntArray | None = None,
+        picks: IntArray | None = None,
     ) -> None:
         self.layout = layout
         self.rows = rows
         self.data = data
         self.side = side
         self._bounds = bounds
+        self.picks = picks
 
     @classmethod
-    def from_frames(cls, layout: Layout, rows: int, frames: Sequence[Any]) -> Piece:
-        """The piece that ``frames()`` of its sender described.
+    def received(
+        cls, layout: Layout, rows: int, data: ByteArray, side: Any = None, picks: IntArray | None = None
+    ) -> Piece:
+        """The piece that its sender described; ``side`` as the buffer it travelled in.
 
         Raises:
             ProtocolError: lengths, shapes and offsets contradict each other.
         """
-        data = np.frombuffer(frames[0], np.uint8)
-        side = _side(layout, rows, np.frombuffer(frames[1], np.int64)) if layout.kind != "dense" else None
-        piece = cls(layout, rows, data, side)
-        _check(piece)
+        flat = None if side is None else _side(layout, rows, np.frombuffer(side, np.int64))
+        piece = cls(layout, rows, data, flat, picks=picks)
+        if picks is None:
+            _check(piece)
+        else:
+            _check_picks(piece, picks)
         return piece
 
-    def frames(self) -> list[Any]:
-        """The buffers as they travel, not copied."""
-        return [self.data] if self.side is None else [self.data, np.ascontiguousarray(self.side).reshape(-1)]
+    @property
+    def side_frame(self) -> IntArray | None:
+        """``side`` as it travels."""
+        return None if self.side is None else np.ascontiguousarray(self.side).reshape(-1)
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +122,13 @@ class Piece:
                 self._bounds = self.side if self.side[0] == 0 else self.side - self.side[0]
         return self._bounds
 
+    @property
+    def starts(self) -> IntArray:
+        """[rows] the byte of ``data`` where each row begins."""
+        if self.layout.kind == "dense":
+            return (np.arange(self.rows) if self.picks is None else self.picks) * self.layout.row_nbytes
+        return self.bounds[:-1] if self.picks is None else self.picks
+
     def rows_nbytes(self, rows: NDArray[np.integer]) -> int:
         """Bytes that these rows alone take."""
         if self.layout.kind == "dense":
@@ -122,8 +142,9 @@ class Piece:
         if self.layout.kind != "dense":
             return self
         shapes = np.broadcast_to(np.array(self.layout.shape, np.int64), (self.rows, len(self.layout.shape)))
+        starts = None if self.picks is None else self.starts
         bounds = np.arange(self.rows + 1) * self.layout.row_nbytes
-        return Piece(self.layout.family, self.rows, self.data, shapes, bounds)
+        return Piece(self.layout.family, self.rows, self.data, shapes, bounds, starts)
 
     def slice(self, start: int, stop: int) -> Piece:
         """Rows start … stop - 1, sharing memory."""
@@ -165,93 +186,16 @@ def _check(piece: Piece) -> None:
         raise ProtocolError(f"a {layout.kind} column has {have} bytes, its rows end at {piece.bounds[-1]}")
 
 
-def as_run(positions: IntArray) -> Positions:
-    """The same positions, as a slice when they are consecutive."""
-    count = len(positions)
-    if count == 0:
-        return slice(0, 0)
-    first = int(positions[0])
-    if int(positions[-1]) - first == count - 1 and (count < 3 or bool((np.diff(positions) == 1).all())):
-        return slice(first, first + count)
-    return positions
-
-
-def gather(parts: Sequence[tuple[Piece, IntArray]]) -> Piece:
-    """Copy these rows of these pieces, all of one family, into one new piece, in this order."""
-    layout = parts[0][0].layout
-    if any(piece.layout != layout for piece, _ in parts):
-        parts, layout = [(piece.as_ragged(), rows) for piece, rows in parts], layout.family
-    total = sum(len(rows) for _, rows in parts)
-    if layout.kind == "dense":
-        return Piece(layout, total, _gather_dense(parts, total, layout.row_nbytes))
-    sizes = np.concatenate([piece.bounds[rows + 1] - piece.bounds[rows] for piece, rows in parts])
-    bounds = np.zeros(total + 1, np.int64)
-    np.cumsum(sizes, out=bounds[1:])
-    data = np.empty(int(bounds[-1]), np.uint8)
-    at = 0
-    for piece, rows in parts:
-        end = at + len(rows)
-        copy_spans(data, bounds[at:end], piece.data, piece.bounds[rows], sizes[at:end])
-        at = end
-    if layout.kind == "objects":
-        return Piece(layout, total, data, bounds, bounds)
-    shapes = np.concatenate([piece.side[rows] for piece, rows in parts if piece.side is not None])
-    return Piece(layout, total, data, shapes, bounds)
-
-
-def _gather_dense(parts: Sequence[tuple[Piece, IntArray]], total: int, row_nbytes: int) -> ByteArray:
-    out = np.empty(total * row_nbytes, np.uint8)
-    if out.nbytes == 0:
-        return out
-    at = 0
-    for piece, rows in parts:
-        target, source = as_words(out[at : at + len(rows) * row_nbytes], piece.data, row_nbytes)
-        # mode="clip" writes straight into ``out``; the default would go through a buffer.
-        np.take(source, rows, axis=0, out=target, mode="clip")
-        at += len(rows) * row_nbytes
-    return out
-
-
-def pick(pieces: Sequence[Piece], which: IntArray, rows: IntArray) -> list[tuple[Positions, Piece]]:
-    """Row ``rows[i]`` of ``pieces[which[i]]`` for every i, in few parts, each with the positions i that it fills.
-
-    Long runs of one piece are slices that share its memory; all other rows are copied together, one part per family.
-    """
-    if len(rows) == 0:
-        return []
-    cuts = np.flatnonzero((np.diff(which) != 0) | (np.diff(rows) != 1)) + 1
-    starts, stops = np.append(0, cuts), np.append(cuts, len(rows))
-    if len(starts) == 1:
-        return [(slice(0, len(rows)), pieces[which[0]].slice(int(rows[0]), int(rows[-1]) + 1))]
-    row_nbytes = np.array([piece.nbytes / max(piece.rows, 1) for piece in pieces])
-    lengths = stops - starts
-    is_long = lengths * row_nbytes[which[starts]] >= SLICE_NBYTES
-    parts: list[tuple[Positions, Piece]] = []
-    for start, stop in zip(starts[is_long].tolist(), stops[is_long].tolist(), strict=True):
-        first = int(rows[start])
-        parts.append((slice(start, stop), pieces[which[start]].slice(first, first + stop - start)))
-    if not is_long.all():
-        short = np.flatnonzero(np.repeat(~is_long, lengths))
-        parts += _copied(pieces, which[short], rows[short], short)
-    return parts
-
-
-def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
-    """(label, positions that carry it), labels and positions ascending."""
-    if len(labels) == 0:
-        return []
-    if (labels == labels[0]).all():
-        return [(int(labels[0]), np.arange(len(labels)))]
-    order = np.argsort(labels, kind="stable")
-    cuts = np.flatnonzero(np.diff(labels[order])) + 1
-    return [(int(labels[part[0]]), part) for part in np.split(order, cuts)]
-
-
-def _copied(pieces: Sequence[Piece], which: IntArray, rows: IntArray, at: IntArray) -> list[tuple[Positions, Piece]]:
-    families: dict[Layout, list[tuple[Piece, IntArray, IntArray]]] = {}
-    for number, mine in groups(which):
-        families.setdefault(pieces[number].layout.family, []).append((pieces[number], rows[mine], at[mine]))
-    return [
-        (as_run(np.concatenate([where for *_, where in part])), gather([(piece, chosen) for piece, chosen, _ in part]))
-        for part in families.values()
-    ]
+def _check_picks(piece: Piece, picks: IntArray) -> None:
+    """The same for rows that lie scattered."""
+    have, first, last = piece.data.nbytes, int(picks.min()), int(picks.max())
+    if len(picks) != piece.rows:
+        raise ProtocolError(f"{len(picks)} places of {piece.rows} rows")
+    if piece.layout.kind == "dense":
+        ends = (last + 1) * piece.layout.row_nbytes
+    else:
+        assert piece.side is not None
+        sizes = piece.side.astype(np.float64).prod(axis=1) * piece.layout.itemsize
+        ends = int((picks + sizes).max()) if piece.side.min() >= 0 else -1
+    if first < 0 or not 0 <= ends <= have:
+        raise ProtocolError(f"rows of a {piece.layout.kind} column reach from {first} to byte {ends} of {have}")

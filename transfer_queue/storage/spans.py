@@ -3,13 +3,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+Copy: TypeAlias = Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
+"""dst[:] = src."""
+
+LONG_RUN_NBYTES = 16 * 1024
+"""Runs of rows at least this long on average are copied one by one, as slices."""
 _LOOP_NBYTES = 512
-"""Spans at least this long on average are copied one by one; below, the interpreter would cost more than the bytes."""
+"""The same for spans of any sizes; below, the interpreter would cost more than the bytes."""
+_CACHED_NBYTES = 256 * 1024
+"""What is gathered before it is scattered: as much as surely stays in a core's cache."""
+
+
+def runs(at: slice | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(first, one past the last) of each run of consecutive positions, in order."""
+    if isinstance(at, slice):
+        return np.array([at.start]), np.array([at.stop])
+    if len(at) == 0:
+        return at, at
+    cuts = np.flatnonzero(np.diff(at) != 1) + 1
+    return at[np.append(0, cuts)], at[np.append(cuts - 1, len(at) - 1)] + 1
+
+
+def copy_rows(
+    dst: NDArray[np.uint8],
+    at: slice | NDArray[np.int64],
+    src: NDArray[np.uint8],
+    picks: NDArray[np.int64] | None,
+    row_nbytes: int,
+    copy: Copy = np.copyto,
+) -> None:
+    """Row ``at[i]`` of ``dst`` = row ``picks[i]`` of ``src`` (None: row i). Rows of one size, at least 1 byte."""
+    if isinstance(at, slice) and picks is None:
+        copy(dst[at.start * row_nbytes : at.stop * row_nbytes], src)
+        return
+    count = at.stop - at.start if isinstance(at, slice) else len(at)
+    to = np.arange(at.start, at.stop) if isinstance(at, slice) else at
+    rows = np.arange(count) if picks is None else picks
+    cuts = np.flatnonzero((np.diff(to) != 1) | (np.diff(rows) != 1)) + 1
+    if count * row_nbytes >= LONG_RUN_NBYTES * (len(cuts) + 1):
+        first, sizes = np.append(0, cuts), np.diff(np.concatenate(([0], cuts, [count]))) * row_nbytes
+        _copy_each(dst, to[first] * row_nbytes, src, rows[first] * row_nbytes, sizes, copy)
+        return
+    target, source = as_words(dst, src, row_nbytes)
+    if isinstance(at, slice):
+        # mode="clip" writes straight into ``out``; the default would go through a buffer.
+        np.take(source, rows, axis=0, out=target[at], mode="clip")
+    elif picks is None:
+        target[to] = source
+    else:
+        step = max(1, _CACHED_NBYTES // row_nbytes)
+        for begin in range(0, count, step):
+            target[to[begin : begin + step]] = source[rows[begin : begin + step]]
 
 
 def copy_spans(
@@ -18,10 +68,11 @@ def copy_spans(
     src: NDArray[np.uint8],
     src_starts: NDArray[np.int64],
     sizes: NDArray[np.int64],
+    copy: Copy = np.copyto,
 ) -> None:
     """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i. All in bytes."""
     if len(sizes) == 1:
-        _copy_each(dst, dst_starts, src, src_starts, sizes)
+        _copy_each(dst, dst_starts, src, src_starts, sizes, copy)
         return
     keep = sizes > 0
     if not keep.all():
@@ -31,7 +82,7 @@ def copy_spans(
     dst_starts, src_starts, sizes = _merged(dst_starts, src_starts, sizes)
     total = int(sizes.sum())
     if len(sizes) == 1 or total >= _LOOP_NBYTES * len(sizes):
-        _copy_each(dst, dst_starts, src, src_starts, sizes)
+        _copy_each(dst, dst_starts, src, src_starts, sizes, copy)
         return
     word = _word(dst_starts, src_starts, sizes, dst.nbytes, src.nbytes)
     counts = sizes // word
@@ -49,9 +100,10 @@ def _copy_each(
     src: NDArray[np.uint8],
     src_starts: NDArray[np.int64],
     sizes: NDArray[np.int64],
+    copy: Copy,
 ) -> None:
     for to, at, size in zip(dst_starts.tolist(), src_starts.tolist(), sizes.tolist(), strict=True):
-        dst[to : to + size] = src[at : at + size]
+        copy(dst[to : to + size], src[at : at + size])
 
 
 def _merged(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ import torch
 
 from transfer_queue.errors import ProtocolError
 from transfer_queue.storage.pieces import ByteArray, Piece, dense_layout, ragged_layout
+
+_THREADED_NBYTES = 256 * 1024
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,31 +46,24 @@ def from_bytes(data: ByteArray, dtype: torch.dtype, shape: Sequence[int]) -> tor
     return torch.from_numpy(data).view(dtype).view(tuple(shape))
 
 
-def dense_piece(tensor: torch.Tensor) -> Piece:
-    """[n, ...] as n rows."""
-    layout = dense_layout(dtype_name(tensor.dtype), tensor.element_size(), tensor.shape[1:])
-    return Piece(layout, tensor.shape[0], as_bytes(tensor))
+def copy_bytes(dst: ByteArray, src: ByteArray) -> None:
+    """dst[:] = src, with all of torch's threads where that pays."""
+    # torch takes no read-only memory (received frames) without complaint.
+    if dst.nbytes >= _THREADED_NBYTES and src.flags.writeable:
+        torch.from_numpy(dst).copy_(torch.from_numpy(src))
+    else:
+        dst[...] = src
 
 
-def jagged_piece(tensor: Any) -> Piece | None:
-    """A jagged tensor's values as they lie; None when they have holes or are ragged in another than the first dim."""
-    # ``_ragged_idx`` has no public twin, and reading the wrong dim as the ragged one would mix up rows.
-    if tensor.lengths() is not None or tensor._ragged_idx != 1:
-        return None
-    offsets, values = tensor.offsets().cpu().numpy(), tensor.values()
-    if offsets[0] != 0 or offsets[-1] != len(values):
-        values = values[offsets[0] : offsets[-1]]
-    shapes = np.empty((len(offsets) - 1, values.ndim), np.int64)
-    shapes[:, 0] = np.diff(offsets)
-    shapes[:, 1:] = values.shape[1:]
-    layout = ragged_layout(dtype_name(values.dtype), values.element_size(), values.ndim)
-    return Piece(layout, len(shapes), as_bytes(values), shapes)
+def are_alike(values: Sequence[Any]) -> bool:
+    """Are they tensors, at least one, that make a column together: of one dtype and rank?"""
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    return len({(row.dtype, row.ndim) for row in values}) == 1 and all(map(is_plain, values))
 
 
-def rows_piece(rows: Sequence[torch.Tensor]) -> Piece | None:
-    """One tensor per row: dense when all shapes agree, else ragged; None when dtypes or ranks differ."""
-    if not rows or len({(row.dtype, row.ndim) for row in rows}) > 1 or not all(map(is_plain, rows)):
-        return None
+def rows_piece(rows: Sequence[torch.Tensor]) -> Piece:
+    """One tensor per row, all alike: dense when all shapes agree, else ragged."""
     first = rows[0]
     data = np.concatenate([as_bytes(row) for row in rows])
     if len({row.shape for row in rows}) == 1:
@@ -82,11 +76,12 @@ def rows_of(piece: Piece) -> list[torch.Tensor]:
     """One tensor per row of a dense or ragged piece, each in memory of its own."""
     ragged, dtype = piece.as_ragged(), dtype_of(piece.layout.dtype)
     if not piece.layout.shape:
-        return list(from_bytes(piece.data.copy(), dtype, (piece.rows,)).unbind())
+        numbers = from_bytes(piece.data.copy(), dtype, (-1,))
+        return list((numbers if piece.picks is None else numbers[torch.from_numpy(piece.picks)]).unbind())
     assert ragged.side is not None
-    edges = ragged.bounds.tolist()
-    shapes = ragged.side.tolist()
+    starts, shapes = ragged.starts, ragged.side
+    stops = starts + shapes.prod(axis=1) * piece.layout.itemsize
     return [
         from_bytes(ragged.data[start:stop].copy(), dtype, shape)
-        for (start, stop), shape in zip(pairwise(edges), shapes, strict=True)
+        for start, stop, shape in zip(starts.tolist(), stops.tolist(), shapes.tolist(), strict=True)
     ]

@@ -57,7 +57,7 @@ class Envelope(NamedTuple):
 
     client: str
     request_id: int
-    route: bytes
+    route: Any
 
 
 @dataclass(frozen=True, slots=True)

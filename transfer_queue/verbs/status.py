@@ -31,13 +31,12 @@ class Statuses(Line):
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Has the task consumed every sample? False for an empty or unknown partition."""
-        _, status = await self.async_get_consumption_status(task_name, partition_id)
-        return status is not None and status.numel() > 0 and bool((status == 1).all())
+        return bool((await self.session.ask(p.ConsumptionStatus, p.Done, partition_id, task_name, True)).value)
 
     async def async_check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
         """Does every sample have all these fields? False for an unknown partition or field."""
-        _, status = await self.async_get_production_status(data_fields, partition_id)
-        return status is not None and bool((status == 1).all())
+        fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
+        return bool((await self.session.ask(p.ProductionStatus, p.Done, partition_id, fields, True)).value)
 
     async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """Make consumed samples available again; batches already given keep their answer. False: no such partition."""

@@ -48,8 +48,33 @@ def test_settled_batches_of_a_long_run_leave_a_mark_only():
             window.append(write(ledger, (0, 1000 + i), i))
     for entry in window:
         ledger.ack([entry.token])
-    settled = ledger._settled[0]
-    assert (settled.below, len(settled._above), len(ledger)) == (500, len(range(7, 500, 7)), 0)
+    assert [i for i in range(1600) if ledger.is_settled((0, i))] == [*range(500), *range(1007, 1500, 7)]
+    assert (len(ledger._drawn[0]), len(ledger)) == (1 + len(range(7, 500, 7)), 0)
+
+
+def test_a_stream_that_begins_late_leaves_a_mark_only_too():
+    ledger = Ledger("p/t/1")
+    for i in range(1000, 3000):
+        ledger.ack([write(ledger, (0, i), i).token])
+    assert (len(ledger._drawn[0]), ledger.is_settled((0, 2999)), ledger.holds((0, 999))) == (1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("batch_index", "first", "undrawn"), [(9, 0, 7), (9, 8, 8), (5, 0, 3), (3, 0, 3), (3, 4, 4), (9 * 10**18, 0, 7)]
+)
+def test_batches_before_one_that_nobody_drew_begin_after_the_last_one_drawn(batch_index, first, undrawn):
+    ledger = Ledger("p/t/1")
+    assert ledger.first_undrawn((0, 4), 2) == 2
+    for i in (0, 1, 2, 6):
+        write(ledger, (0, i), i)
+    assert ledger.first_undrawn((0, batch_index), first) == undrawn
+
+
+@pytest.mark.parametrize("token", ["p/t/1/0#" + "9" * 5000, "p/t/1/0#-1", "p/t/1/0#x", "p/t/1/0#", "#1", "1"])
+def test_what_is_no_token_settles_nothing(token):
+    ledger = Ledger("p/t/1")
+    write(ledger, (0, 0), 5)
+    assert ledger.ack([token]) == 0
 
 
 def test_an_unnamed_batch_comes_after_the_last_one_given_and_skips_settled_ones():

@@ -161,8 +161,8 @@ def test_an_index_that_a_write_names_without_a_value_costs_nothing_afterwards():
 def test_replaced_bytes_are_those_a_write_would_free():
     store = BlockStore()
     store.write(np.arange(4), whole("a", piece([0, 1, 2, 3])) + whole("b", piece([0, 1, 2, 3])))
-    assert store.replaced_nbytes(ints(3, 4), whole("a", piece([8, 9]))) == ROW * 8
-    assert store.replaced_nbytes(ints(9), whole("c", piece([8]))) == 0
+    assert store.replaced_nbytes(ints(3, 4), ["a"]) == ROW * 8
+    assert store.replaced_nbytes(ints(9), ["c"]) == 0
 
 
 class AgainstADict(RuleBasedStateMachine):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import OBJECTS, Piece, as_run, dense_layout, gather, groups, pick, ragged_layout
+from transfer_queue.storage.pieces import OBJECTS, Piece, dense_layout, ragged_layout
+from transfer_queue.storage.selection import as_run, gather, groups, pick
 
 INT = dense_layout("int64", 8, (2,))
 TEXT = OBJECTS
@@ -54,7 +55,8 @@ def test_a_slice_holds_its_rows_and_shares_memory(piece):
 @pytest.mark.parametrize("piece", PIECES, ids=["dense", "ragged", "objects"])
 def test_frames_of_a_slice_make_the_same_piece_again(piece):
     part = piece.slice(1, 4)
-    assert rows(Piece.from_frames(part.layout, 3, [memoryview(f).cast("B") for f in part.frames()])) == rows(part)
+    side = None if part.side is None else memoryview(part.side_frame).cast("B")
+    assert rows(Piece.received(part.layout, 3, part.data, side)) == rows(part)
 
 
 @pytest.mark.parametrize("piece", PIECES, ids=["dense", "ragged", "objects"])
@@ -131,4 +133,4 @@ def i64(*numbers: int) -> bytes:
 )
 def test_frames_that_contradict_their_header_are_refused(layout, count, frames, fragment):
     with pytest.raises(ProtocolError, match=fragment):
-        Piece.from_frames(layout, count, frames)
+        Piece.received(layout, count, np.frombuffer(frames[0], np.uint8), *frames[1:])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import Piece, dense_layout
+from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
 from transfer_queue.storage.simple.messages import (
     Drop,
+    Hold,
     Part,
     Read,
     Stats,
@@ -18,10 +19,9 @@ from transfer_queue.storage.simple.messages import (
     decode_request,
     encode,
     pack_indexes,
-    pack_parts,
     unpack_indexes,
-    unpack_parts,
 )
+from transfer_queue.storage.simple.parts import Packer, unpack_parts
 
 INT = dense_layout("int64", 8, ())
 
@@ -32,7 +32,7 @@ def piece(*numbers: int) -> Piece:
 
 @pytest.mark.parametrize(
     "request_",
-    [Write(b"12345678", [Part("a", INT, 1)], 2.5), Read(b"", ["a"]), Drop(b"12345678"), Drop(b"", ["a"]), Stats()],
+    [Write(b"12345678", [Part("a", INT, 1)], [b"table"], 2.5, Hold(1, 2)), Read(b"", ["a"]), Drop(b"12345678"), Drop(b"", ["a"]), Stats()],
 )
 def test_a_request_is_the_same_after_the_wire(request_):
     assert decode_request(encode(request_)) == request_
@@ -47,8 +47,11 @@ def test_what_is_no_message_is_a_protocol_error(decode, header):
 
 def test_parts_keep_their_positions_and_bytes():
     given = [("a", slice(1, 3), piece(5, 6)), ("b", np.array([2, 0]), piece(7, 8))]
-    headers, frames = pack_parts(given)
-    (a, b) = unpack_parts(headers, [memoryview(frame).cast("B") for frame in frames], 3)
+    packer = Packer()
+    for part in given:
+        packer.add(*part)
+    frames = [memoryview(frame).cast("B") for frame in packer.frames]
+    (a, b) = unpack_parts(packer.parts, packer.tables, frames, 3)
     assert (a[:2], a[2].data.tobytes()) == (("a", slice(1, 3)), given[0][2].data.tobytes())
     assert (b[0], b[1].tolist(), b[2].data.tobytes()) == ("b", [2, 0], given[1][2].data.tobytes())
 
@@ -62,13 +65,41 @@ def test_parts_keep_their_positions_and_bytes():
         (Part("a", INT, -1), [b""], "has -1 rows"),
         (Part("a", INT, 2, 1), [b"x" * 16], "but 2 indexes"),
         (Part("a", INT, 1, -1), [b"12345678"], "but 2 indexes"),
-        (Part("a", INT, 1, 0, pack_indexes(np.array([2]))), [b"12345678"], "don't fit"),
-        (Part("a", INT, 2, 0, pack_indexes(np.array([0]))), [b"x" * 16], "don't fit"),
+        (Part("a", INT, 1, 0, 0), [b"12345678"], "don't fit"),
+        (Part("a", INT, 2, 0, 0), [b"x" * 16], "don't fit"),
+        (Part("a", INT, 2, 0, 1), [b"x" * 16], "table 1 of 1"),
+        (Part("a", INT, 1, 0, -1, 4096, 8), [], "not mapped here"),
     ],
 )
 def test_parts_that_name_what_is_not_there_are_refused(part, frames, fragment):
     with pytest.raises(ProtocolError, match=fragment):
-        unpack_parts([part], frames, 2)
+        unpack_parts([part], [pack_indexes(np.array([2]))], frames, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "picks", "side"),
+    [
+        (INT, [4], None),
+        (INT, [-1], None),
+        (INT, [0, 1], None),
+        (dense_layout("int64", 8, (-2,)), [0], None),
+        (ragged_layout("int64", 8, 1), [24], [2]),
+        (ragged_layout("int64", 8, 1), [0], [-1]),
+    ],
+)
+def test_rows_that_reach_out_of_their_block_are_refused(layout, picks, side):
+    part = Part("a", layout, 1, 0, -1, 0, 32, 0)
+    frames = [] if side is None else [np.array(side, np.int64)]
+    with pytest.raises(ProtocolError):
+        unpack_parts([part], [pack_indexes(np.array(picks))], frames, 1, lambda at, nbytes: np.zeros(nbytes, np.uint8))
+
+
+def test_fields_whose_rows_lie_alike_share_a_table():
+    packer = Packer()
+    for name in "ab":
+        rows = Piece(INT, 2, np.zeros(80, np.uint8), picks=np.array([9, 3]))
+        packer.add_at(name, np.array([1, 0]), rows, 4096)
+    assert [pack_indexes(np.array(numbers)) for numbers in ([1, 0], [9, 3])] == packer.tables
 
 
 def test_indexes_must_be_whole_numbers():

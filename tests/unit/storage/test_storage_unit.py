@@ -19,8 +19,8 @@ from transfer_queue.storage.simple.messages import (
     decode_answer,
     encode,
     pack_indexes,
-    pack_parts,
 )
+from transfer_queue.storage.simple.parts import Packer
 from transfer_queue.storage.simple.unit import StorageUnit
 from transfer_queue.transport.base import Envelope
 
@@ -41,8 +41,13 @@ class Asker:
 
     def write(self, index: int, kib: int, now: float = 0.0, wait_s: float = 10.0, client: str = "me") -> list:
         piece = Piece(dense_layout("uint8", 1, (kib * KIB,)), 1, np.zeros(kib * KIB, np.uint8))
-        headers, frames = pack_parts([("a", slice(0, 1), piece)])
-        return self.raw(encode(Write(pack_indexes(np.array([index])), headers, wait_s)), frames, now, client)
+        return self.put([index], piece, now, wait_s, client)
+
+    def put(self, indexes, piece: Piece, now: float = 0.0, wait_s: float = 0.0, client: str = "me") -> list:
+        packer = Packer()
+        packer.add("a", slice(0, piece.rows), piece)
+        write = Write(pack_indexes(np.array(indexes)), packer.parts, packer.tables, wait_s)
+        return self.raw(encode(write), packer.frames, now, client)
 
     def drop(self, *indexes: int, now: float = 0.0) -> list:
         return self.raw(encode(Drop(pack_indexes(np.array(indexes)))), now=now)
@@ -128,8 +133,7 @@ def test_an_overwrite_needs_room_only_for_what_it_adds(small):
 
 def test_dead_rows_are_given_up_before_a_write_has_to_wait(small):
     piece = Piece(dense_layout("uint8", 1, (KIB,)), 90, np.zeros(90 * KIB, np.uint8))
-    headers, frames = pack_parts([("a", slice(0, 90), piece)])
-    small.raw(encode(Write(pack_indexes(np.arange(90)), headers)), frames)
+    small.put(range(90), piece)
     small.drop(*range(0, 90, 3))
     assert small.unit.stats().held_nbytes == 90 * KIB
     assert small.write(100, 40) == [("me", 3, Written())]

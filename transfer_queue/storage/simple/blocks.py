@@ -4,20 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from transfer_queue.errors import StorageKeyNotFoundError
-from transfer_queue.storage.pieces import IntArray
+from transfer_queue.storage.pieces import Allocate, IntArray, Piece
+from transfer_queue.storage.selection import heap
 from transfer_queue.storage.simple.field_blocks import FieldBlocks
 from transfer_queue.storage.simple.messages import FieldParts
 from transfer_queue.storage.simple.slots import Slots
+
+Located: TypeAlias = list[tuple[str, Piece, IntArray, IntArray]]
 
 
 class BlockStore:
     """Values lie as they came, one block per field and write. A block that is mostly dead is copied and freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate = heap) -> None:
+        """``allocate``: memory for the blocks that are made of others here."""
+        self._allocate = allocate
         self._slots = Slots()
         self._fields: dict[str, FieldBlocks] = {}
 
@@ -65,7 +71,7 @@ class BlockStore:
             covered[positions] = True
         self._slots.claim(indexes[covered])
         for name, _, _ in parts:
-            self._fields.setdefault(name, FieldBlocks())
+            self._fields.setdefault(name, FieldBlocks(self._allocate))
         for field in self._fields.values():
             field.grow(self._slots.capacity)
         return self._slots.find(indexes)
@@ -76,8 +82,23 @@ class BlockStore:
         Raises:
             StorageKeyNotFoundError: a value was cleared or never written.
         """
+        if not len(indexes):
+            return []
+        found = self._found(indexes, fields)
+        return [(name, at, piece) for name, field, slots in found for at, piece in field.pick(slots)]
+
+    def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
+        """(field, block, positions in ``indexes``, their rows in the block): where ``read`` would take them from.
+
+        Raises:
+            StorageKeyNotFoundError: as ``read`` does.
+        """
+        found = self._found(indexes, fields)
+        return [(name, *block) for name, field, slots in found for block in field.located(slots)]
+
+    def _found(self, indexes: IntArray, fields: Sequence[str]) -> list[tuple[str, FieldBlocks, IntArray]]:
         slots = self._slots.find(indexes)
-        parts: FieldParts = []
+        found = []
         for name in fields:
             field = self._fields.get(name)
             missing = indexes if field is None else indexes[field.missing(slots)]
@@ -86,9 +107,14 @@ class BlockStore:
                     f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} samples "
                     f"asked for lack it here): it was cleared, or never put. Fetch metadata anew."
                 )
-            if field is not None and len(indexes):
-                parts += [(name, positions, piece) for positions, piece in field.pick(slots)]
-        return parts
+            if field is not None:
+                found.append((name, field, slots))
+        return found
+
+    def mean_nbytes(self, fields: Iterable[str]) -> float:
+        """Bytes of one sample's values of these fields, on average over all samples that have them."""
+        held = [self._fields[name] for name in fields if name in self._fields]
+        return sum(field.live_nbytes / max(field.values, 1) for field in held)
 
     def drop(self, indexes: IntArray, fields: Iterable[str] | None = None) -> int:
         """Forget these fields (None: all) of these indexes, unknown ones skipped, and say how many values that were."""
@@ -106,16 +132,11 @@ class BlockStore:
                 del self._fields[name]
         return dropped
 
-    def replaced_nbytes(self, indexes: IntArray, parts: FieldParts) -> int:
-        """Bytes that ``write`` of the same arguments would free."""
-        slots = self._slots.find(indexes)
-        total = 0
-        for name in {name for name, _, _ in parts}:
-            field = self._fields.get(name)
-            if field is not None:
-                mine = np.unique(np.concatenate([slots[positions] for part, positions, _ in parts if part == name]))
-                total += field.nbytes_of(mine[~field.missing(mine)])
-        return total
+    def replaced_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> int:
+        """Bytes that a write of these fields of these indexes would free."""
+        slots = np.unique(self._slots.find(indexes))
+        held = [self._fields[name] for name in set(fields) if name in self._fields]
+        return sum(field.nbytes_of(slots[~field.missing(slots)]) for field in held)
 
     def squeeze(self) -> None:
         """Copy live rows together until nothing dead is held."""

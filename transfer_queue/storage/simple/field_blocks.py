@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.storage.pieces import IntArray, Layout, Piece, Positions, gather, groups, pick
+from transfer_queue.storage.pieces import Allocate, IntArray, Layout, Piece, Positions
+from transfer_queue.storage.selection import gather, groups, heap, pick
 
 _SMALL_NBYTES = 64 * 1024
 _MERGE_BLOCKS = 32
@@ -35,7 +36,9 @@ class _Block:
 class FieldBlocks:
     """Slots given to a method other than ``add`` must not repeat, except in ``missing`` and ``pick``."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate = heap) -> None:
+        """``allocate``: memory for the blocks that are made of others here."""
+        self._allocate = allocate
         # -1: no value. Whatever else a block holds at a row that the table doesn't name is dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
@@ -88,6 +91,11 @@ class FieldBlocks:
             return pick([self._blocks[int(numbers[0])].piece], np.zeros(len(rows), np.int64), rows)
         distinct, which = np.unique(numbers, return_inverse=True)
         return pick([self._blocks[n].piece for n in distinct.tolist()], which, rows)
+
+    def located(self, slots: IntArray) -> list[tuple[Piece, IntArray, IntArray]]:
+        """(piece, positions in ``slots``, their rows in it) for every block that holds some; all must hold one."""
+        rows = self._row_of[slots].astype(np.int64)
+        return [(self._blocks[number].piece, at, rows[at]) for number, at in groups(self._block_of[slots])]
 
     def drop(self, slots: IntArray) -> None:
         """Forget the values of these slots; all must hold one."""
@@ -152,4 +160,4 @@ class FieldBlocks:
             parts.append((block.piece, rows))
             slots.append(at[rows])
             self._remove(block)
-        self._insert(np.concatenate(slots), gather(parts))
+        self._insert(np.concatenate(slots), gather(parts, self._allocate))

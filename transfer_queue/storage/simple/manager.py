@@ -5,35 +5,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, from_wire
 from transfer_queue.storage.base import DataParser, HasRows, StorageManager
-from transfer_queue.storage.pieces import IntArray, Piece, Positions, as_run, groups, pick
+from transfer_queue.storage.pieces import IntArray, Piece, Positions
+from transfer_queue.storage.selection import as_run, groups
+from transfer_queue.storage.simple.link import UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
     Drop,
     Failed,
     FieldParts,
+    Leased,
     Read,
     Request,
     Rows,
     Stats,
     UnitStats,
-    Write,
+    Written,
     decode_answer,
     encode,
     pack_indexes,
-    pack_parts,
-    unpack_parts,
 )
+from transfer_queue.storage.simple.parts import unpack_parts
+from transfer_queue.storage.simple.unit import INLINE_NBYTES
+from transfer_queue.storage.simple.writing import Sources, UnitWrite
 from transfer_queue.transport.base import Call, Caller, Peer, Reply
 from transfer_queue.transport.modes import is_blocking
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+Shares: TypeAlias = list[tuple[int, IntArray]]
 
 ROUTING_RUN = 64
 """Neighbouring indexes share a unit in runs of this many: a put is cut into few slices, yet spreads over all units."""
@@ -46,20 +52,23 @@ def unit_of(indexes: IntArray, num_units: int) -> IntArray:
 
 class SimpleStorageManager(StorageManager):
     """``config``: ``units`` [{name, address, pid, pid_namespace}] in the order all processes share, ``allow_pickle``,
-    ``layout``, ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides).
+    ``layout``, ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides), ``arena``
+    (False: don't map the units' memory, send frames), ``inline_nbytes`` (writes up to this size travel as frames).
     """
 
     def __init__(self, caller: Caller, config: Mapping[str, Any]) -> None:
         super().__init__(caller, config)
-        self._units = [
+        units = [
             Peer(unit["name"], unit["address"], unit.get("pid"), unit.get("pid_namespace")) for unit in config["units"]
         ]
-        if not self._units:
+        self._links = [UnitLink(unit, bool(config.get("arena", True))) for unit in units]
+        if not self._links:
             raise ConfigError("SimpleStorage has no storage units: start at least one")
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = float(config.get("put_timeout_s", 60.0))
         self._timeout_s = float(config.get("timeout_s", 30.0))
+        self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``.
@@ -76,9 +85,9 @@ class SimpleStorageManager(StorageManager):
 
             # It may take long (fetching from a URL): on an event loop it must not hold up everything else.
             data = parsed(data, data_parser) if is_blocking() else await asyncio.to_thread(parsed, data, data_parser)
-        pieces = columns.pack(data, self._allow_pickle)
-        if pieces and len(indexes):
-            await self._write(indexes, pieces)
+        sources = columns.sources(data, self._allow_pickle)
+        if sources and len(indexes):
+            await self._write(indexes, sources)
         return data
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
@@ -93,51 +102,82 @@ class SimpleStorageManager(StorageManager):
         layout = layout or self._layout
         columns.check_layout(layout)
         wanted, names = _as_indexes(indexes), sorted(set(fields))
-        parts: dict[str, list[tuple[Positions, Piece]]] = {}
-        if len(wanted):
-            parts = {name: [] for name in names}
-        if parts:
-            for name, positions, piece in await self._read(wanted, names):
-                parts[name].append((positions, piece))
-        return columns.unpack(parts, len(wanted), layout, self._allow_pickle)
+        if not len(wanted) or not names:
+            return columns.unpack({}, len(wanted), layout, self._allow_pickle)
+        shares = self._shares(wanted)
+        reads = [(unit, self._read_of(unit, wanted[at], names)) for unit, at in shares]
+        pinned = reads  # or so it must be taken, until the answers tell
+        try:
+            answers = await self._ask([(unit, read, ()) for unit, read in reads])
+            pinned = [read for read, (answer, _) in zip(reads, answers, strict=True) if _expect(Rows, answer).pinned]
+            parts: dict[str, list[tuple[Positions, Piece]]] = {name: [] for name in names}
+            for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
+                for name, positions, piece in self._rows(unit, _expect(Rows, answer), frames, len(at)):
+                    parts[name].append((as_run(at[positions]), piece))
+            return columns.unpack(parts, len(wanted), layout, self._allow_pickle)
+        finally:
+            for unit, read in pinned:
+                arena = self._links[unit].arena
+                if arena is not None and read.pin is not None:
+                    arena.let_go(read.pin)
+
+    def _read_of(self, unit: int, indexes: IntArray, names: list[str]) -> Read:
+        arena = self._links[unit].arena
+        return Read(pack_indexes(indexes), names, None if arena is None else arena.hold())
+
+    def _rows(self, unit: int, answer: Rows, frames: Sequence[Any], count: int) -> FieldParts:
+        arena = self._links[unit].arena
+        return unpack_parts(answer.parts, answer.tables, frames, count, None if arena is None else arena.view)
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         dropped, names = _as_indexes(indexes), None if fields is None else sorted(set(fields))
         shares = self._shares(dropped)
-        await self._ask([(unit, Drop(pack_indexes(dropped[at]), names), ()) for unit, at in shares], self._timeout_s)
+        await self._ask([(unit, Drop(pack_indexes(dropped[at]), names), ()) for unit, at in shares])
 
     async def stats(self) -> list[UnitStats]:
         """What every unit holds, in the order of the configuration."""
-        answers = await self._ask([(unit, Stats(), ()) for unit in range(len(self._units))], self._timeout_s)
+        answers = await self._ask([(unit, Stats(), ()) for unit in range(len(self._links))])
         return [_expect(UnitStats, answer) for answer, _ in answers]
 
-    async def _write(self, indexes: IntArray, pieces: Mapping[str, Piece]) -> None:
-        asks = []
-        for unit, at in self._shares(indexes):
-            which = np.zeros(len(at), np.int64)
-            parts = [(name, pos, part) for name, piece in pieces.items() for pos, part in pick([piece], which, at)]
-            headers, frames = pack_parts(parts)
-            asks.append((unit, Write(pack_indexes(indexes[at]), headers, self._put_timeout_s), frames))
-        await self._ask(asks, self._put_timeout_s + self._timeout_s)
+    def paths(self) -> list[str]:
+        """How values of each unit reach this client: "arena" or "frames"."""
+        return ["frames" if link.arena is None else "arena" for link in self._links]
 
-    async def _read(self, indexes: IntArray, fields: list[str]) -> FieldParts:
-        shares = self._shares(indexes)
-        asks = [(unit, Read(pack_indexes(indexes[at]), fields), ()) for unit, at in shares]
-        parts: FieldParts = []
-        for (_, at), (answer, frames) in zip(shares, await self._ask(asks, self._timeout_s), strict=True):
-            for name, positions, piece in unpack_parts(_expect(Rows, answer).parts, frames, len(at)):
-                parts.append((name, as_run(at[positions]), piece))
-        return parts
+    async def close(self) -> None:
+        for link in self._links:
+            link.close()
 
-    def _shares(self, indexes: IntArray) -> list[tuple[int, IntArray]]:
+    async def _write(self, indexes: IntArray, sources: Sources) -> None:
+        shares, timeout_s = self._shares(indexes), self._put_timeout_s + self._timeout_s
+        writes = [
+            UnitWrite(self._links[unit], indexes, at, sources, self._put_timeout_s, self._inline_nbytes)
+            for unit, at in shares
+        ]
+        units = [unit for unit, _ in shares]
+        try:
+            wishes = [(unit, write, write.lease()) for unit, write in zip(units, writes, strict=True)]
+            leases = [(unit, write, lease) for unit, write, lease in wishes if lease is not None]
+            answers = await self._ask([(unit, lease, ()) for unit, _, lease in leases], timeout_s)
+            for (_, write, _), (answer, _) in zip(leases, answers, strict=True):
+                write.leased(_expect(Leased, answer))
+            pieces: dict[str, Piece] = {}
+            asks = [(unit, *write.message(pieces)) for unit, write in zip(units, writes, strict=True)]
+            for write, (answer, _) in zip(writes, await self._ask(asks, timeout_s), strict=True):
+                write.done(_expect(Written, answer))
+        except BaseException:
+            for write in writes:
+                write.give_up()
+            raise
+
+    def _shares(self, indexes: IntArray) -> Shares:
         """(unit, positions in ``indexes`` that are its own), units without any left out."""
-        return groups(unit_of(indexes, len(self._units)))
+        return groups(unit_of(indexes, len(self._links)))
 
     async def _ask(
-        self, asks: Sequence[tuple[int, Request, Sequence[Any]]], timeout_s: float
+        self, asks: Sequence[tuple[int, Request, Sequence[Any]]], timeout_s: float | None = None
     ) -> list[tuple[Answer, list[memoryview]]]:
-        calls = [Call(self._units[unit], encode(request), frames) for unit, request, frames in asks]
-        replies = await self.caller.call_many(calls, timeout_s) if calls else []
+        calls = [Call(self._links[unit].peer, encode(request), frames) for unit, request, frames in asks]
+        replies = await self.caller.call_many(calls, timeout_s or self._timeout_s) if calls else []
         return [_accepted(reply) for reply in replies]
 
     def _check_rows(self, rows: int, expected: int) -> None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a storage client and a storage unit say to each other. Spoken by this package only.
 
-Values travel beside the header: every part owns the next one (dense) or two (ragged, objects) frames.
+Values travel beside the header, or lie in the unit's arena, which the client has mapped: then only places travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -24,41 +23,84 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A piece on the wire. Its rows are ``start`` and following, or those at ``positions`` (int64 bytes, not empty)."""
+    """A piece on the wire. Its rows are ``start`` and following, or those in table ``positions``.
+
+    Its data is the next frame; or, with an ``offset``, so many bytes of the arena, of which table ``picks`` names the
+    rows if they don't lie back to back. Its side, unless it is dense, is the next frame.
+    """
 
     field: str
     layout: Layout
     rows: int
     start: int = 0
-    positions: bytes = b""
+    positions: int = -1
+    offset: int = -1
+    nbytes: int = 0
+    picks: int = -1
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of the arena that a client wants kept, under a number of its own choice.
+
+    ``guest`` is its attachment's number; the hold falls with it, or when the client says so there.
+    """
+
+    guest: int
+    number: int
+
+
+class Lease(Message, frozen=True):
+    """Memory for a write of these fields of these indexes. Does it not fit, it waits up to ``wait_s`` for room."""
+
+    hold: Hold
+    nbytes: int
+    indexes: bytes
+    fields: list[str]
+    wait_s: float = 0.0
+
+
+class Leased(Message, frozen=True):
+    """Where to write; -1: the arena has no such range, send frames instead."""
+
+    offset: int
 
 
 class Write(Message, frozen=True):
     """Keep these rows. A field that an index already has is replaced. All or nothing.
 
-    Does it not fit, it waits up to ``wait_s`` for room.
+    ``lease`` is where those parts lie that have an offset; a write without one waits up to ``wait_s`` for room.
+    ``ahead``: lease so many bytes for the next write, if there is room now.
     """
 
     indexes: bytes
     parts: list[Part]
+    tables: list[bytes] = []
     wait_s: float = 0.0
+    lease: Hold | None = None
+    ahead: Hold | None = None
+    ahead_nbytes: int = 0
 
 
 class Written(Message, frozen=True):
-    """The write is whole; readers see it from now on."""
+    """The write is whole; readers see it from now on. ``ahead``: where the next one may be written, -1 nowhere."""
+
+    ahead: int = -1
 
 
 class Read(Message, frozen=True):
-    """Give these fields of all these indexes, which may repeat."""
+    """Give these fields of all these indexes, which may repeat. With a ``pin``, values may stay in the arena."""
 
     indexes: bytes
     fields: list[str]
+    pin: Hold | None = None
 
 
 class Rows(Message, frozen=True):
-    """Every field asked for, in as many parts as it takes."""
+    """Every field asked for, in as many parts as it takes. ``pinned``: some lie in the arena."""
 
     parts: list[Part]
+    tables: list[bytes] = []
+    pinned: bool = False
 
 
 class Drop(Message, frozen=True):
@@ -79,7 +121,11 @@ class Stats(Message, frozen=True):
 
 
 class UnitStats(Message, frozen=True):
-    """``held_nbytes`` is what buffers take, ``live_nbytes`` what readers can still ask for."""
+    """``held_nbytes`` is what buffers take, ``live_nbytes`` what readers can still ask for.
+
+    Of the arena: ``arena_nbytes`` in use, ``recyclable_nbytes`` free pages kept for the next writes, ``leased_nbytes``
+    given to writers, ``pins`` of readers, ``attached`` clients that have it mapped. The others get frames.
+    """
 
     unit: str
     samples: int
@@ -90,6 +136,11 @@ class UnitStats(Message, frozen=True):
     capacity_bytes: int | None = None
     parked: int = 0
     parked_nbytes: int = 0
+    arena_nbytes: int = 0
+    recyclable_nbytes: int = 0
+    leased_nbytes: int = 0
+    pins: int = 0
+    attached: int = 0
 
 
 class Failed(Message, frozen=True):
@@ -99,8 +150,8 @@ class Failed(Message, frozen=True):
     text: str
 
 
-Request: TypeAlias = Write | Read | Drop | Stats
-Answer: TypeAlias = Written | Rows | Dropped | UnitStats | Failed
+Request: TypeAlias = Lease | Write | Read | Drop | Stats
+Answer: TypeAlias = Leased | Written | Rows | Dropped | UnitStats | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(Request)
@@ -134,48 +185,3 @@ def unpack_indexes(packed: bytes) -> IntArray:
     return np.frombuffer(packed, np.int64)
 
 
-def pack_parts(parts: Iterable[tuple[str, Positions, Piece]]) -> tuple[list[Part], list[Any]]:
-    """Headers and frames, in the same order."""
-    headers: list[Part] = []
-    frames: list[Any] = []
-    for field, positions, piece in parts:
-        if isinstance(positions, slice):
-            headers.append(Part(field, piece.layout, piece.rows, positions.start))
-        else:
-            headers.append(Part(field, piece.layout, piece.rows, 0, pack_indexes(positions)))
-        frames += piece.frames()
-    return headers, frames
-
-
-def unpack_parts(headers: Sequence[Part], frames: Sequence[Any], count: int) -> FieldParts:
-    """The inverse; ``count`` is how many indexes the positions may name.
-
-    Raises:
-        ProtocolError: frames are missing or too many, or a position lies outside.
-    """
-    expected = sum(1 if part.layout.kind == "dense" else 2 for part in headers)
-    if expected != len(frames):
-        raise ProtocolError(f"{len(headers)} parts need {expected} frames, {len(frames)} came")
-    parts: FieldParts = []
-    at = 0
-    for part in headers:
-        end = at + (1 if part.layout.kind == "dense" else 2)
-        positions = _positions(part, count)
-        parts.append((part.field, positions, Piece.from_frames(part.layout, part.rows, frames[at:end])))
-        at = end
-    return parts
-
-
-def _positions(part: Part, count: int) -> Positions:
-    if part.rows < 1:
-        raise ProtocolError(f"a part of field {part.field!r} has {part.rows} rows")
-    if not part.positions:
-        if part.start < 0 or part.start + part.rows > count:
-            raise ProtocolError(
-                f"rows {part.start} … {part.start + part.rows} of field {part.field!r}, but {count} indexes"
-            )
-        return slice(part.start, part.start + part.rows)
-    positions = unpack_indexes(part.positions)
-    if len(positions) != part.rows or positions.min() < 0 or positions.max() >= count:
-        raise ProtocolError(f"positions of field {part.field!r} don't fit {part.rows} rows and {count} indexes")
-    return positions

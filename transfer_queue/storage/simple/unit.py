@@ -1,78 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One storage unit: answers writes, reads and drops on a block store; parks a write that does not fit yet."""
+"""One storage unit: answers leases, writes, reads and drops on a block store; parks what does not fit yet."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from transfer_queue.errors import StorageFullError, to_wire
-from transfer_queue.storage.pieces import IntArray
+from transfer_queue.errors import ProtocolError, StorageFullError, to_wire
+from transfer_queue.storage.pieces import ByteArray, IntArray
+from transfer_queue.storage.selection import heap
+from transfer_queue.storage.simple.answers import answer_in_frames, answer_in_place
+from transfer_queue.storage.simple.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.simple.blocks import BlockStore
+from transfer_queue.storage.simple.holds import AHEAD_S, Holds
 from transfer_queue.storage.simple.messages import (
     Answer,
     Drop,
     Dropped,
     Failed,
     FieldParts,
+    Hold,
+    Lease,
+    Leased,
     Read,
-    Rows,
     UnitStats,
     Write,
     Written,
     decode_request,
     encode,
-    pack_parts,
     unpack_indexes,
-    unpack_parts,
 )
+from transfer_queue.storage.simple.parking import Parked, Parking
+from transfer_queue.storage.simple.parts import unpack_parts
+from transfer_queue.storage.simple.words import BEGIN, unpack_word
 from transfer_queue.transport.base import Envelope, Outgoing
 
+INLINE_NBYTES = 64 * 1024
+"""Values of at most so many bytes travel in the message: cheaper than to lease, or to pin, memory for them."""
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    envelope: Envelope
-    indexes: IntArray
-    parts: FieldParts
-    nbytes: int
-    since: float
-    deadline: float
+
+def least_in_arena(inline_nbytes: int) -> int:
+    """Smaller blocks lie outside the arena, which gives whole pages only."""
+    return max(1, inline_nbytes // 4)
 
 
 class StorageUnit:
     """A transport ``Handler``. Values stay opaque bytes here: no torch, nothing decoded, nothing unpickled."""
 
-    def __init__(self, name: str = "unit", capacity_bytes: int | None = None) -> None:
-        """``capacity_bytes``: what all values together may take; None is unlimited."""
+    def __init__(
+        self,
+        name: str = "unit",
+        capacity_bytes: int | None = None,
+        arena: Arena | None = None,
+        inline_nbytes: int = INLINE_NBYTES,
+    ) -> None:
+        """``capacity_bytes``: what all values together may take; None is unlimited. Without an arena all is frames."""
         self.name = name
+        self._inline_nbytes = inline_nbytes
         self._capacity = capacity_bytes
-        self._store = BlockStore()
-        # In arrival order: a write that would fit never overtakes an earlier one, or large writes would starve.
-        self._parked: deque[_Parked] = deque()
+        self._arena = arena
+        self._store = BlockStore(self._allocate)
+        self._holds = Holds()
+        self._parking = Parking()
+
+    # ---- a transport handler ----
 
     def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
+        self._tick(now)
         return self._answered(envelope, partial(self._serve, envelope, header, frames, now))
 
     def expire(self, now: float) -> Iterable[Outgoing]:
-        late = [parked for parked in self._parked if parked.deadline <= now]
-        if not late:
-            return []
-        self._parked = deque(parked for parked in self._parked if parked.deadline > now)
-        return [_failed(parked.envelope, self._full(parked, now)) for parked in late] + self._let_in()
+        self._tick(now)
+        answers = [_failed(parked.envelope, self._full(parked, now)) for parked in self._parking.take_late(now)]
+        freed = self._holds.expire(now)
+        trim = None if self._arena is None else self._arena.next_trim()
+        if self._arena is not None and trim is not None and trim <= now:
+            self._arena.trim(now)
+        return answers + (self._let_in() if answers or freed else [])
 
     def next_deadline(self) -> float | None:
-        return min((parked.deadline for parked in self._parked), default=None)
+        trim = None if self._arena is None else self._arena.next_trim()
+        deadlines = (self._parking.next_deadline(), self._holds.next_deadline(), trim)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
-        """Its parked writes go with it: nobody would publish them."""
-        self._parked = deque(parked for parked in self._parked if parked.envelope.client != client)
+        """Its parked requests go with it: nobody would publish what they write."""
+        self._parking.forget(lambda parked: parked.envelope.client == client)
         return self._let_in()
 
+    # ---- a host of clients that map the arena ----
+
+    def attached(self, guest: int) -> tuple[int, bytes]:
+        assert self._arena is not None
+        self._holds.enter(guest)
+        return self._arena.descriptor, self._arena.nbytes.to_bytes(8, "little")
+
+    def told(self, guest: int, word: int, now: float) -> Iterable[Outgoing]:
+        self._tick(now)
+        what, number = unpack_word(word)
+        if what == BEGIN:
+            self._holds.begin(guest, number)
+            return []
+        self._holds.let_go(guest, number)
+        return self._let_in()
+
+    def detached(self, guest: int, now: float) -> Iterable[Outgoing]:
+        self._tick(now)
+        self._holds.leave(guest)
+        self._parking.forget(lambda parked: parked.guest == guest)
+        return self._let_in()
+
+    # ---- requests ----
+
     def stats(self) -> UnitStats:
-        store = self._store
+        store, arena = self._store, self._arena
         return UnitStats(
             unit=self.name,
             samples=store.num_samples,
@@ -81,9 +123,24 @@ class StorageUnit:
             held_nbytes=store.held_nbytes,
             blocks=store.num_blocks,
             capacity_bytes=self._capacity,
-            parked=len(self._parked),
-            parked_nbytes=sum(parked.nbytes for parked in self._parked),
+            parked=len(self._parking),
+            parked_nbytes=self._parking.nbytes,
+            arena_nbytes=0 if arena is None else arena.used_nbytes,
+            recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
+            leased_nbytes=self._holds.leased_nbytes,
+            pins=self._holds.num_pins,
+            attached=self._holds.num_clients,
         )
+
+    def _tick(self, now: float) -> None:
+        if self._arena is not None:
+            self._arena.tick(now)
+
+    def _allocate(self, nbytes: int) -> ByteArray:
+        memory = None
+        if self._arena is not None and nbytes >= least_in_arena(self._inline_nbytes):
+            memory = self._arena.allocate(nbytes)
+        return heap(nbytes) if memory is None else memory
 
     def _answered(self, envelope: Envelope, serve: Callable[[], list[Outgoing]]) -> list[Outgoing]:
         try:
@@ -96,52 +153,133 @@ class StorageUnit:
         request = decode_request(header)
         if isinstance(request, Write):
             return self._write(envelope, request, frames, now)
+        if isinstance(request, Lease):
+            return self._lease(envelope, request, now)
         if isinstance(request, Read):
-            indexes = unpack_indexes(request.indexes)
-            headers, values = pack_parts(self._store.read(indexes, request.fields))
-            return [_answer(envelope, Rows(headers), values)]
+            return [self._read(envelope, request)]
         if isinstance(request, Drop):
             dropped = self._store.drop(unpack_indexes(request.indexes), request.fields)
             return [_answer(envelope, Dropped(dropped)), *self._let_in()]
         return [_answer(envelope, self.stats())]
 
+    def _read(self, envelope: Envelope, request: Read) -> Outgoing:
+        indexes, fields, pin = unpack_indexes(request.indexes), request.fields, request.pin
+        shared = self._arena is not None and pin is not None and self._holds.may(pin.guest, pin.number)
+        if shared and self._store.mean_nbytes(fields) * len(indexes) > self._inline_nbytes:
+            answer, frames, pinned = answer_in_place(self._store.locate(indexes, fields), self._place)
+            if pinned and pin is not None:
+                self._holds.pin(pin.guest, pin.number, pinned)
+        else:
+            answer, frames, _ = answer_in_frames(self._store.read(indexes, fields))
+        return Outgoing(envelope, encode(answer), frames)
+
+    def _place(self, memory: ByteArray) -> int:
+        """Where it lies in the arena, -1 if elsewhere."""
+        assert self._arena is not None
+        return self._arena.offset_of(memory) if self._arena.holds(memory) else -1
+
+    def _lease(self, envelope: Envelope, request: Lease, now: float) -> list[Outgoing]:
+        indexes, hold = unpack_indexes(request.indexes), request.hold
+        if self._arena is None or not self._holds.may(hold.guest, hold.number):
+            return [_answer(envelope, Leased(-1))]
+        carry_out = partial(self._grant, envelope, hold, request.nbytes)
+        parked = Parked(
+            envelope, indexes, request.fields, request.nbytes, now, now + request.wait_s, carry_out, hold.guest
+        )
+        return self._admit(parked, now)
+
+    def _grant(self, envelope: Envelope, hold: Hold, nbytes: int) -> list[Outgoing]:
+        assert self._arena is not None
+        extent = self._arena.allocate(nbytes)
+        if extent is None:
+            return [_answer(envelope, Leased(-1))]
+        self._holds.lease(hold.guest, hold.number, extent)
+        self._squeeze()
+        return [_answer(envelope, Leased(self._arena.offset_of(extent)))]
+
     def _write(self, envelope: Envelope, request: Write, frames: list[memoryview], now: float) -> list[Outgoing]:
         indexes = unpack_indexes(request.indexes)
-        parts = unpack_parts(request.parts, frames, len(indexes))
+        view = None if request.lease is None else self._leased(request)
+        parts = unpack_parts(request.parts, request.tables, frames, len(indexes), view)
+        keep = partial(self._keep, envelope, request, indexes, parts, now)
+        if view is not None:
+            return keep()
         nbytes = sum(piece.nbytes for _, _, piece in parts)
-        if self._capacity is not None and nbytes > self._capacity:
+        fields = [name for name, _, _ in parts]
+        return self._admit(Parked(envelope, indexes, fields, nbytes, now, now + request.wait_s, keep), now)
+
+    def _leased(self, request: Write) -> Callable[[int, int], ByteArray]:
+        """The parts' own memory, cut out of the lease."""
+        assert request.lease is not None
+        extent = self._holds.take_lease(request.lease.guest, request.lease.number)
+        if extent is None or self._arena is None:
+            raise ProtocolError("a write names a lease that was never given, or has been given back.")
+        ranges = sorted((part.offset, part.nbytes) for part in request.parts if part.offset >= 0)
+        at, stop = self._arena.offset_of(extent), self._arena.offset_of(extent) + len(extent)
+        for offset, nbytes in ranges:
+            if offset < at or offset % PAGE_NBYTES or offset + nbytes > stop:
+                raise ProtocolError(f"a part of {nbytes} bytes at {offset} is not within what is left of its lease.")
+            at = offset + whole_pages(nbytes)
+        extents = dict(zip(ranges, self._arena.carve(extent, ranges), strict=True))
+        return lambda offset, nbytes: extents.pop((offset, nbytes))
+
+    def _admit(self, parked: Parked, now: float) -> list[Outgoing]:
+        """Carry it out, or park it until there is room."""
+        if self._capacity is not None and parked.nbytes > self._capacity:
             raise StorageFullError(
-                f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
+                f"a put of {parked.nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
                 f"Put fewer samples at once, or give the units more memory."
             )
-        parked = _Parked(envelope, indexes, parts, nbytes, now, now + request.wait_s)
-        if self._parked or not self._fits(parked):
-            if request.wait_s <= 0:
+        if len(self._parking) or not self._fits(parked):
+            if parked.deadline <= now:
                 raise self._full(parked, now)
-            self._parked.append(parked)
+            self._parking.add(parked)
             return []
-        return self._keep(parked)
+        return parked.carry_out()
 
-    def _fits(self, parked: _Parked) -> bool:
-        if self._capacity is None or self._store.held_nbytes + parked.nbytes <= self._capacity:
+    @property
+    def _taken_nbytes(self) -> int:
+        return self._store.held_nbytes + self._holds.leased_nbytes
+
+    def _fits(self, parked: Parked) -> bool:
+        if self._capacity is None or self._taken_nbytes + parked.nbytes <= self._capacity:
             return True
-        freed = self._store.replaced_nbytes(parked.indexes, parked.parts)
-        return self._store.live_nbytes - freed + parked.nbytes <= self._capacity
+        freed = self._store.replaced_nbytes(parked.indexes, parked.fields)
+        return self._store.live_nbytes + self._holds.leased_nbytes - freed + parked.nbytes <= self._capacity
 
-    def _keep(self, parked: _Parked) -> list[Outgoing]:
-        self._store.write(parked.indexes, parked.parts)
-        if self._capacity is not None and self._store.held_nbytes > self._capacity:
+    def _squeeze(self) -> None:
+        """What was let in counting on dead rows, or on values that it replaced, needs their room now."""
+        if self._capacity is not None and self._taken_nbytes > self._capacity:
             self._store.squeeze()
-        return [_answer(parked.envelope, Written())]
+
+    def _keep(
+        self, envelope: Envelope, request: Write, indexes: IntArray, parts: FieldParts, now: float
+    ) -> list[Outgoing]:
+        self._store.write(indexes, parts)
+        self._squeeze()
+        return [_answer(envelope, Written(self._ahead(request, now)))]
+
+    def _ahead(self, request: Write, now: float) -> int:
+        """Lease memory for this client's next write unless somebody else needs it now."""
+        hold, nbytes = request.ahead, request.ahead_nbytes
+        if hold is None or self._arena is None or len(self._parking) or not self._holds.may(hold.guest, hold.number):
+            return -1
+        if self._capacity is not None and self._taken_nbytes + nbytes > self._capacity:
+            return -1
+        extent = self._arena.allocate(nbytes)
+        if extent is None:
+            return -1
+        self._holds.lease(hold.guest, hold.number, extent, now + AHEAD_S)
+        return self._arena.offset_of(extent)
 
     def _let_in(self) -> list[Outgoing]:
         answers: list[Outgoing] = []
-        while self._parked and self._fits(self._parked[0]):
-            first = self._parked.popleft()
-            answers += self._answered(first.envelope, partial(self._keep, first))
+        while (first := self._parking.first()) is not None and self._fits(first):
+            self._parking.remove(first)
+            answers += self._answered(first.envelope, first.carry_out)
         return answers
 
-    def _full(self, parked: _Parked, now: float) -> StorageFullError:
+    def _full(self, parked: Parked, now: float) -> StorageFullError:
         return StorageFullError(
             f"Storage capacity exceeded: a put of {parked.nbytes} bytes waited {now - parked.since:.1f} s at storage "
             f"unit {self.name!r}, whose values take {self._store.live_nbytes} of {self._capacity} bytes. "
@@ -149,8 +287,8 @@ class StorageUnit:
         )
 
 
-def _answer(envelope: Envelope, answer: Answer, frames: Sequence[Any] = ()) -> Outgoing:
-    return Outgoing(envelope, encode(answer), frames)
+def _answer(envelope: Envelope, answer: Answer, frames: Iterable[Any] = ()) -> Outgoing:
+    return Outgoing(envelope, encode(answer), list(frames))
 
 
 def _failed(envelope: Envelope, error: BaseException) -> Outgoing:

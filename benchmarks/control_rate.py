@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a fetch take longer the more samples and partitions there are, and what does a sample cost the controller?"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+
+import psutil
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from benchmarks.common import arguments, bounded, median_ms, report, timed_ms
+
+BATCH = 32
+PER_TASK = 25  # fetches until the next task takes over: 1000 samples are enough for 31
+BESIDE = 1000  # samples in the fetched partition and in each one beside it
+AT_ONCE = 50_000
+
+
+def fill(client: tq.TransferQueueClient, partition: str, samples: int) -> None:
+    """So many ready samples of four bytes each, in few large puts."""
+    for start in range(0, samples, AT_ONCE):
+        size = min(AT_ONCE, samples - start)
+        client.put(TensorDict({"x": torch.zeros(size)}, batch_size=[size]), partition_id=partition)
+
+
+def fetch_ms(client: tq.TransferQueueClient, partition: str, repeats: int, budget_s: float = 20.0) -> dict[str, float]:
+    """Medians of a fetch of 32, and of the first fetch of a task, which makes the task known."""
+    first: list[float] = []
+    later: list[float] = []
+    tasks = (f"task-{number}" for number in count())
+    for number in bounded(repeats, budget_s):
+        if number % PER_TASK == 0:
+            task = next(tasks)
+        took = timed_ms(partial(client.get_meta, ["x"], BATCH, partition, task_name=task))
+        (later if number % PER_TASK else first).append(took)
+    return {"p50_ms": statistics.median(later), "first_of_a_task_ms": statistics.median(first)}
+
+
+def fetch_among_ms(client: tq.TransferQueueClient, samples: int, repeats: int) -> dict[str, float]:
+    """Of a partition with so many ready samples, alone in the queue."""
+    fill(client, "large", samples)
+    found = fetch_ms(client, "large", repeats)
+    client.clear_partition("large")
+    return found
+
+
+def fetch_beside_ms(client: tq.TransferQueueClient, partitions: int, repeats: int) -> dict[str, float]:
+    """Of a partition of 1000 samples beside so many others of that size, which have been fetched from, too."""
+    names = [f"beside-{number}" for number in range(partitions)]
+    for name in names:
+        fill(client, name, BESIDE)
+        client.get_meta(["x"], BATCH, name, task_name="task-0")
+    fill(client, "fetched", BESIDE)
+    found = fetch_ms(client, "fetched", repeats)
+    for name in ["fetched", *names]:
+        client.clear_partition(name)
+    return found
+
+
+def memory_and_rates(client: tq.TransferQueueClient, controller: int, samples: int, updates: int) -> dict[str, float]:
+    """What the controller holds and how fast it takes in news of so many samples; no value is read."""
+    process = psutil.Process(controller)
+    fill(client, "counted", BESIDE)
+    before = process.memory_info().rss
+    filled_s = timed_ms(lambda: fill(client, "counted", samples)) / 1e3
+    stored = process.memory_info().rss
+    meta = client.get_meta(["x"], BATCH, "counted", task_name="task")
+    fetched = process.memory_info().rss
+    versions = count()
+
+    def update() -> None:
+        meta.update_custom_meta([{"version": next(versions)}] * BATCH)
+        client.set_custom_meta(meta)
+
+    update_ms = median_ms(update, updates)
+    client.clear_partition("counted")
+    return {
+        "published_samples_per_s": samples / filled_s,
+        "tag_updates_of_32_samples_per_s": 1e3 / update_ms,
+        "controller_bytes_per_sample": (stored - before) / samples,
+        "controller_bytes_per_sample_and_task": (fetched - stored) / samples,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(__doc__).parse_args(argv)
+    sizes, beside, repeats, updates = (1000, 10**4, 10**5, 10**6), (200, 1000), 300, 300
+    if args.quick:
+        sizes, beside, repeats, updates = (1000, 20_000), (3,), 30, 10
+    conf = tq.init()
+    client = tq.get_client()
+    costs = memory_and_rates(client, conf.controller.zmq_info.pid, max(sizes), updates)
+    report(
+        "fetch of 32 samples",
+        among={samples: fetch_among_ms(client, samples, repeats) for samples in sizes},
+        beside_partitions_of_1000={number: fetch_beside_ms(client, number, repeats) for number in beside},
+        samples=max(sizes),
+        **costs,
+    )
+    tq.close()
+
+
+if __name__ == "__main__":
+    main()

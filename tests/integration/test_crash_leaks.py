@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that are killed, or give up, in the middle of a clear or a put: nothing of it stays in the storage units."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from transfer_queue.transport.modes import run_blocking
+
+CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 1, "capacity_bytes": 1 << 20, "put_timeout_s": 20.0}}}
+WAIT_S = 10.0
+
+
+def rows(**columns: Any) -> TensorDict:
+    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
+
+
+def unit() -> Any:
+    return run_blocking(tq.get_client().storage_manager.stats())[0]
+
+
+def until(wanted: Callable[[], Any]) -> bool:
+    """Has it come true within the time a server needs to notice?"""
+    deadline, clock = time.monotonic() + WAIT_S, threading.Event()
+    while not wanted():
+        if time.monotonic() > deadline:
+            return False
+        clock.wait(0.02)
+    return True
+
+
+def nothing_stored() -> bool:
+    return (unit().values, unit().live_nbytes, unit().parked) == (0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def emptied(client):
+    """Each test begins with empty units, whatever the one before it left."""
+    for partition in client.get_partition_list():
+        client.clear_partition(partition)
+    run_blocking(client.storage_manager.clear_rows(range(1000)))
+    assert nothing_stored()
+
+
+def die(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cancelled_before(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, cancelled by its caller while it waits for its first answer."""
+
+    async def cancelled(*args: Any, **kwargs: Any) -> Any:
+        asyncio.current_task().cancel()
+        return await method(*args, **kwargs)
+
+    return cancelled
+
+
+def ended(process: Any) -> int:
+    process.join(WAIT_S)
+    return int(process.exitcode)
+
+
+# ---- clears ----
+
+
+def clear_and_die_between_controller_and_storage(indexes: list[int], partition: str) -> None:
+    client = tq.get_client()
+    client.storage_manager.clear_rows = die
+    client.clear_samples(tq.BatchMeta(indexes, [partition] * len(indexes)))
+
+
+def clear_partition_and_die_between_controller_and_storage(partition: str) -> None:
+    client = tq.get_client()
+    client.storage_manager.clear_rows = die
+    client.clear_partition(partition)
+
+
+def test_values_of_samples_whose_clearing_process_was_killed_are_freed(client, name, fork):
+    meta = client.put(rows(a=torch.arange(3)), partition_id=name)
+    assert ended(fork(clear_and_die_between_controller_and_storage, meta.global_indexes, name)) == -signal.SIGKILL
+    assert client.get_stats()["partitions"][name]["samples"] == 0
+    assert until(nothing_stored), unit()
+
+
+def test_values_of_a_partition_whose_clearing_process_was_killed_are_freed(client, name, fork):
+    client.put(rows(a=torch.arange(3)), partition_id=name)
+    assert ended(fork(clear_partition_and_die_between_controller_and_storage, name)) == -signal.SIGKILL
+    assert name not in client.get_partition_list()
+    assert until(nothing_stored), unit()
+
+
+def test_a_clear_that_was_cancelled_halfway_frees_the_values(client, name, monkeypatch):
+    meta = client.put(rows(a=torch.arange(3)), partition_id=name)
+    with monkeypatch.context() as patched:
+        patched.setattr(client.session, "ask", cancelled_before(client.session.ask))
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(client.async_clear_samples(meta))
+    assert until(lambda: client.get_stats()["partitions"][name]["samples"] == 0)
+    assert until(nothing_stored), unit()
+
+
+# ---- puts onto samples that are cleared meanwhile ----
+
+
+def write_onto_cleared_samples_and_die_before_publishing(indexes: list[int], partition: str) -> None:
+    client = tq.get_client()
+    meta = tq.BatchMeta(indexes, [partition] * len(indexes))
+    client._publish = die
+    client.put(rows(b=torch.arange(len(indexes))), metadata=meta, data_parser=clearing(client, meta))
+
+
+def clearing(client: Any, meta: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A parser at whose time the samples that are written to get cleared."""
+
+    def parse(columns: dict[str, Any]) -> dict[str, Any]:
+        client.clear_samples(meta)
+        return columns
+
+    return parse
+
+
+def test_what_a_killed_writer_stored_for_samples_cleared_meanwhile_is_freed(client, name, fork):
+    meta = client.put(rows(a=torch.arange(3)), partition_id=name)
+    writer = fork(write_onto_cleared_samples_and_die_before_publishing, meta.global_indexes, name)
+    assert ended(writer) == -signal.SIGKILL
+    assert client.get_stats()["partitions"][name]["samples"] == 0
+    assert until(nothing_stored), unit()
+
+
+def test_what_a_cancelled_put_stored_for_samples_cleared_meanwhile_is_freed(client, name, monkeypatch):
+    meta = client.put(rows(a=torch.arange(3)), partition_id=name)
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "_publish", cancelled_before(client._publish))
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(
+                client.async_put(rows(b=torch.arange(3)), metadata=meta, data_parser=clearing(client, meta[:]))
+            )
+    assert client.get_stats()["partitions"][name]["samples"] == 0
+    assert until(nothing_stored), unit()
+
+
+# ---- writes that wait for room ----
+
+
+def half_a_unit() -> TensorDict:
+    return rows(a=torch.from_numpy(np.zeros((1, 600_000), np.uint8)))  # torch.zeros hangs in a fork: OpenMP's threads
+
+
+def put_half_a_unit_more(partition: str) -> None:
+    tq.get_client().put(half_a_unit(), partition_id=partition)
+
+
+def test_a_write_that_waits_for_room_goes_with_its_killed_writer(client, name, fork):
+    put_half_a_unit_more(name)
+    writer = fork(put_half_a_unit_more, name)
+    assert until(lambda: unit().parked == 1)
+    writer.kill()
+    assert ended(writer) == -signal.SIGKILL
+    assert until(lambda: not client.get_stats()["partitions"][name]["held"])
+    client.clear_partition(name)
+    assert until(nothing_stored), unit()
+
+
+def test_a_write_that_waits_for_room_goes_with_its_cancelled_put(client, name):
+    put_half_a_unit_more(name)
+
+    async def give_up() -> None:
+        put = asyncio.ensure_future(client.async_put(half_a_unit(), partition_id=name))
+        while not (await client.storage_manager.stats())[0].parked:
+            pass
+        put.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await put
+
+    asyncio.run(asyncio.wait_for(give_up(), WAIT_S))
+    client.clear_partition(name)
+    assert until(nothing_stored), unit()

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A set of whole numbers kept as runs: as small as the number of its gaps, however many numbers it holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+
+class Runs:
+    """Numbers from 0 on. Disjoint runs [start, stop), ascending and not touching each other."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def __len__(self) -> int:
+        """How many runs."""
+        return len(self._starts)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._stops[at]
+
+    def below(self, number: int) -> int:
+        """One more than the largest member below ``number``, 0 when there is none."""
+        at = bisect_right(self._starts, number - 1) - 1
+        return 0 if at < 0 else min(number, self._stops[at])
+
+    def add(self, number: int) -> None:
+        at = bisect_right(self._starts, number)
+        if at and number < self._stops[at - 1]:
+            return
+        joins_left = at > 0 and self._stops[at - 1] == number
+        joins_right = at < len(self._starts) and self._starts[at] == number + 1
+        if joins_left and joins_right:
+            self._stops[at - 1] = self._stops.pop(at)
+            del self._starts[at]
+        elif joins_left:
+            self._stops[at - 1] = number + 1
+        elif joins_right:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._stops.insert(at, number + 1)

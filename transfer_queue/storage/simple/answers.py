@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit's answer to a read: places in the arena for blocks that lie there, frames for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transfer_queue.storage.pieces import ByteArray, IntArray, Piece
+from transfer_queue.storage.selection import as_run, pick
+from transfer_queue.storage.simple.blocks import Located
+from transfer_queue.storage.simple.messages import FieldParts, Rows
+from transfer_queue.storage.simple.parts import Packer
+
+Place = Callable[[ByteArray], int]
+"""Where memory lies in the arena, -1 if elsewhere."""
+
+
+class RowsAnswer(NamedTuple):
+    """``pinned`` must not be recycled before the reader lets go."""
+
+    answer: Rows
+    frames: list[Any]
+    pinned: list[ByteArray]
+
+
+def answer_in_frames(parts: FieldParts) -> RowsAnswer:
+    """Everything travels in the message."""
+    packer = Packer()
+    for part in parts:
+        packer.add(*part)
+    return RowsAnswer(Rows(packer.parts, packer.tables), packer.frames, [])
+
+
+def answer_in_place(located: Located, place: Place) -> RowsAnswer:
+    """No row of a block in the arena is copied here: the reader does that, once."""
+    packer, pinned = Packer(), []
+    rest: dict[str, list[tuple[Piece, IntArray, IntArray]]] = {}
+    for field, piece, at, rows in located:
+        offset = place(piece.data) if piece.data.nbytes else -1
+        chosen = None if offset < 0 else _chosen(piece, rows)
+        if chosen is None:
+            rest.setdefault(field, []).append((piece, at, rows))
+            continue
+        packer.add_at(field, as_run(at), chosen, offset + _begin(chosen, piece))
+        pinned.append(piece.data)
+    for field, blocks in rest.items():
+        which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
+        at, rows = (np.concatenate([block[n] for block in blocks]) for n in (1, 2))
+        order = np.argsort(at, kind="stable")
+        for where, part in pick([piece for piece, _, _ in blocks], which[order], rows[order]):
+            packer.add(field, as_run(at[order][where]), part)
+    return RowsAnswer(Rows(packer.parts, packer.tables, bool(pinned)), packer.frames, pinned)
+
+
+def _chosen(piece: Piece, rows: IntArray) -> Piece | None:
+    """These rows of a block as a reader finds them; None where they must be copied together here."""
+    run = as_run(rows)
+    if isinstance(run, slice):
+        return piece.slice(run.start, run.stop)
+    if piece.layout.kind == "objects":
+        return None  # readers decode them from one buffer, back to back
+    if piece.layout.kind == "dense":
+        return Piece(piece.layout, len(rows), piece.data, picks=rows)
+    assert piece.side is not None
+    return Piece(piece.layout, len(rows), piece.data, piece.side[rows], picks=piece.bounds[rows])
+
+
+def _begin(chosen: Piece, piece: Piece) -> int:
+    """Where the chosen rows begin in the block."""
+    if chosen.data is piece.data:
+        return 0
+    return int(chosen.data.__array_interface__["data"][0] - piece.data.__array_interface__["data"][0])

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's link to one storage unit: its address, its arena if that can be mapped, memory leased ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+from transfer_queue.storage.simple.holds import AHEAD_S
+from transfer_queue.storage.simple.mapped import MappedArena, map_arena
+from transfer_queue.storage.simple.messages import Hold
+from transfer_queue.transport.base import Peer
+
+_STEADY_WRITES = 2
+"""Lease ahead from so many writes in a row: a lone one should leave nothing behind."""
+_LOOSE = 1.25  # writes that differ by less are alike, and the lease for the next one leaves room for that
+
+
+class Place(NamedTuple):
+    """Memory of the arena that was given to this client to write into."""
+
+    hold: Hold
+    offset: int
+    nbytes: int
+
+
+class UnitLink:
+    """Any thread may use it."""
+
+    def __init__(self, peer: Peer, shared: bool = True) -> None:
+        """``shared`` False: don't try to map the arena, values travel as frames."""
+        self.peer = peer
+        self._lock = threading.Lock()
+        self._shared = shared
+        self._tried = False
+        self._arena: MappedArena | None = None
+        self._ahead: list[tuple[Place, float]] = []
+        self._streak = 0
+        self._last = 0
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """Decided once, by trying."""
+        if not self._tried:
+            with self._lock:
+                if not self._tried:
+                    self._arena = map_arena(self.peer.address) if self._shared else None
+                    self._tried = True
+        return self._arena
+
+    def take_ahead(self, nbytes: int) -> Place | None:
+        """Memory leased ahead that is large enough, this client's to write into from now on."""
+        arena = self.arena
+        while arena is not None and self._ahead:
+            try:
+                place, good_until = self._ahead.pop()
+            except IndexError:  # another thread took it
+                return None
+            if place.nbytes >= nbytes:
+                arena.begin(place.hold)
+                if time.monotonic() < good_until:  # only now it is sure that the unit heard it in time
+                    return place
+            arena.let_go(place.hold)
+        return None
+
+    def wish(self, nbytes: int) -> int:
+        """How much a write of so many bytes should lease for the next one."""
+        last, self._last = self._last, nbytes
+        self._streak = self._streak + 1 if max(nbytes, last) <= _LOOSE * min(nbytes, last) else 1
+        if self._streak < _STEADY_WRITES or self._ahead:
+            return 0
+        return nbytes if nbytes == last else int(_LOOSE * nbytes)
+
+    def keep_ahead(self, place: Place, asked: float) -> None:
+        """``asked``: this client's clock when it sent the request that was answered with the place."""
+        self._ahead.append((place, asked + AHEAD_S))
+
+    def close(self) -> None:
+        """Let go of the arena. What views of it are still used keep it mapped."""
+        with self._lock:
+            self._tried, arena, self._arena, self._ahead = True, self._arena, None, []
+        if arena is not None:
+            arena.close()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One put's share for one unit: what of it is written into the arena, what travels in the message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from transfer_queue.storage.pieces import IntArray, Piece
+from transfer_queue.storage.selection import as_run, pick
+from transfer_queue.storage.simple.arena import whole_pages
+from transfer_queue.storage.simple.link import Place, UnitLink
+from transfer_queue.storage.simple.messages import Hold, Lease, Leased, Write, Written, pack_indexes
+from transfer_queue.storage.simple.parts import Packer
+from transfer_queue.storage.simple.unit import least_in_arena
+
+if TYPE_CHECKING:
+    from transfer_queue.storage.sources import Source
+
+Sources = Mapping[str, "Source"]
+
+
+class UnitWrite:
+    """Steps: ``lease`` if that is not None, then ``message`` (which copies), then ``done``; or ``give_up``."""
+
+    def __init__(
+        self, link: UnitLink, indexes: IntArray, at: IntArray, sources: Sources, wait_s: float, inline_nbytes: int
+    ) -> None:
+        """``at``: which of the put's rows belong to this unit."""
+        self._link = link
+        self._indexes = pack_indexes(indexes[at])
+        self._at = at
+        self._run = as_run(at)
+        self._sources = sources
+        self._wait_s = wait_s
+        self._inline_nbytes = inline_nbytes
+        self._place: Place | None = None
+        self._asked: Hold | None = None
+        self._next: tuple[Hold, int] | None = None
+        self._sent = 0.0
+        self._sizes = self._placed_sizes()
+        self._total = sum(map(whole_pages, self._sizes.values()))
+        if self._total:
+            self._place = link.take_ahead(self._total)
+
+    def _placed_sizes(self) -> dict[str, int]:
+        """Fields that the arena takes, with their bytes; none where frames are cheaper, or all there is."""
+        sizes = {name: source.nbytes_of(self._run) for name, source in self._sources.items()}
+        if sum(sizes.values()) <= self._inline_nbytes or self._link.arena is None:
+            return {}
+        least = least_in_arena(self._inline_nbytes)
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
+
+    @property
+    def link(self) -> UnitLink:
+        return self._link
+
+    def lease(self) -> Lease | None:
+        """What to ask for first."""
+        if not self._total or self._place is not None or self._link.arena is None:
+            return None
+        self._asked = self._link.arena.hold()
+        return Lease(self._asked, self._total, self._indexes, list(self._sources), self._wait_s)
+
+    def leased(self, answer: Leased) -> None:
+        hold, self._asked = self._asked, None
+        if hold is not None and answer.offset >= 0:
+            self._place = Place(hold, answer.offset, self._total)
+
+    def message(self, pieces: dict[str, Piece]) -> tuple[Write, list[object]]:
+        """The write and its frames. ``pieces`` keeps what several units' frames are cut from."""
+        packer, place, arena = Packer(), self._place, self._link.arena
+        offset = place.offset if place is not None else 0
+        for name, source in self._sources.items():
+            if place is not None and arena is not None and name in self._sizes:
+                nbytes = self._sizes[name]
+                piece = source.stored_in(arena.view(offset, nbytes), self._run, len(self._at))
+                packer.add_at(name, slice(0, len(self._at)), piece, offset)
+                offset += whole_pages(nbytes)
+                continue
+            if name not in pieces:
+                pieces[name] = source.piece()
+            for where, part in pick([pieces[name]], np.zeros(len(self._at), np.int64), self._at):
+                packer.add(name, where, part)
+        lease = None if place is None else place.hold
+        ahead = self._link.wish(self._total) if place is not None else 0
+        if ahead and arena is not None:
+            self._next = (arena.hold(), ahead)
+        self._sent = time.monotonic()
+        hold = None if self._next is None else self._next[0]
+        write = Write(self._indexes, packer.parts, packer.tables, self._wait_s, lease, hold, ahead)
+        return write, packer.frames
+
+    def done(self, answer: Written) -> None:
+        self._place = None
+        if self._next is not None and answer.ahead >= 0:
+            self._link.keep_ahead(Place(self._next[0], answer.ahead, self._next[1]), self._sent)
+        self._next = None
+
+    def give_up(self) -> None:
+        """Nothing of what was asked for is wanted any more."""
+        arena = self._link.arena
+        holds = [self._asked, self._place and self._place.hold, self._next and self._next[0]]
+        for hold in holds:
+            if arena is not None and hold is not None:
+                arena.let_go(hold)
+        self._asked = self._place = self._next = None

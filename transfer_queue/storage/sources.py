@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns on their way into storage: written once, straight from the tensor to where they will lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from transfer_queue.storage.pieces import ByteArray, IntArray, Layout, Piece, Positions, dense_layout, ragged_layout
+from transfer_queue.storage.spans import LONG_RUN_NBYTES, copy_spans, runs
+from transfer_queue.storage.tensors import as_bytes, copy_bytes, dtype_name, from_bytes, rows_piece
+
+
+class Source(ABC):
+    """One column. ``side`` is [rows, ndim] shapes for ragged columns, [rows + 1] offsets for objects, else None."""
+
+    layout: Layout
+    rows: int
+    side: IntArray | None
+
+    @abstractmethod
+    def piece(self) -> Piece:
+        """The whole column as bytes; shares memory with the data where that lies as it should."""
+
+    @abstractmethod
+    def nbytes_of(self, at: Positions) -> int:
+        """Bytes that the values of these rows take."""
+
+    @abstractmethod
+    def copy_into(self, out: ByteArray, at: Positions) -> None:
+        """Write these rows back to back; ``out`` is just as long as they are."""
+
+    def stored_in(self, out: ByteArray, at: Positions, rows: int) -> Piece:
+        """Write these rows into ``out``, and what must be known of them to read them there."""
+        self.copy_into(out, at)
+        return Piece(self.layout, rows, out, None if self.side is None else self.side[at])
+
+
+class TensorSource(Source):
+    """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` where there are bounds."""
+
+    def __init__(self, values: torch.Tensor, bounds: IntArray | None = None) -> None:
+        # Conjugation and negation are lazy in torch; bytes have to say them.
+        self._values = values.detach().resolve_conj().resolve_neg()
+        self._bounds = bounds
+        self._entry_nbytes = values[:1].numel() * values.element_size() if len(values) else 0
+        name, size = dtype_name(values.dtype), values.element_size()
+        if bounds is None:
+            self.layout, self.rows, self.side = dense_layout(name, size, values.shape[1:]), len(values), None
+        else:
+            self.layout, self.rows = ragged_layout(name, size, values.ndim), len(bounds) - 1
+            self.side = np.empty((self.rows, values.ndim), np.int64)
+            self.side[:, 0] = np.diff(bounds)
+            self.side[:, 1:] = values.shape[1:]
+
+    def piece(self) -> Piece:
+        return Piece(self.layout, self.rows, as_bytes(self._values), self.side)
+
+    def nbytes_of(self, at: Positions) -> int:
+        if self._bounds is None:
+            entries = at.stop - at.start if isinstance(at, slice) else len(at)
+        elif isinstance(at, slice):
+            entries = int(self._bounds[at.stop] - self._bounds[at.start])
+        else:
+            entries = int((self._bounds[at + 1] - self._bounds[at]).sum())
+        return entries * self._entry_nbytes
+
+    def copy_into(self, out: ByteArray, at: Positions) -> None:
+        starts, stops = runs(at)
+        if self._bounds is not None:
+            starts, stops = self._bounds[starts], self._bounds[stops]
+        if len(starts) > 1 and out.nbytes < LONG_RUN_NBYTES * len(starts):
+            self._copy_scattered(out, starts, stops)
+            return
+        entries = int((stops - starts).sum())
+        target = from_bytes(out, self._values.dtype, (entries, *self._values.shape[1:]))
+        begin = 0
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            target[begin : begin + stop - start].copy_(self._values[start:stop])
+            begin += stop - start
+
+    def _copy_scattered(self, out: ByteArray, starts: IntArray, stops: IntArray) -> None:
+        sizes = (stops - starts) * self._entry_nbytes
+        copy_spans(out, np.cumsum(sizes) - sizes, as_bytes(self._values), starts * self._entry_nbytes, sizes)
+
+
+class RowsSource(Source):
+    """One tensor per row, all of one dtype and rank."""
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        first = rows[0]
+        name, size = dtype_name(first.dtype), first.element_size()
+        self._tensors = [row.detach().resolve_conj().resolve_neg() for row in rows]
+        self._nbytes = np.array([row.numel() * size for row in rows], np.int64)
+        self.rows = len(rows)
+        if len({row.shape for row in rows}) == 1:
+            self.layout, self.side = dense_layout(name, size, first.shape), None
+        else:
+            self.layout = ragged_layout(name, size, first.ndim)
+            self.side = np.array([row.shape for row in rows], np.int64)
+
+    def piece(self) -> Piece:
+        return rows_piece(self._tensors)
+
+    def nbytes_of(self, at: Positions) -> int:
+        return int(self._nbytes[at].sum())
+
+    def copy_into(self, out: ByteArray, at: Positions) -> None:
+        begin = 0
+        for number in range(self.rows)[at] if isinstance(at, slice) else at.tolist():
+            row, nbytes = self._tensors[number], int(self._nbytes[number])
+            if nbytes:
+                from_bytes(out[begin : begin + nbytes], row.dtype, row.shape).copy_(row)
+            begin += nbytes
+
+
+class BytesSource(Source):
+    """A column that is bytes already: encoded objects."""
+
+    def __init__(self, piece: Piece) -> None:
+        self._piece = piece
+        self.layout, self.rows, self.side = piece.layout, piece.rows, piece.side
+
+    def piece(self) -> Piece:
+        return self._piece
+
+    def nbytes_of(self, at: Positions) -> int:
+        starts, stops = runs(at)
+        bounds = self._piece.bounds
+        return int((bounds[stops] - bounds[starts]).sum())
+
+    def copy_into(self, out: ByteArray, at: Positions) -> None:
+        starts, stops = (self._piece.bounds[edges] for edges in runs(at))
+        sizes = stops - starts
+        copy_spans(out, np.cumsum(sizes) - sizes, self._piece.data, starts, sizes, copy_bytes)
+
+    def stored_in(self, out: ByteArray, at: Positions, rows: int) -> Piece:
+        self.copy_into(out, at)
+        offsets = np.zeros(rows + 1, np.int64)
+        np.cumsum(np.diff(self._piece.bounds)[at], out=offsets[1:])
+        return Piece(self.layout, rows, out, offsets)
+
+
+def jagged_source(tensor: Any) -> Source | None:
+    """A jagged tensor's values as they lie; None when they have holes or are ragged in another than the first dim."""
+    # ``_ragged_idx`` has no public twin, and reading the wrong dim as the ragged one would mix up rows.
+    if tensor.lengths() is not None or tensor._ragged_idx != 1:
+        return None
+    offsets, values = tensor.offsets().cpu().numpy(), tensor.values()
+    if offsets[0] != 0 or offsets[-1] != len(values):
+        values = values[offsets[0] : offsets[-1]]
+    return TensorSource(values, (offsets - offsets[0]).astype(np.int64, copy=False))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a blocked thread waits for the replies to all it asked, and for everything else that may end its wait."""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from transfer_queue.errors import ClosedError
+from transfer_queue.transport.base import Reply
+from transfer_queue.transport.line import Line, closed, gone, silent
+from transfer_queue.transport.modes import cancel_descriptor
+
+
+class Asked(NamedTuple):
+    """One request that was sent, and the line that its reply comes on."""
+
+    line: Line
+    request_id: int
+
+
+def wait_for_some(
+    waiting: Mapping[int, Asked], wake: int, deadline: float, timeout_s: float
+) -> list[tuple[int, Reply]]:
+    """Replies that came meanwhile, by the keys of ``waiting``; none when there may be some now.
+
+    Raises:
+        ClosedError: ``wake`` or what ``cancel_on`` named is readable.
+        QueueUnreachableError: a peer is gone, or the deadline has passed.
+    """
+    arrived = _told_once(waiting)
+    if arrived:
+        return arrived
+    events = _poll(waiting, wake, deadline)
+    for position, (line, request_id) in waiting.items():
+        happened = events.get(line.descriptor, 0)
+        if happened & select.POLLOUT:
+            line.flush()
+        if happened & ~select.POLLOUT:
+            arrived += _reply(position, line, request_id)
+    if not arrived:
+        _check(events, waiting, wake, deadline, timeout_s)
+    return arrived
+
+
+def _reply(position: int, line: Line, request_id: int) -> list[tuple[int, Reply]]:
+    return [(position, reply) for number, reply in line.receive() if number == request_id]
+
+
+def _told_once(waiting: Mapping[int, Asked]) -> list[tuple[int, Reply]]:
+    """Replies whose news may have been swallowed."""
+    found: list[tuple[int, Reply]] = []
+    for position, (line, request_id) in waiting.items():
+        if line.tells_once:
+            found += _reply(position, line, request_id)
+    return found
+
+
+def _poll(waiting: Mapping[int, Asked], wake: int, deadline: float) -> dict[int, int]:
+    left = max(0.0, deadline - time.monotonic())
+    poll = select.poll()
+    poll.register(wake, select.POLLIN)
+    cancel = cancel_descriptor()
+    if cancel is not None:
+        poll.register(cancel, select.POLLIN)
+    for line, _ in waiting.values():
+        poll.register(line.descriptor, select.POLLIN | select.POLLOUT if line.unsent else select.POLLIN)
+        if line.watch == -1:
+            left = 0.0
+        elif line.watch is not None:
+            poll.register(line.watch, select.POLLIN)
+    return dict(poll.poll(math.ceil(left * 1000)))
+
+
+def _check(
+    events: Mapping[int, int], waiting: Mapping[int, Asked], wake: int, deadline: float, timeout_s: float
+) -> None:
+    """Raises when it is over."""
+    if wake in events:
+        raise closed()
+    if cancel_descriptor() in events:
+        raise ClosedError("the call was given up by its own process.")
+    for line, _ in waiting.values():
+        if line.watch == -1 or line.watch in events:
+            raise gone(line.peer)
+    if time.monotonic() >= deadline:
+        raise silent(next(iter(waiting.values())).line.peer, timeout_s)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which file descriptors of a server have something to do: epoll, whose cost does not grow with their number."""
+
+from __future__ import annotations
+
+import math
+import select
+from collections.abc import Callable, Iterator
+from typing import Any
+
+READ, WRITE = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
+
+Act = Callable[[int], None]
+"""Told what is ready: ``READ``, ``WRITE``, or neither where the other side hung up."""
+
+
+class Readiness:
+    """Level triggered: what is left undone is told again."""
+
+    def __init__(self, poller: Any = None) -> None:
+        """``poller``: what to use where the best there is shall not be."""
+        self._poller: Any = poller or (select.epoll() if hasattr(select, "epoll") else select.poll())
+        self._is_epoll = hasattr(self._poller, "fileno")
+        self._acts: dict[int, Act] = {}
+
+    def add(self, descriptor: int, act: Act, wanted: int = READ) -> None:
+        self._poller.register(descriptor, wanted)
+        self._acts[descriptor] = act
+
+    def want(self, descriptor: int, wanted: int) -> None:
+        """Wait for something else from now on."""
+        self._poller.modify(descriptor, wanted)
+
+    def remove(self, descriptor: int) -> None:
+        """Before it is closed: a copy of it in a forked child would go on reporting."""
+        del self._acts[descriptor]
+        self._poller.unregister(descriptor)
+
+    def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
+        """What to do for those that are ready; None waits without end."""
+        if self._is_epoll or timeout_s is None:
+            events = self._poller.poll(timeout_s)
+        else:
+            events = self._poller.poll(math.ceil(timeout_s * 1000))
+        found = [(descriptor, self._acts.get(descriptor), ready) for descriptor, ready in events]
+        for descriptor, act, ready in found:
+            # What was done for the one before it may have ended this one, and a newcomer may have its number.
+            if act is not None and self._acts.get(descriptor) is act:
+                yield act, ready
+
+    def close(self) -> None:
+        """Forget all; closes none of them."""
+        self._acts.clear()
+        if self._is_epoll:
+            self._poller.close()

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The serving side: one thread in front of one handler, for ZMQ, plain Unix sockets and all else that it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from transfer_queue.transport.base import Envelope, Handler, Outgoing
+from transfer_queue.transport.plain_port import Connection, PlainPort
+from transfer_queue.transport.plain_sockets import line_path
+from transfer_queue.transport.readiness import Readiness
+from transfer_queue.transport.zmq_port import ZmqPort
+from transfer_queue.utils.processes import close_descriptor, open_process
+
+_MESSAGES_PER_TURN = 64
+
+Ended = Callable[[float], Iterable[Outgoing]]
+Ready = Callable[[float], Iterable[Outgoing]]
+
+
+class SocketServer:
+    """Binds at once, so that a client may connect as soon as the constructor returns."""
+
+    def __init__(self, address: str, plain: bool = True) -> None:
+        """``plain``: clients on this host may use a plain Unix socket beside that of an ``ipc://`` address.
+
+        Raises:
+            zmq.ZMQError: the address can't be bound.
+        """
+        self.address = address
+        self._handler: Handler | None = None
+        self._watched: dict[int, Ended] = {}
+        self._attended: dict[int, Ready] = {}
+        self._last_acts: list[Callable[[], None]] = []
+        self._stopping = False
+        self._closed = False
+        self._readiness = Readiness()
+        # Before the ZMQ socket: whoever sees that one finds this one, too.
+        self._plain = self._plain_port(line_path(address) if plain else None)
+        try:
+            self._zmq = ZmqPort(address)
+        except BaseException:
+            self._close_plain()
+            self._readiness.close()
+            raise
+        self._readiness.add(self._zmq.descriptor, self._zmq.told)
+        self._wake_read, self._wake_write = os.pipe()
+        self._readiness.add(self._wake_read, _nothing)
+
+    def _plain_port(self, path: str | None) -> PlainPort | None:
+        with contextlib.suppress(OSError):  # too long for a Unix socket, say: then clients use ZMQ
+            return None if path is None else PlainPort(path, self._readiness, self._deliver)
+        return None
+
+    def watch(self, pid: int, namespace: int | None, ended: Ended) -> Callable[[], None]:
+        """Call ``ended(now)`` once when that process ends; never, where it can't be watched from here.
+
+        Returns what stops watching: call it in the serving thread when the process is of no interest any more.
+        """
+        descriptor = open_process(pid, namespace)
+        if descriptor is None:
+            return lambda: None
+        if descriptor < 0:
+            self._send(ended(time.monotonic()))
+            return lambda: None
+
+        def end(_: int) -> None:
+            self._unwatch(descriptor, ended)
+            self._send(ended(time.monotonic()))
+
+        self._watched[descriptor] = ended
+        self._readiness.add(descriptor, end)
+        return lambda: self._unwatch(descriptor, ended)
+
+    def _unwatch(self, descriptor: int, ended: Ended) -> None:
+        if self._watched.get(descriptor) is ended:  # else it ended, and the number may mean another file by now
+            del self._watched[descriptor]
+            self._readiness.remove(descriptor)
+            close_descriptor(descriptor)
+
+    def attend(self, descriptor: int, ready: Ready) -> Callable[[], None]:
+        """Call ``ready(now)`` in the serving thread whenever this descriptor is readable, and send what it returns.
+
+        Returns what stops attending: call it in the serving thread, before the descriptor is closed. Idempotent.
+        """
+
+        def act(_: int) -> None:
+            self._send(ready(time.monotonic()))
+
+        self._readiness.add(descriptor, act)
+        self._attended[descriptor] = ready
+        return lambda: self._dismiss(descriptor, ready)
+
+    def _dismiss(self, descriptor: int, ready: Ready) -> None:
+        if self._attended.get(descriptor) is ready:
+            del self._attended[descriptor]
+            self._readiness.remove(descriptor)
+
+    def stop(self) -> None:
+        """Make ``serve`` return; from any thread, or a signal handler."""
+        self._stopping = True
+        if not self._closed:
+            os.write(self._wake_write, b"x")
+
+    def serve(self, handler: Handler) -> None:
+        """Answer until ``stop``, then close everything."""
+        self._handler = handler
+        try:
+            while not self._stopping:
+                self._turn(handler)
+        finally:
+            self.close()
+
+    def _turn(self, handler: Handler) -> None:
+        deadline = handler.next_deadline()
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for act, ready in self._readiness.wait(0.0 if self._zmq.unread() else timeout_s):
+            act(ready)
+        self._take_from_zmq(handler)
+        if deadline is not None and deadline <= (now := time.monotonic()):
+            self._send(handler.expire(now))
+
+    def _take_from_zmq(self, handler: Handler) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            if not self._zmq.unread():
+                return
+            request = self._zmq.receive()
+            if request is not None:
+                self._send(handler.handle(*request, time.monotonic()))
+
+    def _deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
+        assert self._handler is not None  # connections are read from while serving only
+        self._send(self._handler.handle(envelope, header, frames, time.monotonic()))
+
+    def _send(self, answers: Iterable[Outgoing]) -> None:
+        for answer in answers:
+            route = answer.envelope.route
+            (route if isinstance(route, Connection) else self._zmq).send(answer)
+
+    def at_close(self, act: Callable[[], None]) -> None:
+        """Do this when everything is closed, in the thread that serves, while ``attend`` still works."""
+        self._last_acts.append(act)
+
+    def _close_plain(self) -> None:
+        if self._plain is not None:
+            self._plain.close()
+
+    def close(self) -> None:
+        """Close everything, in the thread that served or instead of serving. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for act in self._last_acts:
+            act()
+        for descriptor in self._watched:
+            close_descriptor(descriptor)
+        self._watched.clear()
+        self._attended.clear()
+        self._close_plain()
+        self._readiness.close()
+        self._zmq.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _nothing(_: int) -> None:
+    """To be woken is enough."""
