@@ -13,23 +13,19 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from benchmarks import cases
-from benchmarks.common import arguments, in_fresh_process, joined_client, memcpy, report
+from benchmarks.common import arguments, in_fresh_process, joined_client, memcpy, report, timed_ms
 
 SIZE, WIDTH = 32, 14336  # 32 samples of 56 KiB: 1.75 MiB
-EARLY = 10  # batches after which memory is looked at first
+EARLY = 10  # batches until memory is looked at for the first time
 DEADLINE_S = 240.0
 
 
-def produce(conf: Any, partition: str, batches: int) -> None:
-    """Runs in a process of its own: the loader is measured, not who feeds it."""
-    torch.set_num_threads(1)
-    client = joined_client(conf)
+def produce(client: tq.TransferQueueClient, partition: str, batches: int) -> None:
     data = TensorDict({"x": torch.ones(SIZE, WIDTH)}, batch_size=[SIZE])
     for _ in range(batches):
         client.put(data, partition_id=partition)
     if hasattr(client, "seal_partition"):
         client.seal_partition(partition)
-    client.close()
 
 
 def resident_mib() -> float:
@@ -49,7 +45,8 @@ def read(conf: Any, partition: str, workers: int, batches: int, clear: bool) -> 
     dataset = tq.StreamingDataset(conf, SIZE, SIZE, ["x"], partition, "train", 0)
     loader = tq.StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context="fork" if workers else None)
     client, seen, unique = joined_client(conf), [], set[int]()
-    early = late = started = 0.0
+    started, aside, sizes = 0.0, 0.0, list[float]()
+    marks = [EARLY * SIZE, (batches - 1) * SIZE]  # before the last batch: workers that have read all are gone
     gives_up = time.monotonic() + DEADLINE_S / 2
     for data, meta in loader:
         started = started or time.perf_counter()
@@ -58,29 +55,28 @@ def read(conf: Any, partition: str, workers: int, batches: int, clear: bool) -> 
         unique.update(meta.global_indexes)
         if clear:
             client.clear_samples(meta)
-        if len(unique) <= EARLY * SIZE:
-            early = resident_mib()
-        elif len(unique) >= (batches - 1) * SIZE and not late:
-            late = resident_mib()  # before the last batch: workers that have read all are gone
+        if marks and len(unique) >= marks[0]:
+            aside += timed_ms(lambda: sizes.append(resident_mib())) / 1e3
+            del marks[0]
         if len(unique) == batches * SIZE or time.monotonic() > gives_up:
             break
-    elapsed = time.perf_counter() - started
+    elapsed = time.perf_counter() - started - aside
     client.close()
     return {
         "unique_samples_per_s": (len(unique) - SIZE) / elapsed,
         "missing": batches * SIZE - len(unique),
         "times_delivered": len(seen) / len(unique),
         "in_order": seen == sorted(seen),
-        "growth_mib": late - early,
+        "growth_mib": sizes[-1] - sizes[0],
     }
 
 
 def stream(conf: Any, workers: int, batches: int, clear: bool = True) -> dict[str, Any]:
-    """One process fills a partition, then another one reads it."""
-    partition = f"loader-{workers}"
-    in_fresh_process(produce, conf, partition, batches, deadline_s=DEADLINE_S)
+    """This process fills a partition, then a fresh one reads it: who fed it is no part of its memory."""
+    partition, client = f"loader-{workers}", tq.get_client()
+    produce(client, partition, batches)
     found: dict[str, Any] = in_fresh_process(read, conf, partition, workers, batches, clear, deadline_s=DEADLINE_S)
-    tq.get_client().clear_partition(partition)
+    client.clear_partition(partition)
     return found
 
 

@@ -75,7 +75,7 @@ def operations_per_s(client: tq.TransferQueueClient, conf: Any, clients: int, op
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(__doc__).parse_args(argv)
-    operations, clients = (20, (2,)) if args.quick else (OPERATIONS, CLIENTS)
+    operations, clients = (20, (1,)) if args.quick else (OPERATIONS, CLIENTS)
     conf = tq.init()
     client = tq.get_client()
     report(

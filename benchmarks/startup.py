@@ -40,16 +40,32 @@ tq.close()
 """
 
 
+class StartError(RuntimeError):
+    """A queue that did not take its first put."""
+
+
 def first_put(python: str, environment: Mapping[str, str], before_init: str = "") -> dict[str, Any]:
-    """Seconds in a fresh interpreter, and the processes that it had started by then with their MiB."""
+    """Seconds in a fresh interpreter, and the processes that it had started by then with their MiB.
+
+    Raises StartError when there was none in time.
+    """
     code = FIRST_PUT.format(before_init=before_init)
     with tempfile.TemporaryDirectory() as folder:  # Python looks for modules where it is started
-        done = subprocess.run(
-            [python, "-c", code], env=dict(environment), cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        try:
+            done = subprocess.run(
+                [python, "-c", code],
+                env=dict(environment),
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise StartError(f"{python} made no first put within {DEADLINE_S:.0f} s.") from error
     lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES")]
     if not lines:
-        raise RuntimeError(f"no first put with {python}: exit code {done.returncode}, {done.stderr[-2000:]}")
+        raise StartError(f"{python} made no first put but exit code {done.returncode}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("FIGURES"))
     return found
 

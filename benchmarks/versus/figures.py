@@ -38,7 +38,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of the table. ``floor``: below it the figure is noise around nothing, and no ratio is made of it."""
+    """A line of the table. ``floor``: where nothing is, or noise around it; no ratio is made of such a value."""
 
     row: str
     name: str
@@ -51,6 +51,15 @@ class Figure:
 
 def _bandwidth(row: str, label: str, goal: Goal) -> list[Figure]:
     return [Figure(row, f"{verb}_ms", f"{verb}, {label}", "ms", goal) for verb in ("put", "get")]
+
+
+def _loader(workers: int) -> list[Figure]:
+    row, label = f"loader_{workers}", f"loader, {workers} workers"
+    return [
+        Figure(row, "unique_samples_per_s", f"{label}: unique samples", "per s", Goal("faster", 20), True),
+        Figure(row, "times_delivered", f"{label}: each sample came", "times", Goal("at_most", 1), floor=1.0),
+        Figure(row, "growth_mib", f"{label}: memory growth", "MiB", Goal("at_most", 5), floor=5.0),
+    ]
 
 
 FLAT = Goal("flat", 2, ("fetch_1e3", "p50_ms"))
@@ -67,31 +76,16 @@ FIGURES = [
     Figure("fetch_1e3", "p50_ms", "fetch of 32 among 1e3 ready samples", "ms", Goal("at_most", 0.5)),
     Figure("fetch_1e5", "p50_ms", "fetch of 32 among 1e5 ready samples", "ms", FLAT),
     Figure("fetch_1e6", "p50_ms", "fetch of 32 among 1e6 ready samples", "ms", FLAT),
+    Figure("fetch_1e6", "first_of_a_task_ms", "the same, first fetch of a new task", "ms"),
     Figure("beside_200", "p50_ms", "fetch of 32 beside 200 partitions of 1 000", "ms", FLAT),
     Figure("startup", "servers_mib", "memory of all servers without data", "MiB", Goal("at_most", 250)),
     Figure("startup", "all_mib", "the same with Ray, where it is needed", "MiB"),
     Figure("latency", "p50_ms", "put returned → batch yielded to a waiting consumer", "ms", Goal("at_most", 2)),
-    *(
-        figure
-        for workers in (0, 2)
-        for figure in (
-            Figure(
-                f"loader_{workers}",
-                "unique_samples_per_s",
-                f"loader, {workers} workers: unique samples",
-                "per s",
-                Goal("faster", 20),
-                True,
-            ),
-            Figure(f"loader_{workers}", "times_delivered", f"loader, {workers} workers: each sample came", "times",
-                   Goal("at_most", 1)),
-            Figure(f"loader_{workers}", "growth_mib", f"loader, {workers} workers: memory growth", "MiB",
-                   Goal("at_most", 5), floor=5.0),
-        )
-    ),
+    *_loader(0),
+    *_loader(2),
     Figure("startup", "import_to_first_put_s", "import → first put", "s", Goal("at_most", 3)),
     Figure("startup", "import_s", "import transfer_queue", "s", Goal("at_most", 0.2)),
-]  # fmt: skip
+]
 
 
 def compared(rounds: Rounds, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.startup import environment_of, first_put
+from benchmarks.startup import StartError, environment_of, first_put
 from benchmarks.versus.worker import RAY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,10 +53,15 @@ class Package:
         return self._answer(deadline_s)
 
     def startup(self) -> dict[str, Any]:
-        """Import, start, first put and the servers' memory, in a fresh interpreter."""
+        """Import, start, first put and the servers' memory, in a fresh interpreter. Raises WorkerError like ``ask``."""
         settings = {**RAY, "_temp_dir": self._folder}
         before = f"import ray; ray.init(**{settings!r})" if self._needs_ray else ""
-        found = first_put(self._python, self._environment(), before)
+        try:
+            found = first_put(self._python, self._environment(), before)
+        except StartError as error:
+            raise WorkerError(str(error)) from error
+        finally:
+            _kill(_naming(self._folder))
         self._check(found.pop("version"))
         children = found.pop("children")
         servers = [child for child in children if not self._needs_ray or _is_server(child["name"])]
@@ -123,9 +128,7 @@ class Package:
         self._line.close()
         self._worker = None
         _, alive = psutil.wait_procs(started, timeout=min(wait_s, 5.0))
-        for process in [*alive, *_naming(self._folder)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill([*alive, *_naming(self._folder)])
 
     @property
     def _log(self) -> Path:
@@ -149,6 +152,12 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _naming(folder: str) -> list[psutil.Process]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
@@ -24,8 +25,6 @@ from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import cancel_on, run_blocking
-from transfer_queue.transport.server import SocketServer
-from transfer_queue.utils.processes import pid_namespace
 
 AT_ONCE_S = 2.0
 """Far below every timeout of these tests; generous for a loaded machine."""
@@ -35,12 +34,13 @@ DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blo
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    gc.collect()  # what the tests before this one dropped
     before = held()
     yield
     assert held() == before
 
 
-@pytest.fixture(params=["inproc", "zmq"])
+@pytest.fixture(params=["inproc", "zmq", "plain"])
 def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
     """(makes callers, peer)"""
     made: list[Any] = []
@@ -53,7 +53,7 @@ def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Calla
     if request.param == "inproc":
         yield make, Peer("desk", "inproc://desk")
     else:
-        with served_by_thread(tmp_path, handler) as (peer, _):
+        with served_by_thread(tmp_path, handler, request.param == "plain") as (peer, _):
             yield make, peer
     for caller in made:
         caller.close()
@@ -66,15 +66,20 @@ def caller() -> Iterator[SocketCaller]:
     caller.close()
 
 
+@pytest.fixture(params=[False, True], ids=["zmq", "plain"])
+def plain(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
-    with served_by_thread(tmp_path, Desk()) as (peer, _):
+def peer(tmp_path: Path, plain: bool) -> Iterator[Peer]:
+    with served_by_thread(tmp_path, Desk(), plain) as (peer, _):
         yield peer
 
 
 @pytest.fixture
-def mortal(tmp_path: Path) -> Iterator[tuple[Peer, Any]]:
-    with served_by_process(tmp_path) as (peer, process):
+def mortal(tmp_path: Path, plain: bool) -> Iterator[tuple[Peer, Any]]:
+    with served_by_process(tmp_path, plain) as (peer, process):
         yield peer, process
 
 
@@ -241,6 +246,17 @@ def test_a_server_that_is_gone_already_is_told_at_once(caller, mortal, drive):
     assert time.monotonic() - started < AT_ONCE_S
 
 
+@DRIVES
+def test_a_frozen_server_is_given_up_at_the_deadline_and_answers_when_it_thaws(caller, mortal, drive):
+    peer, process = mortal
+    drive(caller.call_many(calls(peer, b"echo"), 10.0))
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(QueueUnreachableError, match=r"did not answer within 0\.1 s"):
+        drive(caller.call_many(calls(peer, b"lost", b"too"), 0.1))
+    os.kill(process.pid, signal.SIGCONT)
+    assert headers(drive(caller.call_many(calls(peer, b"echo"), 10.0))) == [b"echo"]
+
+
 def test_closing_ends_the_calls_of_other_threads_and_loops(peer):
     caller, ended, waiting = SocketCaller("me"), [], threading.Barrier(3)
 
@@ -375,53 +391,3 @@ def test_answers_of_a_strange_server_are_not_taken_for_ours(caller, tmp_path, dr
     thread.join(JOIN_S)
     strange.close(linger=0)
     context.term()
-
-
-# ---- the server ----
-
-
-def test_the_end_of_a_watched_process_is_told_once_and_not_after_unwatching(tmp_path, caller):
-    context = multiprocessing.get_context("fork")
-    stay = context.Event()
-    processes = [context.Process(target=stay.wait) for _ in range(2)]
-    for process in processes:
-        process.start()
-    told: list[int] = []
-    server = SocketServer(f"ipc://{tmp_path}/watching")
-
-    def watch(number: int) -> Callable[[], None]:
-        return server.watch(processes[number].pid, pid_namespace(), lambda now: told.append(number) or [])
-
-    watch(0)
-    before = held()
-    for _ in range(100):
-        watch(1)()
-    stop = watch(1)
-    stop()
-    stop()
-    assert held() == before
-    thread = threading.Thread(target=server.serve, args=(Desk(),))
-    thread.start()
-    stay.set()
-    for process in processes:
-        process.join(JOIN_S)
-        process.close()
-    deadline = time.monotonic() + JOIN_S
-    while not told and time.monotonic() < deadline:
-        run_blocking(caller.call_many(calls(Peer("desk", server.address), b"echo"), 10.0))
-    server.stop()
-    thread.join(JOIN_S)
-    assert told == [0]
-
-
-def test_a_server_may_be_stopped_again_and_closed_without_having_served(tmp_path):
-    with served_by_thread(tmp_path, Desk()) as (_, server):
-        pass
-    server.stop()
-    server.close()
-    SocketServer(f"ipc://{tmp_path}/unused").close()
-
-
-def test_an_address_that_cannot_be_bound_leaves_nothing(tmp_path):
-    with pytest.raises(zmq.ZMQError):
-        SocketServer(f"ipc://{tmp_path}/no/such/directory")

@@ -53,9 +53,9 @@ class Desk:
 
 
 @contextmanager
-def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, SocketServer]]:
+def served_by_thread(directory: Path, handler: Any, plain: bool = True) -> Iterator[tuple[Peer, SocketServer]]:
     """The handler behind a socket of this process."""
-    server = SocketServer(f"ipc://{directory}/thread")
+    server = SocketServer(f"ipc://{directory}/thread", plain)
     thread = threading.Thread(target=server.serve, args=(handler,))
     thread.start()
     try:
@@ -65,19 +65,19 @@ def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, Sock
         thread.join(JOIN_S)
 
 
-def _serve(address: str, ready: Any) -> None:
-    server = SocketServer(address)
+def _serve(address: str, plain: bool, ready: Any) -> None:
+    server = SocketServer(address, plain)
     ready.put(None)
     server.serve(Desk())
 
 
 @contextmanager
-def served_by_process(directory: Path) -> Iterator[tuple[Peer, Any]]:
+def served_by_process(directory: Path, plain: bool = True) -> Iterator[tuple[Peer, Any]]:
     """A desk in a process of its own, which may be killed."""
     context = multiprocessing.get_context("fork")
     ready = context.SimpleQueue()
     address = f"ipc://{directory}/process"
-    process = context.Process(target=_serve, args=(address, ready))
+    process = context.Process(target=_serve, args=(address, plain, ready))
     process.start()
     ready.get()
     ready.close()

@@ -11,25 +11,25 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import random
+import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import transfer_queue as tq
+from tests.integration.soak_left import is_empty, is_idle, traces, units, unsettled
 from tests.integration.soak_state import OPERATIONS, OTHERS, OUTCOMES, read_counts
-from tests.own_processes import own_processes
 from transfer_queue.config import merge
 
 NUM_PROCESSES = 4
@@ -40,6 +40,7 @@ _TIGHT_NBYTES = 8 * _MIB
 """Of each of the two units."""
 
 _FORKED_FROM = ("torch", "tensordict", "transfer_queue", "tests.integration.soak_worker")
+get_temp_dir()  # else the fork server's socket would lie in a directory that a test removes
 _context = multiprocessing.get_context("forkserver")  # a killed process is replaced in milliseconds
 _context.set_forkserver_preload(list(_FORKED_FROM))
 
@@ -192,21 +193,23 @@ class Soak:
     def check_nothing_left(self) -> dict[str, int]:
         """With all processes gone: reservations are given back at once; after clearing everything nothing is held."""
         client = tq.get_client()
-        self._until("nothing reserved or waiting", lambda: _unsettled(client.get_stats()))
+        self._until("nothing reserved or waiting", lambda: unsettled(client.get_stats()))
         for partition in client.get_partition_list():
             client.clear_partition(partition)
         self._until("no partition", lambda: client.get_stats()["partitions"])
+        self._until("idle storage units", lambda: [unit for unit in units(client) if not is_idle(unit)])
         if not self._options.forgive_leaks:
-            self._until("empty storage units", lambda: [unit for unit in _units(client) if not _is_empty(unit)])
-        units = _units(client)
-        return {"held_nbytes": sum(unit.held_nbytes for unit in units), "live_nbytes": sum(u.live_nbytes for u in units)}
+            self._until("empty storage units", lambda: [unit for unit in units(client) if not is_empty(unit)])
+        left = units(client)
+        return {name: sum(getattr(unit, name) for unit in left) for name in ("held_nbytes", "live_nbytes")}
 
     def _until(self, wanted: str, left: Callable[[], Any]) -> None:
         deadline = time.monotonic() + SETTLE_S
         while rest := left():
             if time.monotonic() > deadline:
                 raise SoakError(
-                    f"seed {self._options.seed}: wanted {wanted} within {SETTLE_S} s, there is {rest}; see {self._directory}"
+                    f"seed {self._options.seed}: wanted {wanted} within {SETTLE_S} s, there is {rest}; "
+                    f"see {self._directory}"
                 )
             self._clock.wait(0.05)
 
@@ -215,22 +218,6 @@ def _worker(module: str, *args: Any) -> None:
     import importlib
 
     importlib.import_module(module).main(*args)
-
-
-def _units(client: Any) -> list[Any]:
-    from transfer_queue.transport.modes import run_blocking
-
-    return list(run_blocking(client.storage_manager.stats()))
-
-
-def _is_empty(unit: Any) -> bool:
-    """Recycled pages of an arena are no values: ``held_nbytes`` is what blocks take."""
-    return not any((unit.samples, unit.values, unit.live_nbytes, unit.held_nbytes, unit.blocks, unit.parked))
-
-
-def _unsettled(stats: dict[str, Any]) -> dict[str, Any]:
-    held = {name: partition["held"] for name, partition in stats["partitions"].items() if partition["held"]}
-    return {name: what for name, what in (("held", held), ("waiting", stats["waiting"])) if what}
 
 
 # ---- around the run ----
@@ -267,37 +254,10 @@ def _summary(options: Options, directory: Path, seconds: float) -> dict[str, Any
     }  # fmt: skip
 
 
-def traces() -> dict[str, set[Any]]:
-    """What this process and its children leave on the machine while they run."""
-    mine = {str(os.getpid()), "tq"}
-    shared = Path("/dev/shm")
-    return {
-        "processes": {child.pid for child in own_processes()},
-        "directories": {path.name for path in Path(tempfile.gettempdir()).glob("tq-*")},
-        "shared memory": {path.name for path in (shared.iterdir() if shared.exists() else ()) if _names(path.name, mine)},
-        "memory files": set(_memory_files()),
-    }
-
-
-def _names(name: str, ours: set[str]) -> bool:
-    return any(part in name for part in ours)
-
-
-def _memory_files() -> Iterator[str]:
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except FileNotFoundError:  # the listing's own
-            continue
-        if target.startswith("/memfd:"):
-            yield f"{entry.name} {target}"
-
-
-@contextmanager
-def _kept(directory: str | None) -> Iterator[Path]:
-    path = Path(directory or tempfile.mkdtemp(prefix="soak-"))
-    path.mkdir(parents=True, exist_ok=True)
-    yield path
+def _use_own_temporary_directory() -> None:
+    """Queues of others on this machine must not look like leaks of ours."""
+    tempfile.tempdir = made = tempfile.mkdtemp(prefix="soak-")
+    Finalize(None, shutil.rmtree, args=(made, True), exitpriority=-200)  # after multiprocessing's own directory in it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -306,7 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--kill-every", type=float, default=1.0, help="seconds between kills, on average; 0: none")
     parser.add_argument("--arena", choices=("on", "off", "default"), default="default")
-    parser.add_argument("--tight", action="store_true", help="little capacity: puts wait, and fail with StorageFullError")
+    parser.add_argument(
+        "--tight", action="store_true", help="little capacity: puts wait, and fail with StorageFullError"
+    )
     parser.add_argument("--without", default="", help="operations to leave out, by comma")
     parser.add_argument("--forgive-leaks", action="store_true", help="only report what the units hold at the end")
     parser.add_argument("--directory", help="where logs go; default: a new temporary directory")
@@ -315,13 +277,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = given.kill_every or float("inf")
     without = tuple(name for name in given.without.split(",") if name)
     options = Options(given.seconds, given.seed, every, given.tight, arena, without, given.forgive_leaks)
-    with _kept(given.directory) as directory:
-        try:
-            summary = soak(options, directory)
-        except SoakError as error:
-            print(error, file=sys.stderr)
-            print(json.dumps({**_summary(options, directory, 0.0), "failed": str(error).split("\n")[0]}))
-            return 1
+    directory = Path(given.directory or tempfile.mkdtemp(prefix="soak-logs-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    _use_own_temporary_directory()
+    try:
+        summary = soak(options, directory)
+    except SoakError as error:
+        print(error, file=sys.stderr)
+        print(json.dumps({**_summary(options, directory, 0.0), "failed": str(error).split("\n")[0]}))
+        return 1
     print(json.dumps(summary))
     return 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak's operations by key: keys of the actor's own, whose version it knows, and keys that all processes fight for."""
+"""The soak's operations by key: an actor's own keys, whose version it knows, and keys that all processes fight for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Keyed:
 
     def _own_keys(self) -> list[str]:
         first = self.rng.randrange(_OWN_KEYS)
-        return [f"{self.share.serial}.{self.number}.{at}" for at in range(first, first + self.rng.choice((1, 1, 4, 16)))]
+        return [
+            f"{self.share.serial}.{self.number}.{at}" for at in range(first, first + self.rng.choice((1, 1, 4, 16)))
+        ]
 
     def _shared_keys(self) -> list[str]:
         return [f"k{at}" for at in self.rng.sample(range(_SHARED_KEYS), self.rng.choice((1, 1, 3, 8)))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What actors of one soaking process share, what they know of samples from tags, and what they keep to look at again."""
+"""What actors of one soaking process share, know of samples from their tags, and keep to look at again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tensordict import TensorDict
 from tests.integration import soak_values as values
 from transfer_queue.metadata import BatchMeta
 
-OPERATIONS = ("put", "insert", "replace", "write_back", "fetch", "fetch_shared", "read_any", "read_own", "recheck", "clear",
-              "clear_any", "clear_partition", "kv_put", "kv_get", "kv_clear", "look", "give_up")  # fmt: skip
+OPERATIONS = ("put", "stream", "insert", "replace", "write_back", "fetch", "fetch_shared", "read_any", "read_own",
+              "recheck", "clear", "clear_any", "clear_partition", "kv_put", "kv_get", "kv_clear", "look", "give_up")  # fmt: skip
 OUTCOMES = ("ok", "SampleClearedError", "StorageKeyNotFoundError", "UnknownPartitionError", "EndOfPartitionError",
             "BatchTimeoutError", "StorageFullError", "ProducersGoneError", "KeyGone")  # fmt: skip
 OTHERS = ("nbytes_put", "nbytes_checked", "views", "most_held_nbytes")

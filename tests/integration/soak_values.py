@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that tell where they belong: sample, field, version and length stand in each row and decide every byte of it."""
+"""Values that tell where they belong: sample, field, version and length stand in a row and decide its every byte."""
 
 from __future__ import annotations
 
@@ -102,7 +102,12 @@ def _text(sid: int, version: int, length: int) -> str:
 
 
 def _object(sid: int, version: int, length: int) -> dict[str, Any]:
-    return {"sid": sid, "version": version, "raw": _text(sid, version, length).encode(), "nested": [sid, (version, None)]}
+    return {
+        "sid": sid,
+        "version": version,
+        "raw": _text(sid, version, length).encode(),
+        "nested": [sid, (version, None)],
+    }
 
 
 # ---- making ----
@@ -163,7 +168,9 @@ def nbytes_of(column: Any) -> int:
     """About how many bytes a column's values take."""
     if not isinstance(column, torch.Tensor):
         return 100 * len(column)
-    return (column.values() if column.is_nested and column.layout == torch.jagged else column).untyped_storage().nbytes()
+    return (
+        (column.values() if column.is_nested and column.layout == torch.jagged else column).untyped_storage().nbytes()
+    )
 
 
 def quiet() -> None:

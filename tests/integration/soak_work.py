@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-import transfer_queue as tq
 from tests.integration import soak_values as values
+from tests.integration.soak_kinds import ASKED, KINDS, PARTITIONS, Kind
 from tests.integration.soak_kv import Keyed
-from tests.integration.soak_state import Kept, Share, known, sids_of, tags_for, versions_of
+from tests.integration.soak_reads import Reads, scribble
+from tests.integration.soak_state import Share, sids_of, tags_for, versions_of
 from transfer_queue.errors import (
     BatchTimeoutError,
     EndOfPartitionError,
@@ -29,35 +28,12 @@ from transfer_queue.errors import (
 )
 from transfer_queue.metadata import BatchMeta
 
-HAS_VIEWS = "copy" in inspect.signature(tq.TransferQueueClient.get_data).parameters
 SHARED_TASK = "shared"
-PARTITIONS = ("soak-a", "soak-b", "soak-c")
-ASKED = (["num"], ["u8"], ["num", "u8"], ["num", "ids"], ["ids"], ["text"], ["num", "text", "obj"], ["half", "flag"], ["big"],
-         ["num", "big"], ["late"], ["num", "back"])  # fmt: skip
-_MANY, _KEPT, _READ_ROWS = 10, 12, 64
+_MANY, _READ_ROWS = 10, 64
 _STATS_EVERY = 12
 
 
-class Kind(NamedTuple):
-    """A shape of put: how many samples, which fields, and the bytes of a row of each."""
-
-    weight: int
-    samples: tuple[int, int]
-    fields: tuple[str, ...]
-    row_nbytes: int
-
-
-KINDS = {
-    "tiny": Kind(8, (1, 1), ("u8",), 100),
-    "small": Kind(8, (2, 64), ("num", "u8", "half", "flag"), 200),
-    "talk": Kind(4, (1, 40), ("num", "text", "obj"), 300),
-    "rl": Kind(5, (16, 128), ("num", "ids", "text"), 4096 * 8),
-    "wide": Kind(2, (64, 256), ("num", "u8", "half", "flag", "ids", "late"), 2048),
-    "large": Kind(1, (1, 64), ("num", "big"), values.MAX_ROW_NBYTES),
-}
-
-
-class Actor(Keyed):
+class Actor(Reads, Keyed):
     """Works with one client beside other actors of its process, in a thread of its own or as a task of a loop.
 
     Only the actor that put a sample replaces its fields, and only the one that the shared task gave it to writes
@@ -65,20 +41,21 @@ class Actor(Keyed):
     """
 
     def __init__(self, share: Share, client: Any, rng: random.Random, number: int, on_loop: bool) -> None:
-        super().__init__(share, rng, number)
-        self.client = client
+        Reads.__init__(self, share, client, rng, number)
+        Keyed.__init__(self, share, rng, number)
         self.on_loop = on_loop
         self.own: list[BatchMeta] = []
         self.held: list[tuple[BatchMeta, str]] = []
-        self.kept: list[Kept] = []
         self._made = 0
         self._crowded = False
         self._steps = 0
         self._operations: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
-            "put": (20, self._put_new), "insert": (3, self._insert), "replace": (8, self._replace),
+            "put": (20, self._put_new), "stream": (2, self._stream), "insert": (3, self._insert),
+            "replace": (8, self._replace),
             "write_back": (6, self._write_back), "fetch": (14, self._fetch), "fetch_shared": (12, self._fetch_shared),
-            "read_any": (12, self._read_any), "read_own": (8, self._read_own), "recheck": (6, self._recheck),
-            "clear": (12, self._clear), "clear_any": (3, self._clear_any), "clear_partition": (0.3, self._clear_partition),
+            "read_any": (12, self._read_any), "read_own": (8, self._read_own), "recheck": (6, self.recheck),
+            "clear": (12, self._clear), "clear_any": (3, self._clear_any),
+            "clear_partition": (0.3, self._clear_partition),
             "kv_put": (5, self.kv_put), "kv_get": (5, self.kv_get), "kv_clear": (2, self.kv_clear),
             "look": (1, self._look), "give_up": (3 if on_loop else 0, self._give_up),
         }  # fmt: skip
@@ -114,9 +91,6 @@ class Actor(Keyed):
         names = list(self._operations)
         return self.rng.choices(names, [self._operations[name][0] for name in names])[0]
 
-    def log(self, text: str) -> None:
-        self.share.log(self.number, text)
-
     # ---- puts ----
 
     def _new_sids(self, count: int) -> NDArray[np.int64]:
@@ -146,6 +120,19 @@ class Actor(Keyed):
         self._take_sources_back(rows)
         self._own(meta)
 
+    async def _stream(self) -> None:
+        """Puts of one size into one partition: they are reserved, and get their memory, ahead."""
+        partition, nbytes = self.rng.choice(PARTITIONS), self.rng.choice((200, 4096, 65536))
+        count = max(1, min(32, self.share.largest_put // nbytes // 2))
+        for _ in range(self.rng.randint(4, 8)):
+            sids = self._new_sids(count)
+            rows = self._columns(("num", "big"), sids, 1, nbytes)
+            meta = await self.client.async_put(rows, partition_id=partition, tags=tags_for(sids))
+            self.log(f"stream {partition} {meta.global_indexes[0]}+{count} x {nbytes}, sids {sids[0]}")
+            self._take_sources_back(rows)
+            self._own(meta)
+            await self.read(meta, exact=True)
+
     async def _insert(self) -> None:
         kind, sids, nbytes = self._drawn_kind()
         partition = self.rng.choice(PARTITIONS)
@@ -153,7 +140,7 @@ class Actor(Keyed):
         self.log(f"insert {partition} {kind.fields} {meta.global_indexes[0]}+{meta.size} x {nbytes}")
         rows = self._columns(kind.fields, sids, 1, nbytes)
         bare = BatchMeta(meta.global_indexes, meta.partition_ids)
-        await self._judged(meta, self.client.async_put(rows, metadata=bare, tags=tags_for(sids)))
+        await self.judged(meta, self.client.async_put(rows, metadata=bare, tags=tags_for(sids)))
         self._own(bare)
 
     def _own(self, meta: BatchMeta) -> None:
@@ -164,7 +151,7 @@ class Actor(Keyed):
     def _take_sources_back(self, rows: TensorDict) -> None:
         """What was put is stored: its source may be used for something else."""
         if self.rng.random() < 0.4:
-            _scribble(rows)
+            scribble(rows)
 
     async def _replace(self) -> None:
         """A newer version of some fields, or a further field, of some samples put before."""
@@ -173,7 +160,7 @@ class Actor(Keyed):
         meta = self.own.pop(self.rng.randrange(len(self.own)))  # comes back only if all went well
         names = [name for name in meta.field_names if name not in ("big", "back")] or meta.field_names
         name = "late" if self.rng.random() < 0.3 else self.rng.choice(names)
-        part = meta if self.rng.random() < 0.5 else meta.select_samples(self._positions(meta.size, repeats=False))
+        part = meta if self.rng.random() < 0.5 else meta.select_samples(self.positions(meta.size, repeats=False))
         version = await self._write(part, name)
         if part is not meta:
             written = set(part.global_indexes)
@@ -189,7 +176,7 @@ class Actor(Keyed):
         self.log(f"write {name} version {version} of {len(meta)} samples, first {meta.global_indexes[0]}")
         rows = self._columns([name], sids_of(meta), version, self.rng.choice((40, 500, 3000)))
         fresh = [{f"v.{name}": version}] * meta.size
-        await self._judged(meta, self.client.async_put(rows, metadata=meta, tags=fresh))
+        await self.judged(meta, self.client.async_put(rows, metadata=meta, tags=fresh))
         self._take_sources_back(rows)
         return version
 
@@ -200,7 +187,7 @@ class Actor(Keyed):
         meta, task = self.held.pop(self.rng.choice(mine))
         await self._write(meta, "back")
         self.held.append((meta, task))
-        await self._read(meta.select_fields(["back"]), exact=True)
+        await self.read(meta.select_fields(["back"]), exact=True)
 
     # ---- gets ----
 
@@ -223,7 +210,7 @@ class Actor(Keyed):
         self.held.append((meta, task))
         if len(self.held) > _MANY:
             del self.held[self.rng.randrange(_MANY)]
-        await self._read(meta)
+        await self.read(meta)
         if sampling is not None and self.rng.random() < 0.7:
             await self.client.async_ack(meta, task)
 
@@ -233,69 +220,11 @@ class Actor(Keyed):
         ready = np.flatnonzero(np.asarray(every.production_status)).tolist()
         if ready:
             chosen = self.rng.sample(ready, min(len(ready), self.rng.choice((1, 5, _READ_ROWS))))
-            await self._read(every.select_samples(chosen))
+            await self.read(every.select_samples(chosen))
 
     async def _read_own(self) -> None:
         if self.own:
-            await self._read(self.rng.choice(self.own), exact=True)
-
-    def _positions(self, count: int, repeats: bool) -> list[int]:
-        wanted = self.rng.randint(1, min(count, _READ_ROWS))
-        return self.rng.choices(range(count), k=wanted) if repeats else self.rng.sample(range(count), wanted)
-
-    async def _read(self, meta: BatchMeta, exact: bool = False) -> None:
-        """Whole, or rows in any order; ``exact``: nobody else can have replaced these values."""
-        if "big" in meta.field_names or self.rng.random() < 0.5:
-            count = min(meta.size, 24) if "big" in meta.field_names else meta.size
-            meta = meta[:count].select_samples(self._positions(count, self.rng.random() < 0.3))
-        if self.rng.random() < 0.3:
-            meta = meta.select_fields(self.rng.choice(meta.field_names))
-        view = HAS_VIEWS and self.rng.random() < 0.4
-        self.log(f"read{' view' if view else ''} {meta.field_names} of {meta.global_indexes}")
-        data = await self._judged(meta, self.client.async_get_data(meta, **({"copy": False} if view else {})))
-        kept = Kept.checked(data, meta, exact)
-        self.share.count("nbytes_checked", kept.nbytes)
-        self.share.count("views", view)
-        if not view and self.rng.random() < 0.2:  # what was got is the reader's own
-            _scribble(data)
-            again = Kept.checked(await self._judged(meta, self.client.async_get_data(meta)), meta, exact)
-            self.share.count("nbytes_checked", again.nbytes)
-        elif self.rng.random() < 0.4 and kept.nbytes < self.share.largest_kept:
-            self.kept.append(kept)
-            if len(self.kept) > _KEPT:
-                await self._recheck()
-
-    async def _recheck(self) -> None:
-        """What was got some time ago is as it was."""
-        if self.kept:
-            kept = self.kept.pop(self.rng.randrange(len(self.kept)))
-            kept.check_again()
-            self.share.count("nbytes_checked", kept.nbytes)
-
-    def finish(self) -> None:
-        """Look at everything that was kept once more and let go of it."""
-        for kept in self.kept:
-            kept.check_again()
-        self.kept.clear()
-        self.own.clear()
-        self.held.clear()
-
-    async def _judged(self, meta: BatchMeta, verb: Awaitable[Any]) -> Any:
-        """A sample may be gone because somebody cleared it, and for no other reason."""
-        try:
-            return await verb
-        except SampleClearedError as error:
-            for part in meta.chunk_by_partition():
-                if not set(part.global_indexes) <= await self._alive(part.partition_ids[0]):
-                    raise
-            raise values.WrongValueError(f"nobody cleared any of {meta}, yet: {error}") from error
-
-    async def _alive(self, partition: str) -> set[int]:
-        try:
-            every = await self.client.async_get_meta(["num"], partition_id=partition, mode="force_fetch")
-        except UnknownPartitionError:
-            return set()
-        return set(every.global_indexes)
+            await self.read(self.rng.choice(self.own), exact=True)
 
     # ---- clears ----
 
@@ -359,10 +288,3 @@ class Actor(Keyed):
             if isinstance(error, TransferQueueError):  # it had failed by itself
                 raise
             self.log("given up")
-
-
-def _scribble(data: TensorDict) -> None:
-    for name in known(data):
-        column = data[name]
-        if isinstance(column, torch.Tensor):
-            (column.values() if column.is_nested and column.layout == torch.jagged else column).fill_(1)

@@ -49,9 +49,13 @@ class Worker:
 
     def run(self) -> None:
         """Until told to stop; a failure of any part ends the process with ``FAILED``."""
-        works: list[Callable[[], None]] = [lambda actor=actor: self._in_thread(actor) for actor in self._actors[:NUM_THREADS]]
+        works: list[Callable[[], None]] = [
+            lambda actor=actor: self._in_thread(actor) for actor in self._actors[:NUM_THREADS]
+        ]
         threads = [threading.Thread(target=self._guarded, args=(work,)) for work in [*works, self._on_loop]]
-        watches = [threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in (self._watch, self._listen)]
+        watches = [
+            threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in (self._watch, self._listen)
+        ]
         for thread in [*threads, *watches]:
             thread.start()
         for thread in threads:

@@ -145,9 +145,7 @@ def test_what_a_cancelled_put_stored_for_samples_cleared_meanwhile_is_freed(clie
     with monkeypatch.context() as patched:
         patched.setattr(client, "_publish", cancelled_before(client._publish))
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(
-                client.async_put(rows(b=torch.arange(3)), metadata=meta, data_parser=clearing(client, meta[:]))
-            )
+            asyncio.run(client.async_put(rows(b=torch.arange(3)), metadata=meta, data_parser=clearing(client, meta[:])))
     assert client.get_stats()["partitions"][name]["samples"] == 0
     assert until(nothing_stored), unit()
 

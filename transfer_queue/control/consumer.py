@@ -55,7 +55,8 @@ class Consumer:
         return self._table.column(self._consumed)
 
     def _live(self) -> Rows:
-        return (self._table.column("state") == RowState.LIVE).nonzero()[0]
+        live: Rows = (self._table.column("state") == RowState.LIVE).nonzero()[0]
+        return live
 
     # ---- what is ready ----
 
@@ -82,7 +83,7 @@ class Consumer:
         return {fields: ready.count for fields, ready in self._ready.items()}
 
     def _every_drawable(self, fields: FieldNames) -> npt.NDArray[np.bool_]:
-        mask = (self._table.column("state") == RowState.LIVE) & (self.given == 0)
+        mask: npt.NDArray[np.bool_] = (self._table.column("state") == RowState.LIVE) & (self.given == 0)
         for name in fields:
             mask &= self._schema.has(name)
         return mask
@@ -171,7 +172,7 @@ class Consumer:
             assert np.array_equal(np.concatenate(kept) if kept else np.empty(0, dtype=np.intp), expected), fields
             assert ready.count == len(expected), fields
         for name, count in self._undrawn_with.items():
-            assert count == np.count_nonzero(self._every_drawable((name,))), f"undrawn samples with {name!r} are counted"
+            assert count == np.count_nonzero(self._every_drawable((name,))), f"undrawn ones with {name!r} are counted"
         live = self._live()
         assert self.num_undrawn == np.count_nonzero(self.given[live] == 0), "undrawn samples are counted"
         assert self.num_unconsumed == np.count_nonzero(~self.consumed[live]), "unconsumed samples are counted"

@@ -58,8 +58,10 @@ class SamplerView:
 
     def get_custom_meta(self, indexes: Iterable[int]) -> dict[int, Tags]:
         """Tags of samples; ``{}`` for one without."""
-        wanted = list(indexes)
-        return {**{index: {} for index in wanted}, **self._partition.tags.of(wanted)}
+        wanted = np.fromiter(indexes, dtype=np.int64)
+        rows, found = self._partition.table.find(wanted)
+        known = self._partition.tags.of(wanted[found], rows[found])
+        return {index: known.get(index, {}) for index in wanted.tolist()}
 
     def put_positions(self, indexes: Iterable[int]) -> list[tuple[int, int]]:
         """(offset within its put, samples of that put) for each sample: what keeps groups whole.

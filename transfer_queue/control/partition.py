@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Partition:
         self.table.add_column("holder", np.int32)
         self.schema = Schema(self.table)
         self.keys = KeyMap()
-        self.tags = TagStore()
+        self.tags = TagStore(self.table)
         self.consumers: dict[str, Consumer] = {}
         self.last_published: float | None = None
         self.num_live = 0
@@ -196,7 +196,7 @@ class Partition:
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         self.keys.forget(indexes.tolist())
-        self.tags.forget(indexes.tolist())
+        self.tags.forget(rows)
         self.table.mark_dead(rows)
         return indexes
 
@@ -238,9 +238,9 @@ class Partition:
         if not tags:
             return
         indexes = np.fromiter(tags, dtype=np.int64, count=len(tags))
-        _, found = self.table.find(indexes)
-        for index in indexes[found].tolist():
-            self.tags.put(index, tags[index], merge)
+        rows, found = self.table.find(indexes)
+        for index, row in zip(indexes[found].tolist(), rows[found].tolist(), strict=True):
+            self.tags.put(row, tags[index], merge)
 
     # ---- readers ----
 
@@ -253,21 +253,11 @@ class Partition:
 
     def counted(self) -> Rows:
         """Rows that status calls report: samples and pre-allocated ones."""
-        return _COUNTED[self.table.column("state")].nonzero()[0]
+        rows: Rows = _COUNTED[self.table.column("state")].nonzero()[0]
+        return rows
 
-    def all_consumed(self, task: str) -> bool:
-        """Of the counted rows there are some, and the task has consumed every one of them."""
-        consumer = self.consumers.get(task)
-        return bool(consumer and self.num_live and not consumer.num_unconsumed and not self._some_to_insert())
-
-    def all_produced(self, fields: Iterable[str]) -> bool:
-        """Every counted row has all of these fields."""
-        if self._some_to_insert():
-            return False
-        other = self.table.column("state") != RowState.LIVE
-        return all(all_of(self.schema.has(name) | other) for name in fields)
-
-    def _some_to_insert(self) -> bool:
+    def lacks_inserts(self) -> bool:
+        """Were samples pre-allocated that haven't come yet?"""
         return bool(self.num_free or (self.num_held and (self.table.column("state") == RowState.HELD_FREE).any()))
 
     def is_exhausted(self, consumer: Consumer) -> bool:

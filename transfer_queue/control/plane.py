@@ -25,6 +25,7 @@ class To(NamedTuple):
     reply: p.Reply
 
 
+_LAST = (math.inf, math.inf)
 _REFUSALS = (TransferQueueError, ValueError, TypeError, OverflowError)
 Verb = Callable[[str, Any, float], p.Reply | None]
 
@@ -169,7 +170,8 @@ class ControlPlane:
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
         deadline = now + fetch.wait_s
         partition = state.partitions.get(lane)
-        if fetch.acks and partition is not None and partition.consumer(task).ledger.ack(fetch.acks):
+        settled = fetch.acks and partition is not None and partition.consumer(task).ledger.ack(fetch.acks)
+        if settled and not state.waiters.is_first(lane, task, _LAST):
             state.waiters.park(client, fetch, now, deadline, lane, order)
             state.touch(lane, task)  # those in front go first: they may have waited for a batch that is settled now
             return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import RowState
+from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.writing import WRITERS
@@ -32,7 +32,7 @@ def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Rep
     """One int8 per sample; zeros for a task never seen."""
     partition = state.partitions.get(request.partition)
     if request.summary:
-        return p.Done(request.id, partition is not None and partition.all_consumed(request.task))
+        return p.Done(request.id, partition is not None and _all_consumed(partition, request.task))
     if partition is None:
         return p.Status(request.id, known=False)
     rows = partition.counted()
@@ -47,12 +47,23 @@ def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply
     if partition is None or not request.fields or not set(request.fields) <= set(partition.schema.names):
         return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
     if request.summary:
-        return p.Done(request.id, partition.all_produced(request.fields))
+        return p.Done(request.id, _all_produced(partition, request.fields))
     rows = partition.counted()
     names = [name for name in partition.schema.names if name in request.fields]
     status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
     return p.Status(request.id, True, indexes, status.tobytes(), len(names))
+
+
+def _all_consumed(partition: Partition, task: str) -> bool:
+    """Of the rows that status calls report there are some, and the task has consumed every one of them."""
+    consumer = partition.consumers.get(task)
+    return bool(consumer and partition.num_live and not consumer.num_unconsumed and not partition.lacks_inserts())
+
+
+def _all_produced(partition: Partition, fields: list[str]) -> bool:
+    other = partition.table.column("state") != RowState.LIVE
+    return not partition.lacks_inserts() and all(all_of(partition.schema.has(name) | other) for name in fields)
 
 
 def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
@@ -71,9 +82,10 @@ def _keys(partition: Partition) -> dict[str, p.Tags]:
     if not len(partition.keys):
         return {}
     items = list(partition.keys.items())
-    rows, found = partition.table.find(np.array([index for _, index in items], dtype=np.int64))
-    live = (partition.table.column("state")[rows] == RowState.LIVE) & found
-    tags = partition.tags.of(index for _, index in items)
+    indexes = np.array([index for _, index in items], dtype=np.int64)
+    rows = partition.rows_of(indexes)
+    live = partition.table.column("state")[rows] == RowState.LIVE
+    tags = partition.tags.of(indexes, rows)
     return {key: tags.get(index, {}) for (key, index), shown in zip(items, live, strict=True) if shown}
 
 

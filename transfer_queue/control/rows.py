@@ -41,7 +41,7 @@ def ascending(rows: Rows) -> Rows:
 
 def all_of(mask: npt.NDArray[np.bool_]) -> bool:
     """``mask.all()``, which costs a request of one sample several times as much."""
-    return np.count_nonzero(mask) == len(mask)
+    return int(np.count_nonzero(mask)) == len(mask)
 
 
 class RowTable:

@@ -238,6 +238,6 @@ def describe(
     status = schema.complete(rows, fields)
     return Batch(
         request_id, partition.name, pack_indexes(indexes), {n: schema.spec(n, rows) for n in fields if schema.knows(n)},
-        status.tobytes(), partition.tags.of(indexes.tolist()), token, batch_index,
+        status.tobytes(), partition.tags.of(indexes, rows), token, batch_index,
         None if padding is None else padding.tobytes(), keys or [],
     )  # fmt: skip

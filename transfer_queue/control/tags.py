@@ -1,51 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tags of one partition's samples, kept packed: a dict of its own for each would take most of the controller's memory."""
+"""Tags of one partition's samples, kept packed: a dict for each would take most of the controller's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
+import numpy as np
 
-from transfer_queue.protocol import Tags
+from transfer_queue.control.rows import Rows, RowTable
+from transfer_queue.protocol import Indexes, Tags
 
+_COLUMN = "tags"
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Tags)
 
 
 class TagStore(Mapping[int, Tags]):
-    """Global index -> tags, for samples that have some. What is read is a copy."""
+    """Global index -> tags, for samples that have some; they lie in the partition's table. What is read is a copy."""
 
-    def __init__(self) -> None:
-        self._packed: dict[int, bytes] = {}
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
 
-    def __len__(self) -> int:
-        return len(self._packed)
+    def put(self, row: int, tags: Tags, merge: bool) -> None:
+        """These are the row's tags now; ``merge`` keeps those that aren't named."""
+        if not self._table.has_column(_COLUMN):
+            self._table.add_column(_COLUMN, np.object_, None)
+        column = self._table.column(_COLUMN)
+        if merge and column[row]:
+            tags = {**_decoder.decode(column[row]), **tags}
+        column[row] = _encoder.encode(tags) if tags else None
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._packed)
+    def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
+        """Those of the samples that have some; they lie in these rows."""
+        if not self._table.has_column(_COLUMN):
+            return {}
+        packed = self._table.column(_COLUMN)[rows].tolist()
+        return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
+
+    def forget(self, rows: Rows) -> None:
+        """These rows' samples are gone."""
+        if self._table.has_column(_COLUMN):
+            self._table.column(_COLUMN)[rows] = None
 
     def __getitem__(self, index: int) -> Tags:
-        return _decoder.decode(self._packed[index])
+        wanted = np.array([index], dtype=np.int64)
+        rows, found = self._table.find(wanted)
+        return self.of(wanted[found], rows[found])[index]
 
-    def put(self, index: int, tags: Tags, merge: bool) -> None:
-        """These are the sample's tags now; ``merge`` keeps those that aren't named."""
-        if merge and index in self._packed:
-            tags = {**self[index], **tags}
-        if tags:
-            self._packed[index] = _encoder.encode(tags)
-        else:
-            self._packed.pop(index, None)
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._table.column("index")[self._rows()].tolist())
 
-    def of(self, indexes: Iterable[int]) -> dict[int, Tags]:
-        """Those of the samples that have some."""
-        if not self._packed:
-            return {}
-        packed = self._packed
-        return {index: _decoder.decode(packed[index]) for index in indexes if index in packed}
+    def __len__(self) -> int:
+        return len(self._rows())
 
-    def forget(self, indexes: Iterable[int]) -> None:
-        """These samples are gone."""
-        if self._packed:
-            for index in indexes:
-                self._packed.pop(index, None)
+    def _rows(self) -> Rows:
+        if not self._table.has_column(_COLUMN):
+            return np.empty(0, dtype=np.intp)
+        return self._table.column(_COLUMN).nonzero()[0]

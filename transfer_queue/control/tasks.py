@@ -26,7 +26,7 @@ class Task:
 
     def size_for(self, fetch: Fetch) -> int | None:
         """Number of data-parallel ranks of a round; None: every rank draws for itself, first come first served."""
-        sizes = {self.dp_size, fetch.dp_size, self.sampler.dp_size} - {None}
+        sizes = {size for size in (self.dp_size, fetch.dp_size, self.sampler.dp_size) if size is not None}
         if len(sizes) > 1:
             raise InvalidRequestError(
                 f"task {self.name!r} is used with different numbers of data-parallel ranks: {sorted(sizes)} "

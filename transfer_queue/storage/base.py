@@ -32,6 +32,29 @@ class RowsOf(NamedTuple):
     field_names: Sequence[str] = ()
 
 
+class OpenWrite(NamedTuple):
+    """An update that its writer neither published nor took back before it ended."""
+
+    number: int
+    global_indexes: Sequence[int]
+    field_names: Sequence[str]
+
+
+class Update:
+    """Values put over samples that others know already, until it is clear whether they get published."""
+
+    def __init__(self, stored: TensorDict, absent: bool = False) -> None:
+        """``stored``: what was put, or what a parser made of it. ``absent``: it replaced nothing."""
+        self.stored = stored
+        self.absent = absent
+
+    def settle(self) -> None:
+        """They are published, or taken back."""
+
+    async def take_back(self, indexes: Sequence[int]) -> None:
+        """Forget them for these samples where nobody replaced them since. A backend that can't tell keeps them."""
+
+
 class StorageManager(ABC):
     """The client's side of one backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
 
@@ -50,6 +73,16 @@ class StorageManager(ABC):
             ValueError: another number of rows than indexes; nothing has been sent.
         """
 
+    async def update_data(
+        self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None, absent: bool = False
+    ) -> Update | None:
+        """``put_data`` onto samples that are published.
+
+        With ``absent``, only where no sample has a value of these fields yet: None when one has, and a backend that
+        can't tell always says so.
+        """
+        return None if absent else Update(await self.put_data(data, metadata, data_parser))
+
     @abstractmethod
     async def get_data(self, metadata: HasRows) -> TensorDict:
         """``metadata.field_names`` of ``metadata.global_indexes``, in this order. The memory is the caller's own.
@@ -57,6 +90,13 @@ class StorageManager(ABC):
         Raises:
             StorageKeyNotFoundError: a value was cleared or never put.
         """
+
+    async def get_views(self, metadata: HasRows) -> TensorDict:
+        """``get_data`` without a copy where the values lie together in memory that this process can map.
+
+        Such values stay where they are as long as anything points at them. A backend that shares no memory copies.
+        """
+        return await self.get_data(metadata)
 
     @abstractmethod
     async def clear_data(self, metadata: HasRows) -> None:
@@ -76,6 +116,13 @@ class StorageManager(ABC):
         """
         if fields is None:
             await self.clear_data(RowsOf(indexes))
+
+    async def forsake(self, client: str) -> list[OpenWrite]:
+        """This client's process has ended: nothing that is still on its way from it counts. What it left open."""
+        return []
+
+    async def take_back(self, number: int, indexes: Sequence[int], client: str = "") -> None:
+        """Forget what an open write of this client stored for these samples, where nobody replaced it since."""
 
     async def close(self) -> None:
         """Let go of what the manager opened; what is stored stays."""

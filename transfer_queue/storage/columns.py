@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,13 +16,13 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor,
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
+from transfer_queue.storage.copying import Copies
 from transfer_queue.storage.objects import decode_rows, encode_rows
-from transfer_queue.storage.pieces import OBJECTS, IntArray, Piece, Positions
+from transfer_queue.storage.pieces import OBJECTS, ByteArray, IntArray, Piece, Positions
 from transfer_queue.storage.sources import BytesSource, RowsSource, Source, TensorSource, jagged_source
-from transfer_queue.storage.spans import copy_rows, copy_spans
+from transfer_queue.storage.spans import Copy, copy_rows, copy_spans
 from transfer_queue.storage.tensors import (
     are_alike,
-    copy_bytes,
     dtype_of,
     from_bytes,
     is_plain,
@@ -31,6 +31,7 @@ from transfer_queue.storage.tensors import (
 )
 
 Parts = Sequence[tuple[Positions, Piece]]
+Lay = Callable[[Parts], ByteArray | None]
 LAYOUTS = ("jagged", "dense")
 
 
@@ -63,15 +64,20 @@ def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
     return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
 
 
-def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False) -> TensorDict:
+def unpack(
+    parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False, lay: Lay | None = None
+) -> TensorDict:
     """One batch of ``count`` rows in fresh memory, columns by name.
 
     Args:
         parts: Per field, pieces with the rows of the batch that they fill; each row exactly once.
         layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
+        lay: The rows of some parts back to back where they are, instead of copied; None where that can't be.
     """
     check_layout(layout)
-    columns = {name: _column(name, parts[name], count, layout, allow_pickle) for name in sorted(parts)}
+    copies = Copies()
+    columns = {name: _column(name, parts[name], count, layout, allow_pickle, copies, lay) for name in sorted(parts)}
+    copies.finish()
     return TensorDict(columns, batch_size=[count])
 
 
@@ -85,8 +91,7 @@ def relaid(data: TensorDict, layout: str) -> TensorDict:
             and count
             and (column.is_nested or (layout == "jagged" and column.ndim > 1))
         ):
-            piece = _source(name, column, count, False).piece()
-            column = _column(name, [(slice(0, count), piece)], count, layout, False)
+            column = _of_piece(_source(name, column, count, False).piece(), layout)
         columns[name] = column
     return TensorDict(columns, batch_size=[count])
 
@@ -99,7 +104,7 @@ def check_layout(layout: str) -> None:
 def column_of(values: Sequence[Any]) -> Any:
     """One value per row as a column of a TensorDict: tensors of one dtype and rank together, all else as objects."""
     if are_alike(values):
-        return _column("", [(slice(0, len(values)), rows_piece(values))], len(values), "jagged", False)
+        return _of_piece(rows_piece(values), "jagged")
     if any(map(is_tensor_collection, set(map(type, values)))):
         # The stack would take a TensorDict for one of its own members.
         values = [NonTensorData(data=value) for value in values]
@@ -164,15 +169,21 @@ def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
     return TensorSource(tensor)
 
 
-def _column(name: str, parts: Parts, count: int, layout: str, allow_pickle: bool) -> Any:
+def _of_piece(piece: Piece, layout: str) -> Any:
+    return _column("", [(slice(0, piece.rows), piece)], piece.rows, layout, False, np.copyto)
+
+
+def _column(
+    name: str, parts: Parts, count: int, layout: str, allow_pickle: bool, copy: Copy, lay: Lay | None = None
+) -> Any:
     rows = sum(piece.rows for _, piece in parts)
     if rows != count:
         raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
     families = {piece.layout.family for _, piece in parts}
     if len(families) == 1 and OBJECTS not in families:
         if len({piece.layout for _, piece in parts}) > 1 or parts[0][1].layout.kind == "ragged":
-            return _ragged(parts, count, layout)
-        dense = _dense(parts, count)
+            return _ragged(parts, count, layout, copy, lay)
+        dense = _dense(parts, count, copy, lay)
         return dense if dense.ndim == 1 or layout == "dense" else _jagged(dense.flatten(0, 1), _steps(dense))
     values: list[Any] = [None] * count
     for positions, piece in parts:
@@ -186,20 +197,21 @@ def _column(name: str, parts: Parts, count: int, layout: str, allow_pickle: bool
 def _of_values(values: Sequence[Any], layout: str) -> Any:
     column = column_of(values)
     if layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _column("", [(slice(0, len(values)), rows_piece(values))], len(values), layout, False)
+        return _of_piece(rows_piece(values), layout)
     return column
 
 
-def _dense(parts: Parts, count: int) -> torch.Tensor:
+def _dense(parts: Parts, count: int, copy: Copy, lay: Lay | None) -> torch.Tensor:
     layout = parts[0][1].layout
-    out = recycling.empty(count * layout.row_nbytes)
-    if out.nbytes:
-        for positions, piece in parts:
-            copy_rows(out, positions, piece.data, piece.picks, layout.row_nbytes, copy_bytes)
+    out = lay(parts) if lay is not None else None
+    if out is None:
+        out = recycling.empty(count * layout.row_nbytes)
+        for positions, piece in parts if out.nbytes else ():
+            copy_rows(out, positions, piece.data, piece.picks, layout.row_nbytes, copy)
     return from_bytes(out, dtype_of(layout.dtype), (count, *layout.shape))
 
 
-def _ragged(parts: Parts, count: int, layout: str) -> Any:
+def _ragged(parts: Parts, count: int, layout: str, copy: Copy, lay: Lay | None) -> Any:
     first = parts[0][1].layout
     shapes = np.empty((count, len(first.shape)), np.int64)
     ragged = [(positions, piece.as_ragged()) for positions, piece in parts]
@@ -209,9 +221,13 @@ def _ragged(parts: Parts, count: int, layout: str) -> Any:
     sizes = shapes.prod(axis=1) * first.itemsize
     bounds = np.zeros(count + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
-    out = recycling.empty(int(bounds[-1]))
-    for positions, piece in ragged:
-        copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], copy_bytes)
+    out = lay(parts) if lay is not None else None
+    if out is None:
+        out = recycling.empty(int(bounds[-1]))
+        # torch packs rows that are irregular in other dims anew, so they must be here by then.
+        by = copy if (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto
+        for positions, piece in ragged:
+            copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
     return _shaped(out, dtype_of(first.dtype), shapes, bounds, layout)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from transfer_queue.storage.pieces import ByteArray, IntArray, Layout, Piece, Positions, dense_layout, ragged_layout
-from transfer_queue.storage.spans import LONG_RUN_NBYTES, copy_spans, runs
-from transfer_queue.storage.tensors import as_bytes, copy_bytes, dtype_name, from_bytes, rows_piece
+from transfer_queue.storage.spans import Copy, copy_spans, runs
+from transfer_queue.storage.tensors import as_bytes, dtype_name, from_bytes, rows_piece
 
 
 class Source(ABC):
@@ -31,12 +31,12 @@ class Source(ABC):
         """Bytes that the values of these rows take."""
 
     @abstractmethod
-    def copy_into(self, out: ByteArray, at: Positions) -> None:
-        """Write these rows back to back; ``out`` is just as long as they are."""
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
+        """Write these rows back to back by ``copy``; ``out`` is just as long as they are."""
 
-    def stored_in(self, out: ByteArray, at: Positions, rows: int) -> Piece:
+    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> Piece:
         """Write these rows into ``out``, and what must be known of them to read them there."""
-        self.copy_into(out, at)
+        self.copy_into(out, at, copy)
         return Piece(self.layout, rows, out, None if self.side is None else self.side[at])
 
 
@@ -69,12 +69,13 @@ class TensorSource(Source):
             entries = int((self._bounds[at + 1] - self._bounds[at]).sum())
         return entries * self._entry_nbytes
 
-    def copy_into(self, out: ByteArray, at: Positions) -> None:
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
         starts, stops = runs(at)
         if self._bounds is not None:
             starts, stops = self._bounds[starts], self._bounds[stops]
-        if len(starts) > 1 and out.nbytes < LONG_RUN_NBYTES * len(starts):
-            self._copy_scattered(out, starts, stops)
+        if self._values.is_contiguous() and self._values.device.type == "cpu":
+            sizes = (stops - starts) * self._entry_nbytes
+            copy_spans(out, np.cumsum(sizes) - sizes, as_bytes(self._values), starts * self._entry_nbytes, sizes, copy)
             return
         entries = int((stops - starts).sum())
         target = from_bytes(out, self._values.dtype, (entries, *self._values.shape[1:]))
@@ -82,10 +83,6 @@ class TensorSource(Source):
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             target[begin : begin + stop - start].copy_(self._values[start:stop])
             begin += stop - start
-
-    def _copy_scattered(self, out: ByteArray, starts: IntArray, stops: IntArray) -> None:
-        sizes = (stops - starts) * self._entry_nbytes
-        copy_spans(out, np.cumsum(sizes) - sizes, as_bytes(self._values), starts * self._entry_nbytes, sizes)
 
 
 class RowsSource(Source):
@@ -109,7 +106,7 @@ class RowsSource(Source):
     def nbytes_of(self, at: Positions) -> int:
         return int(self._nbytes[at].sum())
 
-    def copy_into(self, out: ByteArray, at: Positions) -> None:
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
         begin = 0
         for number in range(self.rows)[at] if isinstance(at, slice) else at.tolist():
             row, nbytes = self._tensors[number], int(self._nbytes[number])
@@ -133,13 +130,13 @@ class BytesSource(Source):
         bounds = self._piece.bounds
         return int((bounds[stops] - bounds[starts]).sum())
 
-    def copy_into(self, out: ByteArray, at: Positions) -> None:
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
         starts, stops = (self._piece.bounds[edges] for edges in runs(at))
         sizes = stops - starts
-        copy_spans(out, np.cumsum(sizes) - sizes, self._piece.data, starts, sizes, copy_bytes)
+        copy_spans(out, np.cumsum(sizes) - sizes, self._piece.data, starts, sizes, copy)
 
-    def stored_in(self, out: ByteArray, at: Positions, rows: int) -> Piece:
-        self.copy_into(out, at)
+    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> Piece:
+        self.copy_into(out, at, copy)
         offsets = np.zeros(rows + 1, np.int64)
         np.cumsum(np.diff(self._piece.bounds)[at], out=offsets[1:])
         return Piece(self.layout, rows, out, offsets)

@@ -13,8 +13,6 @@ import torch
 from transfer_queue.errors import ProtocolError
 from transfer_queue.storage.pieces import ByteArray, Piece, dense_layout, ragged_layout
 
-_THREADED_NBYTES = 256 * 1024
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -44,15 +42,6 @@ def from_bytes(data: ByteArray, dtype: torch.dtype, shape: Sequence[int]) -> tor
     if data.nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(data).view(dtype).view(tuple(shape))
-
-
-def copy_bytes(dst: ByteArray, src: ByteArray) -> None:
-    """dst[:] = src, with all of torch's threads where that pays."""
-    # torch takes no read-only memory (received frames) without complaint.
-    if dst.nbytes >= _THREADED_NBYTES and src.flags.writeable:
-        torch.from_numpy(dst).copy_(torch.from_numpy(src))
-    else:
-        dst[...] = src
 
 
 def are_alike(values: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -114,12 +115,28 @@ class Attachment:
         self.descriptor = descriptor
         self.greeting = greeting
         self._connection = connection
+        self._unsaid: deque[int] = deque()
         _attachments.add(self)
 
-    def say(self, word: int) -> None:
-        """From any thread, also while garbage is collected. Nothing happens when the host has ended."""
-        with contextlib.suppress(OSError):
-            self._connection.send(_WORD.pack(word))
+    def say(self, word: int) -> bool:
+        """From any thread, also while garbage is collected: it never waits.
+
+        Returns False where the host has no room to hear it now; it is said again with the next word.
+        """
+        self._unsaid.append(word)
+        while self._unsaid:
+            try:
+                word = self._unsaid.popleft()
+            except IndexError:  # another thread said it
+                break
+            try:
+                self._connection.send(_WORD.pack(word), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._unsaid.appendleft(word)
+                return False
+            except OSError:  # the host has ended, and all that it lent with it
+                break
+        return True
 
     def close(self) -> None:
         """Idempotent. In a fork of the process that attached it leaves the parent's attachment alone."""

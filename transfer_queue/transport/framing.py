@@ -101,7 +101,7 @@ class Inbound:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
-        self._need = _PREFIX.size
+        self._need = len(_MARK)
         self._body: _Body | None = None
 
     def receive(self, source: Source) -> list[Message]:
@@ -130,10 +130,15 @@ class Inbound:
     def _cut(self, data: bytes) -> list[Message]:
         messages = []
         at = 0
-        self._need = _PREFIX.size
-        while self._body is None and len(data) - at >= _PREFIX.size:
-            mark, header_size, request_id, num_frames = _PREFIX.unpack_from(data, at)
-            if mark != _MARK or header_size > _MAX_HEADER or num_frames > _MAX_FRAMES:
+        self._need = len(_MARK)
+        while self._body is None and len(data) - at >= len(_MARK):
+            if not data.startswith(_MARK, at):
+                raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
+            if len(data) - at < _PREFIX.size:
+                self._need = _PREFIX.size
+                break
+            _, header_size, request_id, num_frames = _PREFIX.unpack_from(data, at)
+            if header_size > _MAX_HEADER or num_frames > _MAX_FRAMES:
                 raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
             sizes_at = at + _PREFIX.size
             header_at = sizes_at + num_frames * _SIZE

@@ -107,16 +107,21 @@ class Fetches(Line):
             )
         return reply  # type: ignore[no-any-return]
 
-    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
+    async def async_get_data(self, metadata: BatchMeta, copy: bool = True) -> TensorDict:
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
 
+        Args:
+            copy: False: values that lie together in a storage unit of this host are given as views of its memory,
+                which keep that from being recycled until the last of them is gone; only for reading (who writes
+                changes pages of his own, never what is stored), and only in this process, not in its forks.
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
         """
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         await self.session.config()
-        return await self.storage_manager.get_data(metadata)
+        storage = self.storage_manager
+        return await (storage.get_data(metadata) if copy else storage.get_views(metadata))
 
     async def async_ack(self, metadata: BatchMeta, task_name: str) -> int:
         """Settle the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already."""

@@ -10,6 +10,7 @@ from transfer_queue.errors import InvalidRequestError
 from transfer_queue.session import Session
 from transfer_queue.storage.registry import create as create_storage
 from transfer_queue.storage.settings import storage_settings
+from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
@@ -60,5 +61,7 @@ class Line:
         return float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
 
     def close(self) -> None:
-        """Leave the queue; what was put stays. Idempotent."""
+        """Leave the queue; what was put stays, and so do values that were got. Idempotent."""
+        if self._storage is not None:
+            run_blocking(self._storage.close())
         self.session.close()

@@ -13,6 +13,7 @@ from transfer_queue.errors import InvalidRequestError, SampleClearedError, Unkno
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
 from transfer_queue.reservations import Reservations
+from transfer_queue.storage.base import Update
 from transfer_queue.verbs.line import Line
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
@@ -132,15 +133,38 @@ class Puts(Line):
             data, target = rows[real], meta.select_samples(real)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
         bare.add_fields(data)
-        for part in bare.chunk_by_partition():
-            await self._check(part)
-        stored = await self.storage_manager.put_data(data, target, parser)
-        bare.add_fields(stored)
-        for part in bare.chunk_by_partition():
-            await self._publish(part, {index: tags[index] for index in part.global_indexes if index in tags})
-        meta.add_fields(stored if stored.batch_size[0] == meta.size else rows)
+        update = await self._update(data, target, bare, parser)
+        try:
+            bare.add_fields(update.stored)
+            for part in bare.chunk_by_partition():
+                await self._publish_update(update, part, tags)
+        finally:
+            update.settle()
+        meta.add_fields(update.stored if update.stored.batch_size[0] == meta.size else rows)
         meta.mark_custom_meta_clean()
         return meta
+
+    async def _update(self, data: TensorDict, target: BatchMeta, bare: BatchMeta, parser: DataParser | None) -> Update:
+        """Write the values; they are visible once published."""
+        storage = self.storage_manager
+        if parser is None and not set(bare.field_names) & set(target.field_names):
+            # Fields that nobody has put so far replace nothing, so a refusal can wait for the publish.
+            update = await storage.update_data(data, target, absent=True)
+            if update is not None:
+                return update
+        for part in bare.chunk_by_partition():
+            await self._check(part)
+        update = await storage.update_data(data, target, parser)
+        assert update is not None
+        return update
+
+    async def _publish_update(self, update: Update, part: BatchMeta, tags: Mapping[int, Mapping[str, Any]]) -> None:
+        try:
+            await self._publish(part, {index: tags[index] for index in part.global_indexes if index in tags})
+        except (InvalidRequestError, SampleClearedError):
+            if update.absent:  # else what it replaced is gone, and values of the wrong kind are better than none
+                await update.take_back(part.global_indexes)
+            raise
 
     async def _check(self, part: BatchMeta) -> None:
         """Refuse cleared samples and dtypes that change before the storage replaces anything."""

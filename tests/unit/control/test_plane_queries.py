@@ -26,7 +26,8 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import To
+from transfer_queue.control.plane import ControlPlane, To
+from transfer_queue.control.state import PlaneConfig
 
 
 def resolve(plane, *keys, partition="p", **kwargs):
@@ -65,6 +66,49 @@ def test_consumption_status_is_zeros_for_a_task_never_seen_and_ones_for_what_it_
     batch(plane, 2)
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [1, 1, 0]
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "other").status) == [0, 0, 0]
+
+
+def summary(plane, verb, *args):
+    return ask(plane, ACTOR, verb, *args, summary=True).value
+
+
+def test_the_summary_of_consumption_is_yes_once_every_sample_there_is_was_consumed(plane):
+    assert not summary(plane, p.ConsumptionStatus, "p", "train")
+    ask(plane, ACTOR, p.CreatePartition, "p")
+    assert not summary(plane, p.ConsumptionStatus, "p", "train")
+    put(plane, 3)
+    batch(plane, 2)
+    assert not summary(plane, p.ConsumptionStatus, "p", "train")
+    reserve(plane, 1)
+    batch(plane, 1)
+    assert summary(plane, p.ConsumptionStatus, "p", "train")
+    assert not summary(plane, p.ConsumptionStatus, "p", "other")
+
+
+def test_the_summary_of_production_is_yes_once_every_sample_there_is_has_all_fields(plane):
+    assert not summary(plane, p.ProductionStatus, "p", ["x"])
+    samples = put(plane, 3, "x", "y")
+    put(plane, 1, "x")
+    asked = (["x"], ["x", "y"], ["x", "unknown"], [])
+    assert [summary(plane, p.ProductionStatus, "p", names) for names in asked] == [True, False, False, False]
+    publish(plane, [samples[-1] + 1], "y")
+    reserve(plane, 1)
+    clear(plane, samples[:1])
+    assert summary(plane, p.ProductionStatus, "p", ["x", "y"])
+
+
+def test_preallocated_samples_are_neither_produced_nor_consumed():
+    plane = ControlPlane(PlaneConfig(preallocate=3))
+    put(plane, 2)
+    batch(plane, 2)
+    asked = [(p.ConsumptionStatus, "p", "train"), (p.ProductionStatus, "p", ["x"])]
+    assert [summary(plane, *each) for each in asked] == [False, False]
+    (last,) = reserve(plane, 1)
+    assert [summary(plane, *each) for each in asked] == [False, False]
+    publish(plane, [last])
+    assert [summary(plane, *each) for each in asked] == [False, True]
+    batch(plane, 1)
+    assert summary(plane, p.ConsumptionStatus, "p", "train")
 
 
 # ---- describe ----

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.pieces import Allocate, IntArray, Piece
@@ -54,15 +55,18 @@ class BlockStore:
             held[: len(present)] |= present[: len(held)]
         return int(held.sum())
 
-    def write(self, indexes: IntArray, parts: FieldParts) -> None:
-        """Keep these values; a value that is there already is replaced. The pieces' memory is kept, not copied."""
+    def write(self, indexes: IntArray, parts: FieldParts, number: int = 0) -> None:
+        """Keep these values; a value that is there already is replaced. The pieces' memory is kept, not copied.
+
+        ``number``: what ``take_back`` may name the write by.
+        """
         slots = self._claim(indexes, parts)
         for name, positions, piece in parts:
             field = self._fields[name]
             mine = slots[positions]
             fresh = mine[field.missing(mine)]
             self._slots.keep(np.unique(fresh))
-            field.add(mine, piece)
+            field.add(mine, piece, number)
 
     def _claim(self, indexes: IntArray, parts: FieldParts) -> IntArray:
         # An index that no part gives a value must not get a page: nothing would ever release it.
@@ -111,6 +115,11 @@ class BlockStore:
                 found.append((name, field, slots))
         return found
 
+    def holds_any(self, indexes: IntArray, fields: Iterable[str]) -> bool:
+        """Is there a value of any of these fields for any of these indexes?"""
+        slots = self._slots.find(indexes)
+        return any(not self._fields[name].missing(slots).all() for name in fields if name in self._fields)
+
     def mean_nbytes(self, fields: Iterable[str]) -> float:
         """Bytes of one sample's values of these fields, on average over all samples that have them."""
         held = [self._fields[name] for name in fields if name in self._fields]
@@ -118,13 +127,25 @@ class BlockStore:
 
     def drop(self, indexes: IntArray, fields: Iterable[str] | None = None) -> int:
         """Forget these fields (None: all) of these indexes, unknown ones skipped, and say how many values that were."""
+        return self._drop(indexes, fields, lambda field, slots: ~field.missing(slots))
+
+    def take_back(self, indexes: IntArray, fields: Iterable[str], number: int) -> int:
+        """``drop``, but only what came with this write and was not replaced since."""
+        return self._drop(indexes, fields, lambda field, slots: field.written_by(slots, number))
+
+    def _drop(
+        self,
+        indexes: IntArray,
+        fields: Iterable[str] | None,
+        which: Callable[[FieldBlocks, IntArray], NDArray[np.bool_]],
+    ) -> int:
         slots = np.unique(self._slots.find(indexes))
         dropped = 0
         for name in list(self._fields if fields is None else fields):
             field = self._fields.get(name)
             if field is None:
                 continue
-            mine = slots[~field.missing(slots)]
+            mine = slots[which(field, slots)]
             field.drop(mine)
             self._slots.release(mine)
             dropped += len(mine)

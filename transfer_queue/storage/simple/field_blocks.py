@@ -42,6 +42,7 @@ class FieldBlocks:
         # -1: no value. Whatever else a block holds at a row that the table doesn't name is dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
+        self._write_of = np.zeros(0, np.int64)
         self._blocks: dict[int, _Block] = {}
         self._free_numbers: list[int] = []
         self._small: dict[Layout, dict[int, _Block]] = {}
@@ -59,6 +60,7 @@ class FieldBlocks:
         if more > 0:
             self._block_of = np.append(self._block_of, np.full(more, -1, np.int32))
             self._row_of = np.append(self._row_of, np.zeros(more, np.int32))
+            self._write_of = np.append(self._write_of, np.zeros(more, np.int64))
 
     def missing(self, slots: IntArray) -> NDArray[np.bool_]:
         """True where the slot is -1 or holds no value."""
@@ -72,12 +74,17 @@ class FieldBlocks:
         rows = self._row_of[slots]
         return sum(self._blocks[n].piece.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
 
-    def add(self, slots: IntArray, piece: Piece) -> None:
+    def written_by(self, slots: IntArray, write: int) -> NDArray[np.bool_]:
+        """True where the slot holds a value that came with this write."""
+        return ~self.missing(slots) & (self._write_of[slots] == write)
+
+    def add(self, slots: IntArray, piece: Piece, write: int = 0) -> None:
         """Row i becomes the value of ``slots[i]``; of a slot given twice the last row counts."""
         held = self._block_of[slots] >= 0
         if held.any():
             self.drop(np.unique(slots[held]))
         block = self._insert(slots, piece)
+        self._write_of[slots] = write
         rows = np.arange(piece.rows)
         stale = np.flatnonzero(self._row_of[slots] != rows)
         if len(stale):

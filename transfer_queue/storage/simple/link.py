@@ -31,6 +31,8 @@ class UnitLink:
     def __init__(self, peer: Peer, shared: bool = True) -> None:
         """``shared`` False: don't try to map the arena, values travel as frames."""
         self.peer = peer
+        self.settled: list[int] = []
+        """Numbers of open writes to settle with the next one."""
         self._lock = threading.Lock()
         self._shared = shared
         self._tried = False
@@ -58,8 +60,8 @@ class UnitLink:
             except IndexError:  # another thread took it
                 return None
             if place.nbytes >= nbytes:
-                arena.begin(place.hold)
-                if time.monotonic() < good_until:  # only now it is sure that the unit heard it in time
+                # The clock after the word: only then it is sure that the unit heard it in time.
+                if arena.begin(place.hold) and time.monotonic() < good_until:
                     return place
             arena.let_go(place.hold)
         return None

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, from_wire
-from transfer_queue.storage.base import DataParser, HasRows, StorageManager
+from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, StorageManager, Update
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run, groups
 from transfer_queue.storage.simple.link import UnitLink
@@ -19,20 +20,25 @@ from transfer_queue.storage.simple.messages import (
     Drop,
     Failed,
     FieldParts,
+    Forsake,
+    Forsaken,
     Leased,
     Read,
     Request,
     Rows,
     Stats,
+    TakeBack,
     UnitStats,
-    Written,
     decode_answer,
     encode,
     pack_indexes,
+    unpack_indexes,
 )
 from transfer_queue.storage.simple.parts import unpack_parts
+from transfer_queue.storage.simple.pins import Pins
 from transfer_queue.storage.simple.unit import INLINE_NBYTES
-from transfer_queue.storage.simple.writing import Sources, UnitWrite
+from transfer_queue.storage.simple.updates import UnitUpdate
+from transfer_queue.storage.simple.writing import Sources, Terms, UnitWrite
 from transfer_queue.transport.base import Call, Caller, Peer, Reply
 from transfer_queue.transport.modes import is_blocking
 
@@ -68,6 +74,7 @@ class SimpleStorageManager(StorageManager):
         self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = float(config.get("put_timeout_s", 60.0))
         self._timeout_s = float(config.get("timeout_s", 30.0))
+        self._numbers = itertools.count(1)
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
@@ -76,19 +83,34 @@ class SimpleStorageManager(StorageManager):
         When a unit refuses, what the others took stays there until it is cleared: only the caller knows whether the
         samples are new (``clear_rows`` gives it back) or hold values that others may be reading.
         """
+        data, indexes, sources = await self._prepared(data, metadata, data_parser)
+        await self._write(indexes, sources, Terms(self._put_timeout_s, self._inline_nbytes))
+        return data
+
+    async def update_data(
+        self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None, absent: bool = False
+    ) -> Update | None:
+        data, indexes, sources = await self._prepared(data, metadata, data_parser)
+        update = UnitUpdate(data, absent, next(self._numbers), self)
+        terms = Terms(self._put_timeout_s, self._inline_nbytes, update.number, absent)
+        if await self._write(indexes, sources, terms):
+            return update
+        update.settle()
+        return None
+
+    async def _prepared(
+        self, data: TensorDict, metadata: HasRows, parser: DataParser | None
+    ) -> tuple[TensorDict, IntArray, Sources]:
         from transfer_queue.storage import columns
 
         indexes = _as_indexes(metadata.global_indexes)
         self._check_rows(columns.num_rows(data), len(indexes))
-        if data_parser is not None:
+        if parser is not None:
             from transfer_queue.storage.parsing import parsed
 
             # It may take long (fetching from a URL): on an event loop it must not hold up everything else.
-            data = parsed(data, data_parser) if is_blocking() else await asyncio.to_thread(parsed, data, data_parser)
-        sources = columns.sources(data, self._allow_pickle)
-        if sources and len(indexes):
-            await self._write(indexes, sources)
-        return data
+            data = parsed(data, parser) if is_blocking() else await asyncio.to_thread(parsed, data, parser)
+        return data, indexes, columns.sources(data, self._allow_pickle)
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
         return await self.get_rows(metadata.global_indexes, metadata.field_names)
@@ -96,7 +118,15 @@ class SimpleStorageManager(StorageManager):
     async def clear_data(self, metadata: HasRows) -> None:
         await self.clear_rows(metadata.global_indexes)
 
+    async def get_views(self, metadata: HasRows) -> TensorDict:
+        return await self._get(metadata.global_indexes, metadata.field_names, None, copy=False)
+
     async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
+        return await self._get(indexes, fields, layout)
+
+    async def _get(
+        self, indexes: Sequence[int], fields: Iterable[str], layout: str | None, copy: bool = True
+    ) -> TensorDict:
         from transfer_queue.storage import columns
 
         layout = layout or self._layout
@@ -106,20 +136,17 @@ class SimpleStorageManager(StorageManager):
             return columns.unpack({}, len(wanted), layout, self._allow_pickle)
         shares = self._shares(wanted)
         reads = [(unit, self._read_of(unit, wanted[at], names)) for unit, at in shares]
-        pinned = reads  # or so it must be taken, until the answers tell
+        pins = Pins(reads, self._links)
         try:
             answers = await self._ask([(unit, read, ()) for unit, read in reads])
-            pinned = [read for read, (answer, _) in zip(reads, answers, strict=True) if _expect(Rows, answer).pinned]
+            pins.keep([_expect(Rows, answer).pinned for answer, _ in answers])
             parts: dict[str, list[tuple[Positions, Piece]]] = {name: [] for name in names}
             for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
                 for name, positions, piece in self._rows(unit, _expect(Rows, answer), frames, len(at)):
                     parts[name].append((as_run(at[positions]), piece))
-            return columns.unpack(parts, len(wanted), layout, self._allow_pickle)
+            return columns.unpack(parts, len(wanted), layout, self._allow_pickle, None if copy else pins.lay)
         finally:
-            for unit, read in pinned:
-                arena = self._links[unit].arena
-                if arena is not None and read.pin is not None:
-                    arena.let_go(read.pin)
+            pins.use.less()
 
     def _read_of(self, unit: int, indexes: IntArray, names: list[str]) -> Read:
         arena = self._links[unit].arena
@@ -147,27 +174,45 @@ class SimpleStorageManager(StorageManager):
         for link in self._links:
             link.close()
 
-    async def _write(self, indexes: IntArray, sources: Sources) -> None:
+    async def _write(self, indexes: IntArray, sources: Sources, terms: Terms) -> bool:
+        """False: a unit holds a value where there must be none; other units may have stored their share."""
+        from transfer_queue.storage.copying import Copies
+
+        if not sources or not len(indexes):
+            return True
         shares, timeout_s = self._shares(indexes), self._put_timeout_s + self._timeout_s
-        writes = [
-            UnitWrite(self._links[unit], indexes, at, sources, self._put_timeout_s, self._inline_nbytes)
-            for unit, at in shares
-        ]
-        units = [unit for unit, _ in shares]
+        writes = [(unit, UnitWrite(self._links[unit], indexes, at, sources, terms)) for unit, at in shares]
         try:
-            wishes = [(unit, write, write.lease()) for unit, write in zip(units, writes, strict=True)]
-            leases = [(unit, write, lease) for unit, write, lease in wishes if lease is not None]
+            leases = [(unit, write, lease) for unit, write in writes if (lease := write.lease()) is not None]
             answers = await self._ask([(unit, lease, ()) for unit, _, lease in leases], timeout_s)
             for (_, write, _), (answer, _) in zip(leases, answers, strict=True):
                 write.leased(_expect(Leased, answer))
             pieces: dict[str, Piece] = {}
-            asks = [(unit, *write.message(pieces)) for unit, write in zip(units, writes, strict=True)]
-            for write, (answer, _) in zip(writes, await self._ask(asks, timeout_s), strict=True):
-                write.done(_expect(Written, answer))
+            copies = Copies()
+            asks = [(unit, *write.message(pieces, copies)) for unit, write in writes]
+            copies.finish()
+            answers = await self._ask(asks, timeout_s)
+            return all([write.done(answer) for (_, write), (answer, _) in zip(writes, answers, strict=True)])
         except BaseException:
-            for write in writes:
+            for _, write in writes:
                 write.give_up()
             raise
+
+    def settle(self, number: int) -> None:
+        """An open write of this number needs to be remembered no more."""
+        for link in self._links:
+            link.settled.append(number)
+
+    async def take_back(self, number: int, indexes: Sequence[int], client: str = "") -> None:
+        """Forget what an open write of this client ("": this one) stored for these samples and nobody replaced."""
+        wanted = _as_indexes(indexes)
+        shares = self._shares(wanted)
+        await self._ask([(unit, TakeBack(client, number, pack_indexes(wanted[at])), ()) for unit, at in shares])
+
+    async def forsake(self, client: str) -> list[OpenWrite]:
+        answers = await self._ask([(unit, Forsake(client), ()) for unit in range(len(self._links))])
+        writes = [write for answer, _ in answers for write in _expect(Forsaken, answer).writes]
+        return [OpenWrite(write.number, unpack_indexes(write.indexes).tolist(), write.fields) for write in writes]
 
     def _shares(self, indexes: IntArray) -> Shares:
         """(unit, positions in ``indexes`` that are its own), units without any left out."""

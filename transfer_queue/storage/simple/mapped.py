@@ -11,6 +11,7 @@ import numpy as np
 
 from transfer_queue.storage.pieces import ByteArray
 from transfer_queue.storage.simple.messages import Hold
+from transfer_queue.storage.simple.views import Segment, Use
 from transfer_queue.storage.simple.words import BEGIN, LET_GO, pack_word
 from transfer_queue.transport.attachments import Attachment, attach
 
@@ -30,9 +31,11 @@ class MappedArena:
         """Raises OSError where a mapping of this size is refused."""
         self._attachment = attachment
         self._numbers = itertools.count(1)
+        self.use = Use(self._end)
         self.nbytes = int.from_bytes(attachment.greeting, "little")
         self.descriptor = attachment.descriptor
         self._memory = np.frombuffer(mmap.mmap(attachment.descriptor, self.nbytes), np.uint8)
+        self._first = int(self._memory.__array_interface__["data"][0])
 
     def hold(self) -> Hold:
         """A name for a hold to ask for."""
@@ -42,12 +45,22 @@ class MappedArena:
         return self._memory[offset : offset + nbytes]
 
     def close(self) -> None:
-        """All holds fall; the memory stays mapped while somebody looks at it."""
-        self._attachment.close()
+        """All holds fall once nobody reads where the values lie; the memory stays mapped while somebody looks at it."""
+        self.use.less()
 
-    def begin(self, hold: Hold) -> None:
-        """Say that this client writes into a lease from now on."""
-        self._attachment.say(pack_word(BEGIN, hold.number))
+    def _end(self) -> None:
+        self._attachment.close()
+        os.close(self.descriptor)
+
+    def segment(self, memory: ByteArray) -> Segment | None:
+        """Which part of the arena this memory is."""
+        offset = int(memory.__array_interface__["data"][0]) - self._first
+        inside = 0 <= offset and offset + memory.nbytes <= self.nbytes
+        return Segment(self.descriptor, offset, memory.nbytes) if inside else None
+
+    def begin(self, hold: Hold) -> bool:
+        """Say that this client writes into a lease from now on. Returns False where the unit can't hear it now."""
+        return self._attachment.say(pack_word(BEGIN, hold.number))
 
     def let_go(self, hold: Hold) -> None:
         """Say that this client has no use for a hold any more, whether it was granted or not."""
@@ -64,4 +77,5 @@ def map_arena(address: str) -> MappedArena | None:
         return MappedArena(attachment)
     except (OSError, ValueError, OverflowError):  # a limit on addresses, say: frames work everywhere
         attachment.close()
+        os.close(attachment.descriptor)
         return None

@@ -70,6 +70,9 @@ class Write(Message, frozen=True):
 
     ``lease`` is where those parts lie that have an offset; a write without one waits up to ``wait_s`` for room.
     ``ahead``: lease so many bytes for the next write, if there is room now.
+
+    Onto samples that others may know already: ``number`` (positive, of the client's choice) marks the write as open,
+    so that it can be taken back, until the client names it as ``settled``; ``absent``: refuse it when a value is there.
     """
 
     indexes: bytes
@@ -79,12 +82,47 @@ class Write(Message, frozen=True):
     lease: Hold | None = None
     ahead: Hold | None = None
     ahead_nbytes: int = 0
+    number: int = 0
+    absent: bool = False
+    settled: list[int] = []
 
 
 class Written(Message, frozen=True):
     """The write is whole; readers see it from now on. ``ahead``: where the next one may be written, -1 nowhere."""
 
     ahead: int = -1
+
+
+class Present(Message, frozen=True):
+    """Nothing was written: a value is there, and the write was for where there is none."""
+
+
+class TakeBack(Message, frozen=True):
+    """Forget what an open write of this client stored, of these indexes (None: all), where nobody replaced it since."""
+
+    client: str
+    number: int
+    indexes: bytes | None = None
+
+
+class Forsake(Message, frozen=True):
+    """This client has ended: nothing that is still on its way from it counts."""
+
+    client: str
+
+
+class OpenWrite(msgspec.Struct, frozen=True, array_like=True):
+    """A write that its client never settled."""
+
+    number: int
+    indexes: bytes
+    fields: list[str]
+
+
+class Forsaken(Message, frozen=True):
+    """What the client left open; whoever knows what is published takes back the rest."""
+
+    writes: list[OpenWrite]
 
 
 class Read(Message, frozen=True):
@@ -150,8 +188,8 @@ class Failed(Message, frozen=True):
     text: str
 
 
-Request: TypeAlias = Lease | Write | Read | Drop | Stats
-Answer: TypeAlias = Leased | Written | Rows | Dropped | UnitStats | Failed
+Request: TypeAlias = Lease | Write | Read | Drop | TakeBack | Forsake | Stats
+Answer: TypeAlias = Leased | Written | Present | Forsaken | Rows | Dropped | UnitStats | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(Request)

@@ -20,10 +20,14 @@ from transfer_queue.storage.simple.messages import (
     Dropped,
     Failed,
     FieldParts,
+    Forsake,
+    Forsaken,
     Hold,
     Lease,
     Leased,
+    Present,
     Read,
+    TakeBack,
     UnitStats,
     Write,
     Written,
@@ -31,6 +35,7 @@ from transfer_queue.storage.simple.messages import (
     encode,
     unpack_indexes,
 )
+from transfer_queue.storage.simple.open_writes import OpenWrites
 from transfer_queue.storage.simple.parking import Parked, Parking
 from transfer_queue.storage.simple.parts import unpack_parts
 from transfer_queue.storage.simple.words import BEGIN, unpack_word
@@ -63,6 +68,7 @@ class StorageUnit:
         self._store = BlockStore(self._allocate)
         self._holds = Holds()
         self._parking = Parking()
+        self._open_writes = OpenWrites()
 
     # ---- a transport handler ----
 
@@ -151,6 +157,8 @@ class StorageUnit:
 
     def _serve(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> list[Outgoing]:
         request = decode_request(header)
+        if self._open_writes.has_ended(envelope.client):
+            raise ProtocolError(f"client {envelope.client!r} was taken for dead, and what it wrote given up.")
         if isinstance(request, Write):
             return self._write(envelope, request, frames, now)
         if isinstance(request, Lease):
@@ -160,6 +168,11 @@ class StorageUnit:
         if isinstance(request, Drop):
             dropped = self._store.drop(unpack_indexes(request.indexes), request.fields)
             return [_answer(envelope, Dropped(dropped)), *self._let_in()]
+        if isinstance(request, TakeBack):
+            return self._take_back(envelope, request)
+        if isinstance(request, Forsake):
+            left = self._open_writes.end(request.client)
+            return [_answer(envelope, Forsaken(left)), *self.client_gone(request.client, now)]
         return [_answer(envelope, self.stats())]
 
     def _read(self, envelope: Envelope, request: Read) -> Outgoing:
@@ -255,9 +268,19 @@ class StorageUnit:
     def _keep(
         self, envelope: Envelope, request: Write, indexes: IntArray, parts: FieldParts, now: float
     ) -> list[Outgoing]:
-        self._store.write(indexes, parts)
+        if request.absent and self._store.holds_any(indexes, {name for name, _, _ in parts}):
+            return [_answer(envelope, Present())]
+        self._store.write(indexes, parts, self._open_writes.begin(envelope.client, request))
         self._squeeze()
         return [_answer(envelope, Written(self._ahead(request, now)))]
+
+    def _take_back(self, envelope: Envelope, request: TakeBack) -> list[Outgoing]:
+        found = self._open_writes.take(request.client or envelope.client, request.number, request.indexes)
+        dropped = 0
+        if found is not None:
+            number, indexes, fields = found
+            dropped = self._store.take_back(unpack_indexes(indexes), fields, number)
+        return [_answer(envelope, Dropped(dropped)), *self._let_in()]
 
     def _ahead(self, request: Write, now: float) -> int:
         """Lease memory for this client's next write unless somebody else needs it now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,10 @@ from transfer_queue.storage.pieces import IntArray, Piece
 from transfer_queue.storage.selection import as_run, pick
 from transfer_queue.storage.simple.arena import whole_pages
 from transfer_queue.storage.simple.link import Place, UnitLink
-from transfer_queue.storage.simple.messages import Hold, Lease, Leased, Write, Written, pack_indexes
+from transfer_queue.storage.simple.messages import Hold, Lease, Leased, Present, Write, Written, pack_indexes
 from transfer_queue.storage.simple.parts import Packer
 from transfer_queue.storage.simple.unit import least_in_arena
+from transfer_queue.storage.spans import Copy
 
 if TYPE_CHECKING:
     from transfer_queue.storage.sources import Source
@@ -23,20 +24,27 @@ if TYPE_CHECKING:
 Sources = Mapping[str, "Source"]
 
 
+class Terms(NamedTuple):
+    """See ``Write``: the same for all units that a put touches."""
+
+    wait_s: float
+    inline_nbytes: int
+    number: int = 0
+    absent: bool = False
+
+
 class UnitWrite:
     """Steps: ``lease`` if that is not None, then ``message`` (which copies), then ``done``; or ``give_up``."""
 
-    def __init__(
-        self, link: UnitLink, indexes: IntArray, at: IntArray, sources: Sources, wait_s: float, inline_nbytes: int
-    ) -> None:
+    def __init__(self, link: UnitLink, indexes: IntArray, at: IntArray, sources: Sources, terms: Terms) -> None:
         """``at``: which of the put's rows belong to this unit."""
         self._link = link
         self._indexes = pack_indexes(indexes[at])
         self._at = at
         self._run = as_run(at)
         self._sources = sources
-        self._wait_s = wait_s
-        self._inline_nbytes = inline_nbytes
+        self._terms = terms
+        self._settled: list[int] = []
         self._place: Place | None = None
         self._asked: Hold | None = None
         self._next: tuple[Hold, int] | None = None
@@ -49,9 +57,9 @@ class UnitWrite:
     def _placed_sizes(self) -> dict[str, int]:
         """Fields that the arena takes, with their bytes; none where frames are cheaper, or all there is."""
         sizes = {name: source.nbytes_of(self._run) for name, source in self._sources.items()}
-        if sum(sizes.values()) <= self._inline_nbytes or self._link.arena is None:
+        if sum(sizes.values()) <= self._terms.inline_nbytes or self._link.arena is None:
             return {}
-        least = least_in_arena(self._inline_nbytes)
+        least = least_in_arena(self._terms.inline_nbytes)
         return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
 
     @property
@@ -63,21 +71,24 @@ class UnitWrite:
         if not self._total or self._place is not None or self._link.arena is None:
             return None
         self._asked = self._link.arena.hold()
-        return Lease(self._asked, self._total, self._indexes, list(self._sources), self._wait_s)
+        return Lease(self._asked, self._total, self._indexes, list(self._sources), self._terms.wait_s)
 
     def leased(self, answer: Leased) -> None:
         hold, self._asked = self._asked, None
         if hold is not None and answer.offset >= 0:
             self._place = Place(hold, answer.offset, self._total)
 
-    def message(self, pieces: dict[str, Piece]) -> tuple[Write, list[object]]:
-        """The write and its frames. ``pieces`` keeps what several units' frames are cut from."""
+    def message(self, pieces: dict[str, Piece], copy: Copy) -> tuple[Write, list[object]]:
+        """The write, whose values lie in the arena once ``copy`` has copied them, and its frames.
+
+        ``pieces`` keeps what several units' frames are cut from.
+        """
         packer, place, arena = Packer(), self._place, self._link.arena
         offset = place.offset if place is not None else 0
         for name, source in self._sources.items():
             if place is not None and arena is not None and name in self._sizes:
                 nbytes = self._sizes[name]
-                piece = source.stored_in(arena.view(offset, nbytes), self._run, len(self._at))
+                piece = source.stored_in(arena.view(offset, nbytes), self._run, len(self._at), copy)
                 packer.add_at(name, slice(0, len(self._at)), piece, offset)
                 offset += whole_pages(nbytes)
                 continue
@@ -91,14 +102,24 @@ class UnitWrite:
             self._next = (arena.hold(), ahead)
         self._sent = time.monotonic()
         hold = None if self._next is None else self._next[0]
-        write = Write(self._indexes, packer.parts, packer.tables, self._wait_s, lease, hold, ahead)
+        terms, self._settled = self._terms, list(self._link.settled)
+        write = Write(
+            self._indexes, packer.parts, packer.tables, terms.wait_s, lease, hold, ahead, terms.number, terms.absent,
+            self._settled,
+        )  # fmt: skip
         return write, packer.frames
 
-    def done(self, answer: Written) -> None:
+    def done(self, answer: Written | Present) -> bool:
+        """Was it written?"""
         self._place = None
+        if isinstance(answer, Present):
+            self.give_up()
+            return False
+        self._link.settled = [number for number in self._link.settled if number not in self._settled]
         if self._next is not None and answer.ahead >= 0:
             self._link.keep_ahead(Place(self._next[0], answer.ahead, self._next[1]), self._sent)
         self._next = None
+        return True
 
     def give_up(self) -> None:
         """Nothing of what was asked for is wanted any more."""

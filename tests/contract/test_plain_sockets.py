@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What plain Unix sockets must survive: strangers, half messages, slow and huge ones, forks, and files left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
+
+from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.framing import Inbound, encode
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.server import SocketServer
+
+MIB = 1 << 20
+AT_ONCE_S = 2.0
+DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    gc.collect()  # what the tests before this one dropped
+    before = held()
+    yield
+    assert held() == before
+
+
+@pytest.fixture
+def caller() -> Iterator[SocketCaller]:
+    caller = SocketCaller("me")
+    yield caller
+    caller.close()
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def peer(tmp_path: Path, desk: Desk) -> Iterator[Peer]:
+    with served_by_thread(tmp_path, desk) as (peer, _):
+        yield peer
+
+
+@pytest.fixture
+def raw(peer: Peer) -> Iterator[socket.socket]:
+    """Somebody who speaks to the server by hand."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(JOIN_S)
+    connection.connect(line_of(peer))
+    yield connection
+    connection.close()
+
+
+def line_of(peer: Peer) -> str:
+    return peer.address.removeprefix("ipc://") + ".line"
+
+
+def headers(replies: Any) -> list[bytes]:
+    return [reply.header for reply in replies]
+
+
+def echo(caller: SocketCaller, peer: Peer, header: bytes = b"echo", timeout_s: float = 10.0) -> list[bytes]:
+    return headers(run_blocking(caller.call_many(calls(peer, header), timeout_s)))
+
+
+def all_of(*messages: Any) -> bytes:
+    return b"".join(bytes(part) for message in messages for part in encode(*message))
+
+
+# ---- which one is used ----
+
+
+def test_on_one_host_zmq_is_not_needed(caller, peer):
+    Path(peer.address.removeprefix("ipc://")).unlink()
+    assert echo(caller, peer) == [b"echo"]
+
+
+def test_a_server_without_plain_sockets_is_called_over_zmq(caller, desk, tmp_path):
+    with served_by_thread(tmp_path, desk, plain=False) as (peer, _):
+        assert not Path(line_of(peer)).exists()
+        assert echo(caller, peer) == [b"echo"]
+
+
+def test_a_path_too_long_for_the_plain_socket_is_served_over_zmq_alone(caller, desk, tmp_path):
+    limit = 107
+    directory = tmp_path / ("d" * (limit - 2 - len(str(tmp_path)) - len("/thread")))
+    directory.mkdir()
+    with served_by_thread(directory, desk) as (peer, _):
+        assert os.listdir(directory) == ["thread"]
+        assert echo(caller, peer) == [b"echo"]
+
+
+def test_a_server_leaves_no_file_and_replaces_what_a_killed_one_left(caller, desk, tmp_path):
+    with served_by_process(tmp_path) as (peer, process):
+        process.kill()
+        process.join()
+        assert sorted(os.listdir(tmp_path)) == ["process", "process.line"]
+    (tmp_path / "process.line").rename(tmp_path / "thread.line")
+    with served_by_thread(tmp_path, desk) as (peer, _):
+        assert echo(caller, peer) == [b"echo"]
+    assert os.listdir(tmp_path) in (["process"], ["process", "thread"], ["thread", "process"])
+
+
+# ---- strangers and halves ----
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(100_000),
+        all_of((0, b"\xff\xfe no name")) + b"TQL1" + b"\xff" * 20,
+        all_of((0, b"me"))[:-1] + b"\0" * 100_000,
+        all_of((0, b"me", [b"x"]), (1, b"echo")) + b"\0" * 100,
+    ],
+    ids=["http", "noise", "sizes", "one byte off", "after a request"],
+)
+def test_a_stranger_is_shown_out_and_nobody_else_notices(caller, peer, raw, garbage):
+    assert echo(caller, peer) == [b"echo"]
+    try:
+        raw.sendall(garbage)
+        while raw.recv(1 << 16):
+            pass
+    except ConnectionError:  # it was shut before it had said everything
+        pass
+    assert echo(caller, peer) == [b"echo"]
+
+
+def test_half_a_message_of_one_who_died_leaves_nothing(caller, peer, raw, desk):
+    echo(caller, peer)
+    files = held()[1]
+    raw.sendall(all_of((0, b"half"), (1, b"park", [bytes(8 * MIB)]))[: 3 * MIB])
+    raw.close()
+    deadline = time.monotonic() + JOIN_S
+    while held()[1] != files - 2 and time.monotonic() < deadline:  # its end and the server's
+        echo(caller, peer)
+    assert (held()[1], desk.parked) == (files - 2, [])
+
+
+@DRIVES
+def test_what_a_strange_server_says_is_an_error(caller, tmp_path, drive):
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{tmp_path}/strange.line")
+    listener.listen()
+
+    def answer() -> None:
+        for said in (b"HTTP/1.1 400 Bad Request\r\n\r\n", all_of((2**60, b"of another call"))):
+            connection, _ = listener.accept()
+            connection.recv(1 << 16)
+            connection.sendall(said)
+            connection.recv(1 << 16)
+            connection.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    call = Call(Peer("strange", f"ipc://{tmp_path}/strange"), b"echo")
+    with pytest.raises(QueueUnreachableError, match=r"strange at ipc:.* sent not a message of this version"):
+        drive(caller.call_many([call], 10.0))
+    with pytest.raises(QueueUnreachableError, match="did not answer within"):
+        drive(caller.call_many([call], 0.3))
+    caller.close()
+    thread.join(JOIN_S)
+    listener.close()
+
+
+# ---- large and slow ----
+
+
+@DRIVES
+def test_a_frame_of_200_mib_goes_both_ways(caller, tmp_path, drive):
+    sent = np.arange(200 * MIB // 8)
+    with served_by_process(tmp_path) as (peer, _):
+        ((_, (frame,)),) = drive(caller.call_many(calls(peer, b"echo", frames=[sent]), 50.0))
+    assert np.array_equal(np.frombuffer(frame, sent.dtype), sent)
+
+
+@DRIVES
+def test_thousands_of_frames_go_both_ways(caller, peer, drive):
+    sent = [b"%d" % number for number in range(4000)] + [bytes(20_000)] * 1500
+    ((_, frames),) = drive(caller.call_many(calls(peer, b"echo", frames=sent), 50.0))
+    assert [bytes(frame) for frame in frames] == sent
+
+
+def test_a_slow_reader_delays_nobody_and_gets_all(caller, peer, raw):
+    frame = os.urandom(MIB) * 64
+    raw.sendall(all_of((0, b"slow"), (1, b"echo", [frame]), (2, b"echo")))
+    for _ in range(50):
+        started = time.monotonic()
+        assert echo(caller, peer) == [b"echo"]
+        assert time.monotonic() - started < AT_ONCE_S
+    raw.setblocking(True)
+    inbound, messages = Inbound(), []
+    while len(messages) < 2:
+        messages += inbound.receive(raw)
+    assert [(number, header) for number, header, _ in messages] == [(1, b"echo"), (2, b"echo")]
+    assert bytes(messages[0].frames[0]) == frame
+
+
+def test_a_slow_writer_delays_nobody_and_is_heard(caller, peer, raw):
+    said = all_of((0, b"slow"), (5, b"echo", [b"abc"]))
+    for position in range(len(said)):
+        raw.sendall(said[position : position + 1])
+        assert echo(caller, peer) == [b"echo"]
+    raw.setblocking(True)
+    ((number, header, frames),) = Inbound().receive(raw)
+    assert (number, header, [bytes(frame) for frame in frames]) == (5, b"echo", [b"abc"])
+
+
+def test_large_and_small_calls_of_one_loop_come_through_together(caller, tmp_path):
+    large = np.arange(8 * MIB // 8)
+
+    async def story(peer: Peer) -> None:
+        several = [caller.call_many(calls(peer, b"large", frames=[large]), 50.0) for _ in range(6)]
+        several += [caller.call_many(calls(peer, b"%d" % number), 50.0) for number in range(200)]
+        replies = await asyncio.gather(*several)
+        assert [headers(reply) for reply in replies[6:]] == [[b"%d" % number] for number in range(200)]
+        assert all(np.array_equal(np.frombuffer(frame, large.dtype), large) for ((_, (frame,)),) in replies[:6])
+
+    with served_by_process(tmp_path) as (peer, _):
+        asyncio.run(story(peer))
+
+
+def test_a_call_cancelled_half_sent_leaves_the_others_of_its_loop_alone(caller, peer):
+    async def story() -> list[bytes]:
+        doomed = asyncio.ensure_future(caller.call_many(calls(peer, b"park", frames=[bytes(64 * MIB)]), 30.0))
+        await asyncio.sleep(0)
+        doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        return headers(await caller.call_many(calls(peer, b"free", b"last"), 30.0))
+
+    assert asyncio.run(story()) == [b"free", b"last"]
+
+
+@DRIVES
+def test_a_server_that_ends_while_it_is_sent_to_is_told_at_once(caller, tmp_path, drive):
+    with served_by_process(tmp_path) as (peer, process):
+        drive(caller.call_many(calls(peer, b"echo"), 10.0))
+        os.kill(process.pid, 19)  # it stops reading
+        killer = threading.Timer(0.1, process.kill)
+        killer.start()
+        started = time.monotonic()
+        with pytest.raises(QueueUnreachableError, match="has ended"):
+            drive(caller.call_many(calls(peer, b"echo", frames=[bytes(64 * MIB)]), 60.0))
+        assert time.monotonic() - started < AT_ONCE_S
+        killer.join()
+
+
+# ---- ends ----
+
+
+@DRIVES
+def test_a_server_that_stops_in_a_living_process_is_told_at_once(caller, desk, tmp_path, drive):
+    with served_by_thread(tmp_path, desk) as (peer, server):
+        drive(caller.call_many(calls(peer, b"echo"), 10.0))
+        stopper = threading.Timer(0.1, server.stop)
+        stopper.start()
+        with pytest.raises(QueueUnreachableError, match=r"^desk at ipc:\S+ has ended"):
+            drive(caller.call_many(calls(peer, b"park"), 60.0))
+        stopper.join()
+    with pytest.raises(QueueUnreachableError, match="has ended"):
+        drive(caller.call_many(calls(peer, b"echo"), 60.0))
+
+
+def test_a_forked_child_keeps_no_end_of_its_parents_lines_open(caller, desk, tmp_path):
+    context = multiprocessing.get_context("fork")
+    with served_by_thread(tmp_path, desk) as (peer, server):
+        assert echo(caller, peer) == [b"echo"]
+        stay = context.Event()
+        child = context.Process(target=stay.wait)
+        child.start()
+        files = held()[1]
+        other = SocketCaller("other")
+        assert echo(other, peer) == [b"echo"]
+        caller.close()
+        deadline = time.monotonic() + JOIN_S
+        while held()[1] >= files + 3 and time.monotonic() < deadline:  # the server hears of the end of a line
+            echo(other, peer)
+        assert held()[1] < files + 3
+        server.stop()
+        started = time.monotonic()
+        with pytest.raises(QueueUnreachableError, match="has ended"):
+            echo(other, peer, b"park", 60.0)
+        assert time.monotonic() - started < AT_ONCE_S
+        other.close()
+        stay.set()
+        child.join(JOIN_S)
+        assert child.exitcode == 0
+        child.close()
+
+
+def test_a_server_whose_zmq_address_cannot_be_bound_leaves_nothing(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(Exception, match=r"Address already in use|Is a directory|not permitted"):
+        SocketServer(f"ipc://{tmp_path}/taken")
+    assert os.listdir(tmp_path) == ["taken"]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request costs doesn't depend on how many samples its partition holds: array elements are counted, not time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from control_kit import ACTOR, ROLLOUT, ack, ask, batch, clear, fetch, park, publish, put, register, reserve, seal
+
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane
+from transfer_queue.control.state import PlaneConfig
+
+ROWS = 200_000
+MOST = 10_000
+"""Elements that a request for few samples may look at: some chunks of 4096 rows, some blocks of 1024."""
+
+
+class Watched(np.ndarray):
+    """A column that counts the elements which are read, compared, searched or gathered; views of it are free."""
+
+    elements = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        result = super().__getitem__(key)
+        if isinstance(key, slice):
+            return result
+        Watched.elements += size_of(result)
+        return plain(result)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        Watched.elements += max(map(size_of, inputs))
+        out = kwargs.pop("out", None)
+        if out is not None:
+            kwargs["out"] = tuple(plain(each) for each in out)
+        return getattr(ufunc, method)(*map(plain, inputs), **kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        Watched.elements += sum(map(size_of, args))
+        return function(*map(plain, args), **kwargs)
+
+    def nonzero(self) -> Any:
+        Watched.elements += self.size
+        return plain(self).nonzero()
+
+    def tolist(self) -> Any:
+        Watched.elements += self.size
+        return plain(self).tolist()
+
+
+def plain(array: Any) -> Any:
+    return array.view(np.ndarray) if isinstance(array, Watched) else array
+
+
+def size_of(value: Any) -> int:
+    return value.size if isinstance(value, np.ndarray) else 1
+
+
+def watch(plane: ControlPlane) -> None:
+    """From here on every column of partition "p" counts, and so does what is ready in it."""
+    partition = plane.state.partitions["p"]
+    table = partition.table
+    table._columns = {name: column.view(Watched) for name, column in table._columns.items()}
+    for consumer in partition.consumers.values():
+        for ready in consumer._ready.values():
+            ready._mask, ready._counts = ready._mask.view(Watched), ready._counts.view(Watched)
+    Watched.elements = 0
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def large(tokens):
+    """A partition of many samples in mid-stream; each request below is one that its kind of client repeats."""
+    plane = ControlPlane(PlaneConfig())
+    put(plane, ROWS, "x")
+    put(plane, 100, "x")  # the table has room now: growing costs its size, once in a while
+    publish(plane, [ROWS - 1], "y")
+    for task in ("plain", "sealed", "parked"):  # the first look of a task at some fields is a scan
+        batch(plane, 1, task=task)
+        fetch(plane, 1, task=task, names=("x", "z"))
+        fetch(plane, 2, task=task, names=("x", "y"))
+    fetch(plane, 1, task="finite", names=("x", "z"))
+    batch(plane, ROWS, task="finite")
+    batch(plane, 100, task="finite")
+    for sampler in ("SequentialSampler", "RankAwareSampler", "GRPOGroupNSampler"):
+        register(plane, sampler, sampler=sampler, dp_size=4)
+        batch(plane, 2, 0, 0, task=sampler)
+    tokens += [fetch(plane, 1, 0, index, task="ranked").token for index in range(3)]
+    park(plane, 2, task="parked", names=("x", "y"))
+    watch(plane)
+    return plane
+
+
+def cost(action: Any) -> int:
+    Watched.elements = 0
+    action()
+    return Watched.elements
+
+
+REQUESTS = {
+    "reserve": lambda plane: reserve(plane, 1),
+    "put": lambda plane: put(plane, 1),
+    "publish onto a sample": lambda plane: publish(plane, [5], "x"),
+    "publish described": lambda plane: publish(plane, reserve(plane, 1), describe=True),
+    "cancel": lambda plane: ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(reserve(plane, 1))),
+    "insert": lambda plane: ask(plane, ROLLOUT, p.Insert, "p", 1, ["x"]),
+    "fetch": lambda plane: batch(plane, 4, task="plain"),
+    "fetch of another's round": lambda plane: batch(plane, 2, 3, 0, task="RankAwareSampler"),
+    "round of SequentialSampler": lambda plane: batch(plane, 2, 0, 1, task="SequentialSampler"),
+    "round of RankAwareSampler": lambda plane: batch(plane, 2, 0, 1, task="RankAwareSampler"),
+    "round of GRPOGroupNSampler": lambda plane: batch(plane, 2, 0, 1, task="GRPOGroupNSampler"),
+    "batch given again": lambda plane: batch(plane, 1, 0, 2, task="ranked"),
+    "poll for a field that nobody has": lambda plane: fetch(plane, 1, task="plain", names=("x", "z")),
+    "poll for a field that one has": lambda plane: fetch(plane, 2, task="plain", names=("x", "y")),
+    "poll far ahead": lambda plane: fetch(plane, 1, 0, 10**15, task="plain", names=("x", "z"), first_index=0),
+    "end of a finite stream": lambda plane: fetch(plane, ROWS, task="finite", finite=True),
+    "a parked fetch expires": lambda plane: plane.expire(1e9),
+    "set tags": lambda plane: ask(plane, ACTOR, p.SetTags, {"p": {7: {"a": 1}}}),
+    "describe": lambda plane: ask(plane, ACTOR, p.Describe, "p", None, p.pack_indexes([7])),
+    "resolve keys": lambda plane: ask(plane, ROLLOUT, p.ResolveKeys, "p", ["k", "l"], True),
+    "is all consumed?": lambda plane: ask(plane, ACTOR, p.ConsumptionStatus, "p", "plain", True),
+    "clear": lambda plane: clear(plane, [11, 12]),
+    "statistics": lambda plane: ask(plane, ACTOR, p.GetStats),
+    "writer gone": lambda plane: plane.client_gone(ROLLOUT, now=0.0),
+    "seal": lambda plane: seal(plane),
+    "fetch from a sealed partition": lambda plane: batch(plane, 4, task="sealed"),
+    "poll of a sealed partition": lambda plane: fetch(plane, 1, task="sealed", names=("x", "z")),
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_request_looks_at_few_rows_however_many_there_are(large, kind):
+    assert cost(lambda: REQUESTS[kind](large)) < MOST
+
+
+def test_an_ack_looks_at_no_rows(large, tokens):
+    assert cost(lambda: ack(large, tokens[0], task="ranked")) == 0
+
+
+def test_the_count_notices_a_scan(large):
+    assert cost(lambda: ask(large, ACTOR, p.ConsumptionStatus, "p", "plain")) > ROWS
+    assert cost(lambda: fetch(large, 1, task="new")) > ROWS
+
+
+def test_a_preallocated_partition_finds_its_free_rows_without_looking_at_all_of_them():
+    plane = ControlPlane(PlaneConfig(preallocate=ROWS))
+    put(plane, ROWS // 2)
+    watch(plane)
+    taken = []
+    assert cost(lambda: [taken.extend(reserve(plane, 1)) for _ in range(3)]) < 4 * MOST
+    assert taken == [ROWS // 2, ROWS // 2 + 1, ROWS // 2 + 2]
