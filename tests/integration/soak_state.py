@@ -22,7 +22,8 @@ from tests.integration import soak_values as values
 from transfer_queue.metadata import BatchMeta
 
 OPERATIONS = ("put", "stream", "insert", "replace", "write_back", "fetch", "fetch_shared", "read_any", "read_own",
-              "recheck", "clear", "clear_any", "clear_partition", "kv_put", "kv_get", "kv_clear", "look", "give_up")  # fmt: skip
+              "recheck", "clear", "clear_any", "clear_partition", "kv_put", "kv_get", "kv_clear", "look",
+              "give_up")  # fmt: skip
 OUTCOMES = ("ok", "SampleClearedError", "StorageKeyNotFoundError", "UnknownPartitionError", "EndOfPartitionError",
             "BatchTimeoutError", "StorageFullError", "ProducersGoneError", "KeyGone")  # fmt: skip
 OTHERS = ("nbytes_put", "nbytes_checked", "views", "most_held_nbytes")

@@ -123,6 +123,7 @@ class StorageManager(ABC):
 
     async def take_back(self, number: int, indexes: Sequence[int], client: str = "") -> None:
         """Forget what an open write of this client stored for these samples, where nobody replaced it since."""
+        return
 
     async def close(self) -> None:
         """Let go of what the manager opened; what is stored stays."""

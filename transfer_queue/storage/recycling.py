@@ -61,7 +61,8 @@ class Recycler:
         watch = _Watch(buffer, self._dropped.append)
         watch.memory = memory
         self._watches[id(watch)] = watch
-        return buffer.view(np.ndarray)
+        plain: ByteArray = buffer.view(np.ndarray)
+        return plain
 
     def _take(self, nbytes: int) -> mmap.mmap | None:
         fitting = [memory for memory in self._kept if nbytes <= len(memory) <= _LOOSE * nbytes + mmap.PAGESIZE]

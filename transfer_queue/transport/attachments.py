@@ -98,7 +98,8 @@ class Reception:
                 self._show_out(number)
                 answers += self._host.detached(number, now)
                 break
-            answers += self._host.told(number, *_WORD.unpack(packet), now)
+            (word,) = _WORD.unpack(packet)
+            answers += self._host.told(number, word, now)
         return answers
 
     def _show_out(self, number: int) -> None:

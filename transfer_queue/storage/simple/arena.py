@@ -86,7 +86,10 @@ class Arena:
         start = self._warm.take(size)
         if start is None:
             start = self._cold.take(size)
-        return None if start is None else self._extent(start, size)[:nbytes]
+        if start is None:
+            return None
+        extent: ByteArray = self._extent(start, size)[:nbytes]
+        return extent
 
     def carve(self, extent: ByteArray, ranges: Sequence[tuple[int, int]]) -> list[ByteArray]:
         """Turn an extent that nobody else refers to into separate ones, each freed on its own.
@@ -116,10 +119,11 @@ class Arena:
         return 0 <= self.offset_of(memory) < self.nbytes
 
     def _extent(self, start: int, size: int) -> ByteArray:
-        extent = np.ndarray.__new__(_Extent, (size,), np.uint8, buffer=self._map, offset=start)
+        extent: _Extent = np.ndarray.__new__(_Extent, (size,), np.uint8, buffer=self._map, offset=start)
         watch = self._watches[start] = _Watch(extent, self._ended.append)
         watch.start, watch.nbytes = start, size
-        return extent.view(np.ndarray)
+        plain: ByteArray = extent.view(np.ndarray)
+        return plain
 
     def _give(self, start: int, size: int) -> None:
         if size:

@@ -76,7 +76,8 @@ class FieldBlocks:
 
     def written_by(self, slots: IntArray, write: int) -> NDArray[np.bool_]:
         """True where the slot holds a value that came with this write."""
-        return ~self.missing(slots) & (self._write_of[slots] == write)
+        mine: NDArray[np.bool_] = ~self.missing(slots) & (self._write_of[slots] == write)
+        return mine
 
     def add(self, slots: IntArray, piece: Piece, write: int = 0) -> None:
         """Row i becomes the value of ``slots[i]``; of a slot given twice the last row counts."""

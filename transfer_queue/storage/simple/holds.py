@@ -44,7 +44,7 @@ class Holds:
         self._clients.discard(client)
         for holds in (self._leases, self._pins, self._early):
             for key in [key for key in holds if key[0] == client]:
-                del holds[key]  # type: ignore[attr-defined]
+                del holds[key]
 
     @property
     def num_clients(self) -> int:

@@ -59,10 +59,9 @@ class UnitLink:
                 place, good_until = self._ahead.pop()
             except IndexError:  # another thread took it
                 return None
-            if place.nbytes >= nbytes:
-                # The clock after the word: only then it is sure that the unit heard it in time.
-                if arena.begin(place.hold) and time.monotonic() < good_until:
-                    return place
+            # The clock after the word: only then it is sure that the unit heard it in time.
+            if place.nbytes >= nbytes and arena.begin(place.hold) and time.monotonic() < good_until:
+                return place
             arena.let_go(place.hold)
         return None
 

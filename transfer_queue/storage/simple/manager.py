@@ -192,7 +192,8 @@ class SimpleStorageManager(StorageManager):
             asks = [(unit, *write.message(pieces, copies)) for unit, write in writes]
             copies.finish()
             answers = await self._ask(asks, timeout_s)
-            return all([write.done(answer) for (_, write), (answer, _) in zip(writes, answers, strict=True)])
+            written = [write.done(answer) for (_, write), (answer, _) in zip(writes, answers, strict=True)]
+            return all(written)
         except BaseException:
             for _, write in writes:
                 write.give_up()

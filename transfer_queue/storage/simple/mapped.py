@@ -55,7 +55,7 @@ class MappedArena:
     def segment(self, memory: ByteArray) -> Segment | None:
         """Which part of the arena this memory is."""
         offset = int(memory.__array_interface__["data"][0]) - self._first
-        inside = 0 <= offset and offset + memory.nbytes <= self.nbytes
+        inside = offset >= 0 and offset + memory.nbytes <= self.nbytes
         return Segment(self.descriptor, offset, memory.nbytes) if inside else None
 
     def begin(self, hold: Hold) -> bool:

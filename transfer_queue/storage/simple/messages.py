@@ -221,5 +221,3 @@ def unpack_indexes(packed: bytes) -> IntArray:
     if len(packed) % 8:
         raise ProtocolError(f"{len(packed)} bytes of indexes are no whole number of int64")
     return np.frombuffer(packed, np.int64)
-
-

@@ -84,11 +84,12 @@ def lay(parts: Sequence[tuple[Positions, Piece]], find: Find, use: Use) -> ByteA
     if address is None:
         return None
     lead = segments[0].offset % PAGE_NBYTES
-    memory = (ctypes.c_char * nbytes).from_address(address + lead)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address + lead)
     view = np.ndarray.__new__(_View, (nbytes,), np.uint8, buffer=memory)
     use.more()
     weakref.finalize(view, _end, address, lead + nbytes, use).atexit = False
-    return view.view(np.ndarray)
+    plain: ByteArray = view.view(np.ndarray)
+    return plain
 
 
 def _runs(parts: Sequence[tuple[Positions, Piece]]) -> Iterator[tuple[int, Piece]]:
