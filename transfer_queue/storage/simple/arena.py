@@ -63,7 +63,7 @@ class Arena:
         except (OSError, ValueError, OverflowError):
             os.close(self.descriptor)
             raise
-        self._first = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
+        self._first: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
         self._cold, self._warm = FreeList(), FreeList()
         self._cold.give(0, self.nbytes)
         self._watches: dict[int, _Watch] = {}
@@ -112,7 +112,8 @@ class Arena:
 
     def offset_of(self, memory: ByteArray) -> int:
         """Where it begins in the arena."""
-        return int(memory.__array_interface__["data"][0]) - self._first
+        address: int = memory.__array_interface__["data"][0]
+        return address - self._first
 
     def holds(self, memory: ByteArray) -> bool:
         """Is it memory of this arena?"""
