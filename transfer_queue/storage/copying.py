@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from transfer_queue.storage.pieces import ByteArray
 
 _LATER_NBYTES = 64 * 1024
-_SHARED_NBYTES = 4 * 1024 * 1024
+_SHARED_NBYTES = 8 * 1024 * 1024
 _CHUNK_NBYTES = 1024 * 1024
 _MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
 
@@ -46,12 +45,16 @@ class Copies:
         if self._nbytes < _SHARED_NBYTES or helpers < 1:
             _drain(deque(jobs))
             return
-        chunks = deque(_chunks(jobs))
-        helping = [_helpers().submit(_drain, chunks) for _ in range(helpers)]
+        chunks, errors = deque(_chunks(jobs)), list[BaseException]()
+        # Threads of this copy alone: they cost less than a hundredth of it, and nothing is left to end, or to fork.
+        threads = [threading.Thread(target=_help, args=(chunks, errors), name="tq-copy") for _ in range(helpers)]
+        for thread in threads:
+            thread.start()
         _drain(chunks)
-        for help_ in helping:
-            if not help_.cancel():  # it has begun
-                help_.result()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
 
 def _chunks(jobs: Iterable[_Job]) -> Iterable[_Job]:
@@ -69,14 +72,8 @@ def _drain(jobs: deque[_Job]) -> None:
         dst[...] = src  # NumPy lets other threads run meanwhile
 
 
-_pool: list[ThreadPoolExecutor] = []
-
-
-def _helpers() -> ThreadPoolExecutor:
-    if not _pool:
-        _pool.append(ThreadPoolExecutor(_MOST_HELPERS, thread_name_prefix="tq-copy"))
-    return _pool[0]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.clear)  # threads are not copied
+def _help(jobs: deque[_Job], errors: list[BaseException]) -> None:
+    try:
+        _drain(jobs)
+    except BaseException as error:  # raised again by who waits for this thread
+        errors.append(error)

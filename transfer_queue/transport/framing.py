@@ -101,7 +101,7 @@ class Inbound:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
-        self._need = len(_MARK)
+        self._need = 1
         self._body: _Body | None = None
 
     def receive(self, source: Source) -> list[Message]:
@@ -130,32 +130,12 @@ class Inbound:
     def _cut(self, data: bytes) -> list[Message]:
         messages = []
         at = 0
-        self._need = len(_MARK)
-        while self._body is None and len(data) - at >= len(_MARK):
-            if not data.startswith(_MARK, at):
-                raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
-            if len(data) - at < _PREFIX.size:
-                self._need = _PREFIX.size
-                break
-            _, header_size, request_id, num_frames = _PREFIX.unpack_from(data, at)
-            if header_size > _MAX_HEADER or num_frames > _MAX_FRAMES:
-                raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
-            sizes_at = at + _PREFIX.size
-            header_at = sizes_at + num_frames * _SIZE
-            body_at = header_at + header_size
-            if len(data) < body_at:
-                self._need = body_at - at
-                break
-            header = data[header_at:body_at]
-            if not num_frames:
-                messages.append(Message(request_id, header, []))
-                at = body_at
-                continue
-            sizes = memoryview(data)[sizes_at:header_at].cast("Q").tolist()
+        while self._body is None and (head := self._head(data, at)) is not None:
+            request_id, header, sizes, body_at = head
             end = body_at + sum(sizes)
             if end <= len(data):
-                own = data if at == 0 and end == len(data) else data[body_at:end]
-                messages.append(Message(request_id, header, _views(own, sizes, len(own) - (end - body_at))))
+                own, begin = (data, body_at) if at == 0 and end == len(data) else (data[body_at:end], 0)
+                messages.append(Message(request_id, header, _views(memoryview(own), begin, sizes)))
                 at = end
             else:
                 self._body = _Body(request_id, header, sizes, memoryview(data)[body_at:])
@@ -164,12 +144,31 @@ class Inbound:
         self._size = len(data) - at
         return messages
 
+    def _head(self, data: bytes, at: int) -> tuple[int, bytes, Sequence[int], int] | None:
+        """Request id, header, sizes of the frames and where these begin; None when more must be read first."""
+        left = len(data) - at
+        if not data.startswith(_MARK[:left], at):
+            raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
+        self._need = _PREFIX.size
+        if left < _PREFIX.size:
+            return None
+        _, header_size, request_id, num_frames = _PREFIX.unpack_from(data, at)
+        if header_size > _MAX_HEADER or num_frames > _MAX_FRAMES:
+            raise FramingError(f"a message with a header of {header_size} bytes and {num_frames} frames.")
+        sizes_at = at + _PREFIX.size
+        header_at = sizes_at + num_frames * _SIZE
+        body_at = header_at + header_size
+        if len(data) < body_at:
+            self._need = body_at - at
+            return None
+        sizes = memoryview(data)[sizes_at:header_at].cast("Q").tolist() if num_frames else ()
+        return request_id, data[header_at:body_at], sizes, body_at
 
-def _views(data: bytes, sizes: Sequence[int], at: int) -> list[memoryview]:
-    whole = memoryview(data)
+
+def _views(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
     views = []
     for size in sizes:
-        views.append(whole[at : at + size])
+        views.append(memory[at : at + size])
         at += size
     return views
 
@@ -188,7 +187,7 @@ class _Body:
                 memory = memoryview(np.empty(sum(run), np.uint8).data)
             except MemoryError:
                 raise FramingError(f"no memory for {sum(run)} bytes.") from None
-            frames += _cut_up(memory, run)
+            frames += _views(memory, 0, run)
             if memory.nbytes:
                 self._missing.append(memory)
         self._message = Message(request_id, header, [frame.toreadonly() for frame in frames])
@@ -228,11 +227,3 @@ def _runs(sizes: Sequence[int]) -> Iterable[list[int]]:
         run.append(size)
         total += size
     yield run
-
-
-def _cut_up(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    at, frames = 0, []
-    for size in sizes:
-        frames.append(memory[at : at + size])
-        at += size
-    return frames

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many exchanges a verb costs: each is a round trip between processes, whatever it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+
+SIZES = {"inline": 16, "in the arena": 256 * 1024}
+"""float32 per row."""
+
+
+class Counter:
+    """Turns of a caller: the calls of one turn are under way together."""
+
+    def __init__(self, client: tq.TransferQueueClient) -> None:
+        self._caller = client.session.caller
+        self.turns = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        ask = self._caller.call_many
+
+        async def counted(calls, timeout_s):
+            self.turns += 1
+            return await ask(calls, timeout_s)
+
+        self._caller.call_many = counted
+        try:
+            yield
+        finally:
+            del self._caller.call_many
+
+
+def turns(client: tq.TransferQueueClient, verb: Callable[[], object]) -> int:
+    counter = Counter(client)
+    with counter.counting():
+        verb()
+    return counter.turns
+
+
+def rows(count: int, numbers: int, name: str = "x") -> TensorDict:
+    return TensorDict({name: torch.ones(count, numbers)}, batch_size=[count])
+
+
+@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
+def test_a_put_in_a_steady_stream_takes_two_exchanges(client, name, numbers):
+    data = rows(2, numbers)
+    for _ in range(4):
+        client.put(data, partition_id=name)
+    assert [turns(client, lambda: client.put(data, partition_id=name)) for _ in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
+def test_a_fetch_with_its_values_takes_two_exchanges(client, name, numbers):
+    client.put(rows(8, numbers), partition_id=name)
+
+    def get() -> None:
+        client.get_data(client.get_meta(["x"], 2, name, task_name="t"))
+
+    get()
+    assert [turns(client, get) for _ in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
+def test_a_new_field_of_known_samples_takes_two_exchanges(client, name, numbers):
+    metas = [client.put(rows(2, 4), partition_id=name) for _ in range(6)]
+    for meta in metas[:3]:
+        client.put(rows(2, numbers, "y"), metadata=meta)
+    assert [turns(client, lambda m=m: client.put(rows(2, numbers, "y"), metadata=m)) for m in metas[3:]] == [2, 2, 2]
+
+
+def test_a_field_that_is_there_is_replaced_only_after_a_look_at_its_samples(client, name):
+    meta = client.put(rows(2, 4), partition_id=name)
+    assert turns(client, lambda: client.put(rows(2, 4) * 2, metadata=meta)) == 3
+    assert client.get_data(meta)["x"].values().sum() == 16
