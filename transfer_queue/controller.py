@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.errors import ProtocolError, TransferQueueError, to_wire
 from transfer_queue.sampler.registry import resolve
+from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.base import Envelope, Outgoing
+from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
 Watch = Callable[[int, int | None, Callable[[float], Iterable[Outgoing]]], Callable[[], None]]
-DropValues = Callable[[Sequence[int]], None]
+_CLEARED_NBYTES = 256 * 1024
 _log = get_logger(__name__)
 
 
@@ -37,13 +42,14 @@ def plane_config(conf: Mapping[str, Any], sampler: Any, preallocate: int) -> Pla
 class TransferQueueController:
     """Decodes requests, lets the plane decide, encodes its replies; a transport ``Handler``."""
 
-    def __init__(self, plane: ControlPlane, conf: Mapping[str, Any], drop_values: DropValues | None = None) -> None:
-        """``drop_values``: told the indexes whose writer vanished, so that nothing of them stays in storage."""
+    def __init__(self, plane: ControlPlane, conf: Mapping[str, Any], values: StorageManager | None = None) -> None:
+        """``values``: where nothing must stay of what a vanished writer stored and did not publish."""
         self.plane = plane
         self._welcome = json.dumps(conf).encode()
-        self._drop_values = drop_values
+        self._values = values
         self._waiting: dict[tuple[str, int], Envelope] = {}
         self._clients: dict[str, Callable[[], None]] = {}  # and what stops watching its process
+        self._cleared: dict[str, deque[bytes]] = {}
         self.watch: Watch | None = None
         """How the transport notices the death of a client's process; set by who serves this."""
 
@@ -81,7 +87,7 @@ class TransferQueueController:
         for key in [key for key in self._waiting if key[0] == client]:
             del self._waiting[key]
         replies = self.plane.client_gone(client, now, died=died)
-        self._drop_orphans()
+        self._drop_orphans(client)
         return self._outgoing(replies)
 
     def _welcome_client(self, envelope: Envelope, request: p.Hello) -> Iterable[Outgoing]:
@@ -93,18 +99,34 @@ class TransferQueueController:
                 self._clients[client] = stop
         return self._outgoing([To(client, p.Welcome(request.id, self._welcome))])
 
-    def _drop_orphans(self) -> None:
+    def _remember_cleared(self, client: str, indexes: bytes) -> None:
+        """The client drops their values now; should it end before, that is done for it."""
+        mine = self._cleared.setdefault(client, deque())
+        mine.append(indexes)
+        while len(mine) > 1 and sum(map(len, mine)) > _CLEARED_NBYTES:
+            mine.popleft()
+
+    def _drop_orphans(self, client: str) -> None:
         orphans = [index for indexes in self.plane.take_orphans() for index in indexes.tolist()]
-        if not orphans or self._drop_values is None:
+        orphans += [index for packed in self._cleared.pop(client, ()) for index in p.unpack_indexes(packed).tolist()]
+        if self._values is None:
             return
         try:
-            self._drop_values(orphans)
-        except TransferQueueError as error:  # the unit that held them is gone, and the queue must answer on
-            _log.warning("values of %d samples whose writer vanished could not be freed: %s", len(orphans), error)
+            # First, so that nothing that is still on its way from the client arrives after the values are dropped.
+            for write in run_blocking(self._values.forsake(client)):
+                lost = self.plane.unpublished(np.asarray(write.global_indexes, np.int64), write.field_names)
+                run_blocking(self._values.take_back(write.number, lost.tolist(), client))
+            if orphans:
+                run_blocking(self._values.clear_rows(orphans))
+        except TransferQueueError as error:  # a unit is gone, and the queue must answer on
+            level = logging.WARNING if orphans else logging.DEBUG
+            _log.log(level, "values that client %s stored and did not publish could not be freed: %s", client, error)
 
     def _outgoing(self, replies: Iterable[To]) -> list[Outgoing]:
         answers = []
         for client, reply in replies:
+            if isinstance(reply, p.Cleared) and client in self._clients:
+                self._remember_cleared(client, reply.indexes)
             envelope = self._waiting.pop((client, reply.id), None)
             if envelope is not None:
                 answers.append(Outgoing(envelope, p.encode(reply)))

@@ -279,6 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = Options(given.seconds, given.seed, every, given.tight, arena, without, given.forgive_leaks)
     directory = Path(given.directory or tempfile.mkdtemp(prefix="soak-logs-"))
     directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):  # samples given out in an earlier run would look as if they were given twice
+        parser.error(f"--directory {directory} is not empty; name a new one.")
     _use_own_temporary_directory()
     try:
         summary = soak(options, directory)

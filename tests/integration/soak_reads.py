@@ -45,20 +45,23 @@ class Reads:
             meta = meta[:count].select_samples(self.positions(count, self.rng.random() < 0.3))
         if self.rng.random() < 0.3:
             meta = meta.select_fields(self.rng.choice(meta.field_names))
+        kept = await self._got(meta, exact)
+        if self.rng.random() < 0.2:  # what was got is the reader's own, or pages of his own once he writes
+            scribble(kept.data)
+            await self._got(meta, exact)
+        elif self.rng.random() < 0.4 and kept.nbytes < self.share.largest_kept:
+            self.kept.append(kept)
+            if len(self.kept) > _KEPT:
+                await self.recheck()
+
+    async def _got(self, meta: BatchMeta, exact: bool) -> Kept:
         view = HAS_VIEWS and self.rng.random() < 0.4
         self.log(f"read{' view' if view else ''} {meta.field_names} of {meta.global_indexes}")
         data = await self.judged(meta, self.client.async_get_data(meta, **({"copy": False} if view else {})))
         kept = Kept.checked(data, meta, exact)
         self.share.count("nbytes_checked", kept.nbytes)
         self.share.count("views", view)
-        if not view and self.rng.random() < 0.2:  # what was got is the reader's own
-            scribble(data)
-            again = Kept.checked(await self.judged(meta, self.client.async_get_data(meta)), meta, exact)
-            self.share.count("nbytes_checked", again.nbytes)
-        elif self.rng.random() < 0.4 and kept.nbytes < self.share.largest_kept:
-            self.kept.append(kept)
-            if len(self.kept) > _KEPT:
-                await self.recheck()
+        return kept
 
     async def recheck(self) -> None:
         """What was got some time ago is as it was."""

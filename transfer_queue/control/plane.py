@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,6 +131,15 @@ class ControlPlane:
         """Indexes given back without their writer: values may lie in storage and must be dropped there."""
         orphans, self._state.orphans = self._state.orphans, []
         return orphans
+
+    def unpublished(self, indexes: p.Indexes, fields: Sequence[str]) -> p.Indexes:
+        """Those of these samples that are gone, or lack one of these fields."""
+        for partition in self._state.partitions.values():
+            rows, found = partition.table.find(indexes)
+            lacking = np.ones(len(indexes), dtype=np.bool_)
+            lacking[found] = ~partition.schema.complete(rows[found], fields)
+            indexes = indexes[lacking]
+        return indexes
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""

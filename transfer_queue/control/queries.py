@@ -10,9 +10,11 @@ import numpy as np
 from transfer_queue import protocol as p
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, all_of
+from transfer_queue.control.serving import Service
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.writing import WRITERS
+from transfer_queue.errors import TransferQueueError
 
 
 def describe(state: PlaneState, request: p.Describe) -> p.Reply:
@@ -90,16 +92,40 @@ def _keys(partition: Partition) -> dict[str, p.Tags]:
 
 
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
-    """Numbers of every partition and task, and who waits for what since when."""
+    """Numbers of every partition and task, and who waits for what since when.
+
+    ``abandoned``: a field of the partition whose producers have all died.
+    """
     waiting = [
         {
             "partition": parked.request.partition, "task": getattr(parked.request, "task", None),
             "client": parked.client, "waited_s": now - parked.since, "writer": parked.lane == WRITERS,
+            **_wanting(state, parked.request, now),
         }
         for parked in state.waiters.all()
     ]  # fmt: skip
-    partitions = {name: _partition_stats(partition) for name, partition in state.partitions.items()}
+    partitions = {}
+    for name, partition in state.partitions.items():
+        abandoned = state.producers.missing(name, partition.schema.names, now)
+        partitions[name] = {**_partition_stats(partition), "abandoned": abandoned}
     return p.Done(request.id, {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity})
+
+
+def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any]:
+    """What a parked request waits for: of the samples that a fetch has still to get, ``lacking`` counts by field."""
+    if isinstance(request, p.ResolveKeys):
+        return {"wanted": len(request.keys)}
+    if not isinstance(request, p.Fetch):
+        return {"wanted": getattr(request, "count", None)}
+    task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
+    try:
+        if partition is None:
+            told = p.NotReady(request.id, task.needed(request), 0, 0)
+        else:
+            told = Service(request, partition, task).not_ready(now)
+    except TransferQueueError as error:  # decided by the next request of its task; others want their numbers anyway
+        return {"fields": request.fields, "refused": str(error)}
+    return {"fields": request.fields, "wanted": told.wanted, "ready": told.ready, "lacking": told.lacking}
 
 
 def _partition_stats(partition: Partition) -> dict[str, Any]:

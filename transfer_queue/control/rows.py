@@ -144,6 +144,6 @@ class RowTable:
 def _filled(shape: tuple[int, ...], dtype: Any, fill: Any) -> npt.NDArray[Any]:
     """Memory full of zeros takes no pages before it is written."""
     array = np.zeros(shape, dtype=dtype)
-    if np.any(fill):
+    if isinstance(fill, np.ndarray) or fill:
         array[:] = fill
     return array

@@ -134,12 +134,13 @@ class Service:
                 f"as a partition lives, or read it as another task."
             )
 
-    def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended | None:
+    def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round down, then answer the rank that asked."""
         draw.forget()
         if draw.batch_index is None:
             self._consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
+        reply: Batch | None = None
         for rank, share in zip(draw.ranks, shares, strict=False):
             same = share.consumed is share.rows
             consumes = share.indexes if same else self._partition.table.column("index")[share.consumed]
@@ -147,10 +148,10 @@ class Service:
                 (rank, draw.batch_index), share.indexes, consumes, share.padding, self._dp_size
             )
             entry.owned = self._consumer.give(share.consumed, entry.number)
-        own = self._consumer.ledger.get((self._rank, draw.batch_index))
-        if own is None:  # a tail that didn't reach this rank
-            return Ended(self._fetch.id, self._consumer.ended or "consumed", self._consumer.dropped)
-        return self._from_ledger(own)
+            if rank == self._rank:
+                reply = self._entry_batch(entry, share.rows)
+        # None: a tail that didn't reach this rank.
+        return reply or Ended(self._fetch.id, self._consumer.ended or "consumed", self._consumer.dropped)
 
     def _over(self, batch_index: int | None, dropped: int = 0) -> Ended:
         """The end, for now, of a stream that nobody sealed."""
@@ -164,9 +165,12 @@ class Service:
         if not all_of(self._partition.schema.complete(rows, self._fetch.fields)):
             return None
         consumed = rows if entry.consumes is entry.indexes else self._partition.rows_of(entry.consumes)
-        self._consumer.ledger.took(entry.key)
         if not all_of(self._consumer.consumed[consumed]):  # a replay after a reset of consumption
             self._consumer.give(consumed, entry.number)
+        return self._entry_batch(entry, rows)
+
+    def _entry_batch(self, entry: Entry, rows: Rows) -> Batch:
+        self._consumer.ledger.took(entry.key)
         return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
 
     def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:

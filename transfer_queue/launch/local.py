@@ -112,11 +112,11 @@ class LocalQueue:
         """A sampler that can't travel (of ``__main__``, or holding live objects) is served from this process."""
         from transfer_queue.control.plane import ControlPlane
         from transfer_queue.controller import TransferQueueController, plane_config
-        from transfer_queue.launch.serve import value_dropper
+        from transfer_queue.launch.serve import stored_values
 
         conf = orders["conf"]
         plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
-        controller = TransferQueueController(plane, conf, value_dropper(conf))
+        controller = TransferQueueController(plane, conf, stored_values(conf))
         server = SocketServer(self.address, plain=conf["client"]["sockets"] == "auto")
         controller.watch = server.watch
         thread = threading.Thread(target=server.serve, args=(controller,), name="tq-controller", daemon=True)

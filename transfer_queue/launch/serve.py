@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +18,11 @@ from transfer_queue.errors import to_wire
 
 if TYPE_CHECKING:
     from transfer_queue.transport.server import SocketServer
+
+if TYPE_CHECKING:
+    from transfer_queue.storage.base import StorageManager
+
+_UNIT_TIMEOUT_S = 5.0
 
 
 def main(orders: Mapping[str, Any], ready: TextIO) -> None:
@@ -66,7 +71,7 @@ def _controller(orders: Mapping[str, Any], server: SocketServer) -> Any:
 
     conf = orders["conf"]
     plane = ControlPlane(plane_config(conf, orders["sampler"], orders["preallocate"]))
-    controller = TransferQueueController(plane, conf, value_dropper(conf))
+    controller = TransferQueueController(plane, conf, stored_values(conf))
     controller.watch = server.watch
     return controller
 
@@ -78,21 +83,16 @@ def _unit(orders: Mapping[str, Any], server: SocketServer) -> Any:
     return host_unit(orders["name"], section["capacity_bytes"], section["arena"], server)
 
 
-def value_dropper(conf: Mapping[str, Any]) -> Callable[[Sequence[int]], None]:
-    """How the controller's process frees values whose writer vanished: with a storage client of its own."""
+def stored_values(conf: Mapping[str, Any]) -> StorageManager:
+    """The controller's own storage client: what a vanished writer stored must go."""
     from transfer_queue.storage.registry import create
     from transfer_queue.storage.settings import storage_settings
     from transfer_queue.transport.caller import SocketCaller
-    from transfer_queue.transport.modes import run_blocking
 
-    caller = SocketCaller("controller")
     name = conf["backend"]["storage_backend"]
-    manager = create(name, caller, storage_settings(conf["backend"][name]))
-
-    def drop(indexes: Sequence[int]) -> None:
-        run_blocking(manager.clear_rows(indexes))
-
-    return drop
+    # Everybody waits for the controller while it waits for a unit, and units answer at once.
+    settings = storage_settings(conf["backend"][name], timeout_s=_UNIT_TIMEOUT_S)
+    return create(name, SocketCaller("controller"), settings)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -48,11 +49,17 @@ class Copies:
         chunks, errors = deque(_chunks(jobs)), list[BaseException]()
         # Threads of this copy alone: they cost less than a hundredth of it, and nothing is left to end, or to fork.
         threads = [threading.Thread(target=_help, args=(chunks, errors), name="tq-copy") for _ in range(helpers)]
-        for thread in threads:
-            thread.start()
-        _drain(chunks)
-        for thread in threads:
-            thread.join()
+        try:
+            with contextlib.suppress(RuntimeError):  # no more threads to be had: then the others do it all
+                for thread in threads:
+                    thread.start()
+            _drain(chunks)
+        finally:
+            # Whoever gives up here gives back memory that no thread may write into any more.
+            chunks.clear()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
         if errors:
             raise errors[0]
 

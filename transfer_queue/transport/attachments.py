@@ -7,6 +7,7 @@ The guest may say 64-bit words on it, which cost a system call and no answer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -60,20 +61,30 @@ class Reception:
             self._door.close()
             raise
         self._door.setblocking(False)
-        self._stop = attend(self._door.fileno(), self._come_in)
+        self._stop: Callable[[], None] | None = attend(self._door.fileno(), self._come_in)
 
     def close(self) -> None:
         """Stop; guests keep what they were lent."""
-        self._stop()
+        self._shut()
         self._door.close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         for number in list(self._guests):
-            self._show_out(number)
+            self._say_goodbye(number)
+
+    def _shut(self) -> None:
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
 
     def _come_in(self, now: float) -> Iterable[Outgoing]:
-        with contextlib.suppress(OSError):  # it left again before it was let in
+        try:
             connection, _ = self._door.accept()
+        except OSError as error:  # it left again before it was let in, or there is no descriptor for it
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._guests:
+                self._shut()  # until somebody leaves: to be told of it all the time would help nobody
+            return ()
+        with contextlib.suppress(OSError):  # it has left: to be heard of soon
             connection.setblocking(False)
             number = next(self._numbers)
             descriptor, greeting = self._host.attached(number)
@@ -103,6 +114,11 @@ class Reception:
         return answers
 
     def _show_out(self, number: int) -> None:
+        self._say_goodbye(number)
+        if self._stop is None:
+            self._stop = self._attend(self._door.fileno(), self._come_in)
+
+    def _say_goodbye(self, number: int) -> None:
         connection, stop = self._guests.pop(number)
         stop()
         connection.close()
@@ -119,10 +135,10 @@ class Attachment:
         self._unsaid: deque[int] = deque()
         _attachments.add(self)
 
-    def say(self, word: int) -> bool:
+    def say(self, word: int) -> None:
         """From any thread, also while garbage is collected: it never waits.
 
-        Returns False where the host has no room to hear it now; it is said again with the next word.
+        Where the host has no room to hear it now, or another thread is about to say it, it is said a little later.
         """
         self._unsaid.append(word)
         while self._unsaid:
@@ -134,9 +150,16 @@ class Attachment:
                 self._connection.send(_WORD.pack(word), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self._unsaid.appendleft(word)
-                return False
+                break
             except OSError:  # the host has ended, and all that it lent with it
                 break
+
+    def say_at_once(self, word: int) -> bool:
+        """Before anything that was not said yet. Returns True once it lies with the host, which may have to read it."""
+        try:
+            self._connection.send(_WORD.pack(word), socket.MSG_DONTWAIT)
+        except OSError:
+            return False
         return True
 
     def close(self) -> None:
@@ -144,22 +167,23 @@ class Attachment:
         self._connection.close()
 
 
-def attach(path: str) -> Attachment | None:
+def attach(path: str, timeout_s: float = _GREETING_TIMEOUT_S) -> Attachment | None:
     """Ask for the descriptor; None where nobody lends one at this path, or does not answer in time."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(_GREETING_TIMEOUT_S)
+    connection.settimeout(timeout_s)
     try:
         connection.connect(path)
-        packet, descriptors, _, _ = socket.recv_fds(connection, 4096, 1)
+        packet, descriptors, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError:
         connection.close()
         return None
     if len(packet) < _WORD.size or len(descriptors) != 1:
+        for descriptor in descriptors:
+            os.close(descriptor)
         connection.close()
         return None
     connection.settimeout(None)
     (number,) = _WORD.unpack(packet[: _WORD.size])
-    os.set_inheritable(descriptors[0], False)
     return Attachment(connection, number, descriptors[0], packet[_WORD.size :])
 
 

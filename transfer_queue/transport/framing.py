@@ -129,8 +129,8 @@ class Inbound:
 
     def _cut(self, data: bytes) -> list[Message]:
         messages = []
-        at = 0
-        while self._body is None and (head := self._head(data, at)) is not None:
+        at, self._need = 0, 1
+        while at < len(data) and (head := self._head(data, at)) is not None:
             request_id, header, sizes, body_at = head
             end = body_at + sum(sizes)
             if end <= len(data):
@@ -149,8 +149,8 @@ class Inbound:
         left = len(data) - at
         if not data.startswith(_MARK[:left], at):
             raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
-        self._need = _PREFIX.size
         if left < _PREFIX.size:
+            self._need = _PREFIX.size
             return None
         _, header_size, request_id, num_frames = _PREFIX.unpack_from(data, at)
         if header_size > _MAX_HEADER or num_frames > _MAX_FRAMES:

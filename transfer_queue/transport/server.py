@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -37,6 +38,7 @@ class SocketServer:
         self._last_acts: list[Callable[[], None]] = []
         self._stopping = False
         self._closed = False
+        self._lock = threading.RLock()
         self._readiness = Readiness()
         # Before the ZMQ socket: whoever sees that one finds this one, too.
         self._plain = self._plain_port(line_path(address) if plain else None)
@@ -102,8 +104,9 @@ class SocketServer:
     def stop(self) -> None:
         """Make ``serve`` return; from any thread, or a signal handler."""
         self._stopping = True
-        if not self._closed:
-            os.write(self._wake_write, b"x")
+        with self._lock:  # else the serving thread might close between the look and the word
+            if not self._closed:
+                os.write(self._wake_write, b"x")
 
     def serve(self, handler: Handler) -> None:
         """Answer until ``stop``, then close everything."""
@@ -150,9 +153,10 @@ class SocketServer:
 
     def close(self) -> None:
         """Close everything, in the thread that served or instead of serving. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         for act in self._last_acts:
             act()
         for descriptor in self._watched:

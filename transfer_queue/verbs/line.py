@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue import protocol as p
+from transfer_queue.errors import InvalidRequestError, UnknownPartitionError
 from transfer_queue.session import Session
 from transfer_queue.storage.registry import create as create_storage
 from transfer_queue.storage.settings import storage_settings
@@ -59,6 +60,15 @@ class Line:
     async def put_timeout_s(self) -> float:
         """How long a put may wait for room."""
         return float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+
+    async def drop_orphans(self, partition: str, indexes: Sequence[int]) -> None:
+        """Values written for samples that were cleared meanwhile belong to nobody."""
+        try:
+            batch = await self.session.ask(p.Describe, p.Batch, partition, [], None)
+            alive = set(p.unpack_indexes(batch.indexes).tolist())
+        except UnknownPartitionError:
+            alive = set()
+        await self.storage_manager.clear_rows([index for index in indexes if index not in alive])
 
     def close(self) -> None:
         """Leave the queue; what was put stays, and so do values that were got. Idempotent."""

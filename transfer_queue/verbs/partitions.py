@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,8 +47,12 @@ class Partitions(Puts):
         """Forget these samples, values and all; those already cleared are ignored."""
         for part in metadata.chunk_by_partition() if metadata.size else ():
             indexes = p.pack_indexes(part.global_indexes)
-            cleared = await self.session.ask(p.ClearSamples, p.Cleared, part.partition_ids[0], indexes)
-            await self._clear_values(cleared)
+            try:
+                cleared = await self.session.ask(p.ClearSamples, p.Cleared, part.partition_ids[0], indexes)
+                await self._clear_values(cleared)
+            except asyncio.CancelledError:
+                await self.drop_orphans(part.partition_ids[0], part.global_indexes)
+                raise
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -179,19 +180,10 @@ class Puts(Line):
         specs = to_specs(part.field_schema)
         try:
             published = await self.session.ask(p.Publish, p.Published, partition, indexes, specs, tags, reserve_next)
-        except (SampleClearedError, UnknownPartitionError):
+        except (SampleClearedError, UnknownPartitionError, asyncio.CancelledError):
             await self.drop_orphans(partition, part.global_indexes)
             raise
         self._reservations.keep(partition, p.unpack_indexes(published.indexes).tolist())
-
-    async def drop_orphans(self, partition: str, indexes: Sequence[int]) -> None:
-        """Values written for samples that were cleared meanwhile belong to nobody."""
-        try:
-            batch = await self.session.ask(p.Describe, p.Batch, partition, [], None)
-            alive = set(p.unpack_indexes(batch.indexes).tolist())
-        except UnknownPartitionError:
-            alive = set()
-        await self.storage_manager.clear_rows([index for index in indexes if index not in alive])
 
 
 def as_tensordict(data: Any) -> TensorDict:

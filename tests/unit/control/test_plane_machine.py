@@ -224,10 +224,13 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
             produced = self.ask("anna", p.ProductionStatus, name, ["a"])
             if produced.known:
                 assert list(produced.status) == [partition.has(index, ["a"]) for index in live]
+                assert self.ask("anna", p.ProductionStatus, name, ["a"], True).value == all(produced.status)
             for task in ("plain", "ranks"):
                 status = self.ask("anna", p.ConsumptionStatus, name, task)
                 assert p.unpack_indexes(status.indexes).tolist() == live
                 assert list(status.status) == [index in partition.view(task).consumed for index in live]
+                whole = bool(live) and all(status.status)
+                assert self.ask("anna", p.ConsumptionStatus, name, task, True).value == whole
             keys = self.ask("anna", p.ListKeys, name).keys[name]
             expected = {key: index for key, index in partition.keys.items() if index in live}
             assert keys == {key: partition.samples[index].tags for key, index in expected.items()}

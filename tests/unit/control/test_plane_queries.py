@@ -215,12 +215,40 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     assert stats["partitions"] == {
         "p": {
             "samples": 3, "published": 3, "held": 1, "sealed": False, "num_samples": 9, "keys": 0, "fields": ["x"],
-            "tasks": {"train": task},
+            "tasks": {"train": task}, "abandoned": None,
         }
     }  # fmt: skip
     assert [(each["client"], each["waited_s"], each["writer"]) for each in stats["waiting"]] == [
         (ACTOR, 2.0, False), (REWARDER, 1.0, True),
     ]  # fmt: skip
+
+
+def stats(plane, now=0.0):
+    return ask(plane, ACTOR, p.GetStats, now=now).value
+
+
+def test_statistics_say_what_those_who_wait_lack(make_plane):
+    plane = make_plane(capacity=6)
+    put(plane, 2, "x", "y")
+    put(plane, 2, "x")
+    send(plane, ACTOR, p.Fetch, "p", "train", ["x", "y"], 3, wait_s=9.0, now=1.0)
+    send(plane, CRITIC, p.Fetch, "nowhere", "score", ["x"], 2, wait_s=9.0, now=2.0)
+    send(plane, ROLLOUT, p.Reserve, "p", 3, wait_s=9.0, now=3.0)
+    assert stats(plane, now=4.0)["waiting"] == [
+        {"partition": "p", "task": "train", "client": ACTOR, "waited_s": 3.0, "writer": False, "fields": ["x", "y"],
+         "wanted": 3, "ready": 2, "lacking": {"y": 2}},
+        {"partition": "nowhere", "task": "score", "client": CRITIC, "waited_s": 2.0, "writer": False, "fields": ["x"],
+         "wanted": 2, "ready": 0, "lacking": {}},
+        {"partition": "p", "task": None, "client": ROLLOUT, "waited_s": 1.0, "writer": True, "wanted": 3},
+    ]  # fmt: skip
+    plane.client_gone(ROLLOUT, 4.0)
+
+
+def test_statistics_name_a_field_whose_producers_have_all_died(plane):
+    put(plane, 1, "x")
+    assert stats(plane)["partitions"]["p"]["abandoned"] is None
+    plane.client_gone(ROLLOUT, 1.0)
+    assert stats(plane, now=100.0)["partitions"]["p"]["abandoned"] == "x"
 
 
 # ---- manners ----

@@ -32,7 +32,13 @@ def piece(*numbers: int) -> Piece:
 
 @pytest.mark.parametrize(
     "request_",
-    [Write(b"12345678", [Part("a", INT, 1)], [b"table"], 2.5, Hold(1, 2)), Read(b"", ["a"]), Drop(b"12345678"), Drop(b"", ["a"]), Stats()],
+    [
+        Write(b"12345678", [Part("a", INT, 1)], [b"table"], 2.5, Hold(1, 2)),
+        Read(b"", ["a"]),
+        Drop(b"12345678"),
+        Drop(b"", ["a"]),
+        Stats(),
+    ],
 )
 def test_a_request_is_the_same_after_the_wire(request_):
     assert decode_request(encode(request_)) == request_

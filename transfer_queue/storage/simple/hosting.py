@@ -18,17 +18,24 @@ def host_unit(
 ) -> StorageUnit:
     """The handler for this server. Without an arena, by wish or because there can be none here, values are frames."""
     path = arena_path(server.address)
-    arena = _arena(name) if shared and path is not None else None
+    if shared and path is not None:
+        try:
+            return _with_arena(name, capacity_bytes, server, inline_nbytes, path)
+        except OSError as error:  # no memfd, a limit on addresses, a path too long for a Unix socket
+            _log.warning("storage unit %s shares no memory (%s): values travel as frames, which is slower", name, error)
+    return StorageUnit(name, capacity_bytes, None, inline_nbytes)
+
+
+def _with_arena(
+    name: str, capacity_bytes: int | None, server: SocketServer, inline_nbytes: int, path: str
+) -> StorageUnit:
+    arena = Arena()
     unit = StorageUnit(name, capacity_bytes, arena, inline_nbytes)
-    if arena is not None and path is not None:
-        server.at_close(Reception(path, server.attend, unit).close)
-        server.at_close(arena.close)
-    return unit
-
-
-def _arena(name: str) -> Arena | None:
     try:
-        return Arena()
-    except OSError as error:
-        _log.warning("storage unit %s has no shared memory (%s): values travel as frames, which is slower", name, error)
-        return None
+        reception = Reception(path, server.attend, unit)
+    except OSError:
+        arena.close()
+        raise
+    server.at_close(reception.close)
+    server.at_close(arena.close)
+    return unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from transfer_queue.storage.simple.holds import AHEAD_S
@@ -31,8 +32,7 @@ class UnitLink:
     def __init__(self, peer: Peer, shared: bool = True) -> None:
         """``shared`` False: don't try to map the arena, values travel as frames."""
         self.peer = peer
-        self.settled: list[int] = []
-        """Numbers of open writes to settle with the next one."""
+        self._settled: set[int] = set()
         self._lock = threading.Lock()
         self._shared = shared
         self._tried = False
@@ -76,6 +76,21 @@ class UnitLink:
     def keep_ahead(self, place: Place, asked: float) -> None:
         """``asked``: this client's clock when it sent the request that was answered with the place."""
         self._ahead.append((place, asked + AHEAD_S))
+
+    def settle(self, number: int) -> None:
+        """Tell the unit with the next write that it need not remember the open one of this number."""
+        with self._lock:
+            self._settled.add(number)
+
+    def settled(self) -> list[int]:
+        """What to tell it now."""
+        with self._lock:
+            return sorted(self._settled)
+
+    def told(self, settled: Sequence[int]) -> None:
+        """The unit knows that these are settled."""
+        with self._lock:
+            self._settled.difference_update(settled)
 
     def close(self) -> None:
         """Let go of the arena. What views of it are still used keep it mapped."""

@@ -19,16 +19,17 @@ from transfer_queue.storage.simple.messages import (
     Answer,
     Drop,
     Failed,
-    FieldParts,
     Forsake,
     Forsaken,
     Leased,
+    Present,
     Read,
     Request,
     Rows,
     Stats,
     TakeBack,
     UnitStats,
+    Written,
     decode_answer,
     encode,
     pack_indexes,
@@ -91,10 +92,12 @@ class SimpleStorageManager(StorageManager):
         self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None, absent: bool = False
     ) -> Update | None:
         data, indexes, sources = await self._prepared(data, metadata, data_parser)
-        update = UnitUpdate(data, absent, next(self._numbers), self)
+        units = [unit for unit, _ in self._shares(indexes)]
+        update = UnitUpdate(data, absent, next(self._numbers), units, self)
         terms = Terms(self._put_timeout_s, self._inline_nbytes, update.number, absent)
         if await self._write(indexes, sources, terms):
             return update
+        await self.take_back(update.number, metadata.global_indexes)  # other units may have had no value
         update.settle()
         return None
 
@@ -135,26 +138,19 @@ class SimpleStorageManager(StorageManager):
         if not len(wanted) or not names:
             return columns.unpack({}, len(wanted), layout, self._allow_pickle)
         shares = self._shares(wanted)
-        reads = [(unit, self._read_of(unit, wanted[at], names)) for unit, at in shares]
-        pins = Pins(reads, self._links)
+        pins = Pins(self._links)
         try:
-            answers = await self._ask([(unit, read, ()) for unit, read in reads])
-            pins.keep([_expect(Rows, answer).pinned for answer, _ in answers])
+            reads = [(unit, Read(pack_indexes(wanted[at]), names, pins.ask(unit)), ()) for unit, at in shares]
+            answers = await self._ask(reads)
             parts: dict[str, list[tuple[Positions, Piece]]] = {name: [] for name in names}
             for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
-                for name, positions, piece in self._rows(unit, _expect(Rows, answer), frames, len(at)):
-                    parts[name].append((as_run(at[positions]), piece))
+                rows = _expect(Rows, answer)
+                pins.keep(unit, rows.pinned)
+                for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, len(at), pins.view(unit)):
+                    parts[name].append((as_run(at[where]), piece))
             return columns.unpack(parts, len(wanted), layout, self._allow_pickle, None if copy else pins.lay)
         finally:
             pins.use.less()
-
-    def _read_of(self, unit: int, indexes: IntArray, names: list[str]) -> Read:
-        arena = self._links[unit].arena
-        return Read(pack_indexes(indexes), names, None if arena is None else arena.hold())
-
-    def _rows(self, unit: int, answer: Rows, frames: Sequence[Any], count: int) -> FieldParts:
-        arena = self._links[unit].arena
-        return unpack_parts(answer.parts, answer.tables, frames, count, None if arena is None else arena.view)
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         dropped, names = _as_indexes(indexes), None if fields is None else sorted(set(fields))
@@ -181,8 +177,10 @@ class SimpleStorageManager(StorageManager):
         if not sources or not len(indexes):
             return True
         shares, timeout_s = self._shares(indexes), self._put_timeout_s + self._timeout_s
-        writes = [(unit, UnitWrite(self._links[unit], indexes, at, sources, terms)) for unit, at in shares]
+        writes: list[tuple[int, UnitWrite]] = []
         try:
+            for unit, at in shares:
+                writes.append((unit, UnitWrite(self._links[unit], indexes, at, sources, terms)))
             leases = [(unit, write, lease) for unit, write in writes if (lease := write.lease()) is not None]
             answers = await self._ask([(unit, lease, ()) for unit, _, lease in leases], timeout_s)
             for (_, write, _), (answer, _) in zip(leases, answers, strict=True):
@@ -192,17 +190,17 @@ class SimpleStorageManager(StorageManager):
             asks = [(unit, *write.message(pieces, copies)) for unit, write in writes]
             copies.finish()
             answers = await self._ask(asks, timeout_s)
-            written = [write.done(answer) for (_, write), (answer, _) in zip(writes, answers, strict=True)]
+            written = [write.done(_written(answer)) for (_, write), (answer, _) in zip(writes, answers, strict=True)]
             return all(written)
         except BaseException:
             for _, write in writes:
                 write.give_up()
             raise
 
-    def settle(self, number: int) -> None:
-        """An open write of this number needs to be remembered no more."""
-        for link in self._links:
-            link.settled.append(number)
+    def settle(self, number: int, units: Iterable[int]) -> None:
+        """An open write of this number, to these units, needs to be remembered no more."""
+        for unit in units:
+            self._links[unit].settle(number)
 
     async def take_back(self, number: int, indexes: Sequence[int], client: str = "") -> None:
         """Forget what an open write of this client ("": this one) stored for these samples and nobody replaced."""
@@ -243,6 +241,10 @@ def _accepted(reply: Reply) -> tuple[Answer, list[memoryview]]:
     if isinstance(answer, Failed):
         raise from_wire(answer.code, answer.text)
     return answer, reply.frames
+
+
+def _written(answer: Answer) -> Written | Present:
+    return answer if isinstance(answer, Present) else _expect(Written, answer)
 
 
 def _expect(kind: Any, answer: Answer) -> Any:

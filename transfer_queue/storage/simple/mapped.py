@@ -45,7 +45,7 @@ class MappedArena:
         return self._memory[offset : offset + nbytes]
 
     def close(self) -> None:
-        """All holds fall once nobody reads where the values lie; the memory stays mapped while somebody looks at it."""
+        """All holds fall once nobody reads or writes where the values lie: until then ``use`` has one user more."""
         self.use.less()
 
     def _end(self) -> None:
@@ -60,7 +60,8 @@ class MappedArena:
 
     def begin(self, hold: Hold) -> bool:
         """Say that this client writes into a lease from now on. Returns False where the unit can't hear it now."""
-        return self._attachment.say(pack_word(BEGIN, hold.number))
+        # Not through another thread, which might be held up until the lease has expired.
+        return self._attachment.say_at_once(pack_word(BEGIN, hold.number))
 
     def let_go(self, hold: Hold) -> None:
         """Say that this client has no use for a hold any more, whether it was granted or not."""

@@ -5,10 +5,11 @@ or large ones would starve."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from transfer_queue.storage.pieces import IntArray
+from transfer_queue.storage.simple.messages import Hold
 from transfer_queue.transport.base import Envelope, Outgoing
 
 
@@ -23,7 +24,7 @@ class Parked:
     since: float
     deadline: float
     carry_out: Callable[[], list[Outgoing]]
-    guest: int | None = None
+    hold: Hold | None = None
 
 
 class Parking:
@@ -31,6 +32,9 @@ class Parking:
 
     def __init__(self) -> None:
         self._parked: deque[Parked] = deque()
+
+    def __iter__(self) -> Iterator[Parked]:
+        return iter(self._parked)
 
     def __len__(self) -> int:
         return len(self._parked)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from transfer_queue.errors import ProtocolError, StorageFullError, to_wire
+import numpy as np
+
+from transfer_queue.errors import ProtocolError, SampleClearedError, StorageFullError, to_wire
 from transfer_queue.storage.pieces import ByteArray, IntArray
 from transfer_queue.storage.selection import heap
 from transfer_queue.storage.simple.answers import answer_in_frames, answer_in_place
@@ -108,13 +110,15 @@ class StorageUnit:
         if what == BEGIN:
             self._holds.begin(guest, number)
             return []
+        # Who gave up must neither be granted it later nor hold up those behind.
+        self._parking.forget(lambda parked: parked.hold == Hold(guest, number))
         self._holds.let_go(guest, number)
         return self._let_in()
 
     def detached(self, guest: int, now: float) -> Iterable[Outgoing]:
         self._tick(now)
         self._holds.leave(guest)
-        self._parking.forget(lambda parked: parked.guest == guest)
+        self._parking.forget(lambda parked: parked.hold is not None and parked.hold.guest == guest)
         return self._let_in()
 
     # ---- requests ----
@@ -166,8 +170,7 @@ class StorageUnit:
         if isinstance(request, Read):
             return [self._read(envelope, request)]
         if isinstance(request, Drop):
-            dropped = self._store.drop(unpack_indexes(request.indexes), request.fields)
-            return [_answer(envelope, Dropped(dropped)), *self._let_in()]
+            return self._drop(envelope, request)
         if isinstance(request, TakeBack):
             return self._take_back(envelope, request)
         if isinstance(request, Forsake):
@@ -193,13 +196,15 @@ class StorageUnit:
 
     def _lease(self, envelope: Envelope, request: Lease, now: float) -> list[Outgoing]:
         indexes, hold = unpack_indexes(request.indexes), request.hold
+        if request.nbytes < 1:
+            raise ProtocolError(f"a lease of {request.nbytes} bytes: ask for at least one.")
         if self._arena is None or not self._holds.may(hold.guest, hold.number):
             return [_answer(envelope, Leased(-1))]
         carry_out = partial(self._grant, envelope, hold, request.nbytes)
-        parked = Parked(
-            envelope, indexes, request.fields, request.nbytes, now, now + request.wait_s, carry_out, hold.guest
+        deadline = now + request.wait_s
+        return self._admit(
+            Parked(envelope, indexes, request.fields, request.nbytes, now, deadline, carry_out, hold), now
         )
-        return self._admit(parked, now)
 
     def _grant(self, envelope: Envelope, hold: Hold, nbytes: int) -> list[Outgoing]:
         assert self._arena is not None
@@ -212,6 +217,8 @@ class StorageUnit:
 
     def _write(self, envelope: Envelope, request: Write, frames: list[memoryview], now: float) -> list[Outgoing]:
         indexes = unpack_indexes(request.indexes)
+        if any(part.picks >= 0 for part in request.parts):
+            raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if request.lease is None else self._leased(request)
         parts = unpack_parts(request.parts, request.tables, frames, len(indexes), view)
         keep = partial(self._keep, envelope, request, indexes, parts, now)
@@ -230,7 +237,7 @@ class StorageUnit:
         ranges = sorted((part.offset, part.nbytes) for part in request.parts if part.offset >= 0)
         at, stop = self._arena.offset_of(extent), self._arena.offset_of(extent) + len(extent)
         for offset, nbytes in ranges:
-            if offset < at or offset % PAGE_NBYTES or offset + nbytes > stop:
+            if nbytes < 1 or offset < at or offset % PAGE_NBYTES or offset + nbytes > stop:
                 raise ProtocolError(f"a part of {nbytes} bytes at {offset} is not within what is left of its lease.")
             at = offset + whole_pages(nbytes)
         extents = dict(zip(ranges, self._arena.carve(extent, ranges), strict=True))
@@ -273,6 +280,17 @@ class StorageUnit:
         self._store.write(indexes, parts, self._open_writes.begin(envelope.client, request))
         self._squeeze()
         return [_answer(envelope, Written(self._ahead(request, now)))]
+
+    def _drop(self, envelope: Envelope, request: Drop) -> list[Outgoing]:
+        indexes = unpack_indexes(request.indexes)
+        answers = [_answer(envelope, Dropped(self._store.drop(indexes, request.fields)))]
+        if request.fields is None:
+            # What still waits to be written for these samples has lost its purpose, and nobody would drop it later.
+            lost = [parked for parked in self._parking if np.isin(parked.indexes, indexes).all()]
+            self._parking.forget(lambda parked: parked in lost)
+            error = SampleClearedError("the samples of a put that waited for room were cleared meanwhile.")
+            answers += [_failed(parked.envelope, error) for parked in lost]
+        return answers + self._let_in()
 
     def _take_back(self, envelope: Envelope, request: TakeBack) -> list[Outgoing]:
         found = self._open_writes.take(request.client or envelope.client, request.number, request.indexes)

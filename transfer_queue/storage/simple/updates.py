@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 
 
 class UnitUpdate(Update):
-    """``number`` names the write at the units."""
+    """``number`` names the write at the units that it touched."""
 
-    def __init__(self, stored: TensorDict, absent: bool, number: int, manager: SimpleStorageManager) -> None:
+    def __init__(
+        self, stored: TensorDict, absent: bool, number: int, units: Sequence[int], manager: SimpleStorageManager
+    ) -> None:
         super().__init__(stored, absent)
         self.number = number
+        self._units = units
         self._manager = manager
 
     def settle(self) -> None:
-        self._manager.settle(self.number)
+        self._manager.settle(self.number, self._units)
 
     async def take_back(self, indexes: Sequence[int]) -> None:
         await self._manager.take_back(self.number, indexes)

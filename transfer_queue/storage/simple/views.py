@@ -51,9 +51,13 @@ class Use:
         self._lock = threading.RLock()
         self._users = 1
 
-    def more(self) -> None:
+    def more(self) -> bool:
+        """One user more. Returns False where the last one has let go already."""
         with self._lock:
+            if not self._users:
+                return False
             self._users += 1
+            return True
 
     def less(self) -> None:
         with self._lock:

@@ -49,6 +49,10 @@ class UnitWrite:
         self._asked: Hold | None = None
         self._next: tuple[Hold, int] | None = None
         self._sent = 0.0
+        self._arena = link.arena
+        # Attached until all is written: else the lease would be somebody else's memory as soon as the link is closed.
+        if self._arena is not None and not self._arena.use.more():
+            self._arena = None
         self._sizes = self._placed_sizes()
         self._total = sum(map(whole_pages, self._sizes.values()))
         if self._total:
@@ -57,7 +61,7 @@ class UnitWrite:
     def _placed_sizes(self) -> dict[str, int]:
         """Fields that the arena takes, with their bytes; none where frames are cheaper, or all there is."""
         sizes = {name: source.nbytes_of(self._run) for name, source in self._sources.items()}
-        if sum(sizes.values()) <= self._terms.inline_nbytes or self._link.arena is None:
+        if sum(sizes.values()) <= self._terms.inline_nbytes or self._arena is None:
             return {}
         least = least_in_arena(self._terms.inline_nbytes)
         return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
@@ -68,9 +72,9 @@ class UnitWrite:
 
     def lease(self) -> Lease | None:
         """What to ask for first."""
-        if not self._total or self._place is not None or self._link.arena is None:
+        if not self._total or self._place is not None or self._arena is None:
             return None
-        self._asked = self._link.arena.hold()
+        self._asked = self._arena.hold()
         return Lease(self._asked, self._total, self._indexes, list(self._sources), self._terms.wait_s)
 
     def leased(self, answer: Leased) -> None:
@@ -83,7 +87,7 @@ class UnitWrite:
 
         ``pieces`` keeps what several units' frames are cut from.
         """
-        packer, place, arena = Packer(), self._place, self._link.arena
+        packer, place, arena = Packer(), self._place, self._arena
         offset = place.offset if place is not None else 0
         for name, source in self._sources.items():
             if place is not None and arena is not None and name in self._sizes:
@@ -102,7 +106,7 @@ class UnitWrite:
             self._next = (arena.hold(), ahead)
         self._sent = time.monotonic()
         hold = None if self._next is None else self._next[0]
-        terms, self._settled = self._terms, list(self._link.settled)
+        terms, self._settled = self._terms, self._link.settled()
         write = Write(
             self._indexes, packer.parts, packer.tables, terms.wait_s, lease, hold, ahead, terms.number, terms.absent,
             self._settled,
@@ -115,17 +119,23 @@ class UnitWrite:
         if isinstance(answer, Present):
             self.give_up()
             return False
-        self._link.settled = [number for number in self._link.settled if number not in self._settled]
+        self._link.told(self._settled)
         if self._next is not None and answer.ahead >= 0:
             self._link.keep_ahead(Place(self._next[0], answer.ahead, self._next[1]), self._sent)
         self._next = None
+        self._detach()
         return True
 
     def give_up(self) -> None:
         """Nothing of what was asked for is wanted any more."""
-        arena = self._link.arena
         holds = [self._asked, self._place and self._place.hold, self._next and self._next[0]]
         for hold in holds:
-            if arena is not None and hold is not None:
-                arena.let_go(hold)
+            if self._arena is not None and hold is not None:
+                self._arena.let_go(hold)
         self._asked = self._place = self._next = None
+        self._detach()
+
+    def _detach(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.use.less()
