@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -263,6 +265,25 @@ def test_a_server_that_ends_while_it_is_sent_to_is_told_at_once(caller, tmp_path
 
 
 # ---- ends ----
+
+
+def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_socket_and_no_warning(caller, tmp_path):
+    with served_by_process(tmp_path) as (peer, _):
+        echo(caller, peer)
+        files = held()
+        for _ in range(10):
+            asyncio.run(SocketCaller("dropped").call_many(calls(peer, b"echo"), 10.0))
+        gc.collect()  # a ResourceWarning would be an error here
+        assert held() == files
+        code = (
+            "from transfer_queue.transport.base import Call, Peer\n"
+            "from transfer_queue.transport.caller import SocketCaller\n"
+            "from transfer_queue.transport.modes import run_blocking\n"
+            "caller = SocketCaller('unclosed')\n"
+            f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
+        )
+        ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("[Reply(header=b'echo', frames=[])]\n", "")
 
 
 @DRIVES

@@ -138,8 +138,9 @@ def worker_pids() -> set[int]:
 
 
 def rss_mib() -> float:
-    """Resident memory of this process and its workers."""
-    return sum(process.memory_info().rss for process in [psutil.Process(), *workers_now()]) / 2**20
+    """This process and its workers, without the storage memory that they have mapped: that is the unit's to hold."""
+    parts = [part for process in [psutil.Process(), *workers_now()] for part in process.memory_maps()]
+    return sum(part.rss for part in parts if not part.path.startswith("/memfd:transfer-queue-arena")) / 2**20
 
 
 def own_threads() -> list[str]:

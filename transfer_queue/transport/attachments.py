@@ -132,15 +132,20 @@ class Attachment:
         self.descriptor = descriptor
         self.greeting = greeting
         self._connection = connection
+        weakref.finalize(self, connection.close)  # a client may be dropped, or the process end, unclosed
         self._unsaid: deque[int] = deque()
         _attachments.add(self)
 
     def say(self, word: int) -> None:
         """From any thread, also while garbage is collected: it never waits.
 
-        Where the host has no room to hear it now, or another thread is about to say it, it is said a little later.
+        Where the host has no room to hear it now it is said with a later one, or by ``catch_up``.
         """
         self._unsaid.append(word)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Say what the host had no room for before."""
         while self._unsaid:
             try:
                 word = self._unsaid.popleft()
@@ -173,7 +178,7 @@ def attach(path: str, timeout_s: float = _GREETING_TIMEOUT_S) -> Attachment | No
     connection.settimeout(timeout_s)
     try:
         connection.connect(path)
-        packet, descriptors, _, _ = socket.recv_fds(connection, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        packet, descriptors, _, _ = socket.recv_fds(connection, 4096, 1)
     except OSError:
         connection.close()
         return None
@@ -184,6 +189,7 @@ def attach(path: str, timeout_s: float = _GREETING_TIMEOUT_S) -> Attachment | No
         return None
     connection.settimeout(None)
     (number,) = _WORD.unpack(packet[: _WORD.size])
+    os.set_inheritable(descriptors[0], False)
     return Attachment(connection, number, descriptors[0], packet[_WORD.size :])
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer, Reply
 from transfer_queue.transport.framing import FramingError, Inbound, Outbound, encode
@@ -24,6 +26,7 @@ class PlainLine:
         self.peer = peer
         self.broken = False
         self._socket = connected(path)
+        weakref.finalize(self, self._socket.close)  # as ZMQ's do: a caller may be dropped, or the process end, unclosed
         self.descriptor = self._socket.fileno()
         self._greeting = encode(0, client.encode())
         self._inbound = Inbound()

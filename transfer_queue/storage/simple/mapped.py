@@ -39,6 +39,7 @@ class MappedArena:
 
     def hold(self) -> Hold:
         """A name for a hold to ask for."""
+        self._attachment.catch_up()
         return Hold(self._attachment.number, next(self._numbers))
 
     def view(self, offset: int, nbytes: int) -> ByteArray:
