@@ -4,14 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,90 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
+from tests.contract.storage_kit import BACKENDS, Backend, assert_same, meta, rows, simple, some
 from transfer_queue.errors import StorageFullError, StorageKeyNotFoundError, UnsupportedValueError
-from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.registry import create
-from transfer_queue.storage.simple.hosting import host_unit
-from transfer_queue.storage.simple.unit import INLINE_NBYTES, StorageUnit
-from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import run_blocking
-from transfer_queue.transport.server import SocketServer
-
-
-@dataclass
-class Backend:
-    """One running storage: its manager, and how many bytes its servers hold."""
-
-    manager: StorageManager
-    held_nbytes: Callable[[], int]
-    another: Callable[..., StorageManager]
-
-    def put(self, data, indexes, parser=None) -> TensorDict:
-        if isinstance(data, dict):
-            data = TensorDict(data, batch_size=[len(indexes)])
-        return run_blocking(self.manager.put_data(data, meta(indexes, data.keys()), parser))
-
-    def get(self, indexes, *fields: str, layout: str | None = None) -> TensorDict:
-        return run_blocking(self.manager.get_rows(indexes, fields, layout))
-
-    def column(self, indexes, field: str, layout: str | None = None):
-        return self.get(indexes, field, layout=layout).get(field)
-
-
-def meta(indexes, fields=()):
-    return SimpleNamespace(global_indexes=list(indexes), field_names=sorted(fields))
-
-
-def simple(num_units: int, capacity_bytes: int | None = None) -> Backend:
-    units = {f"u{n}": StorageUnit(f"u{n}", capacity_bytes) for n in range(num_units)}
-    peers = [{"name": name, "address": f"inproc://{name}"} for name in units]
-
-    def another(**config) -> StorageManager:
-        return create("SimpleStorage", InprocCaller(units, "another"), {"units": peers, **config})
-
-    def held_nbytes() -> int:
-        return sum(unit.stats().held_nbytes for unit in units.values())
-
-    return Backend(another(), held_nbytes, another)
-
-
-@contextmanager
-def hosted(num_units: int, directory: Path, inline_nbytes: int, capacity_bytes: int | None = None) -> Iterator[Backend]:
-    """Units with arenas, each behind a server in a thread of its own."""
-    with ExitStack() as stack:
-        peers = []
-        for n in range(num_units):
-            server = SocketServer(f"ipc://{directory}/u{n}")
-            unit = host_unit(f"u{n}", capacity_bytes, True, server, inline_nbytes)
-            thread = threading.Thread(target=server.serve, args=(unit,))
-            thread.start()
-            stack.callback(thread.join, 10.0)
-            stack.callback(server.stop)
-            peers.append({"name": f"u{n}", "address": server.address})
-
-        def another(**config) -> StorageManager:
-            caller = SocketCaller("another")
-            stack.callback(caller.close)
-            settings = {"units": peers, "inline_nbytes": inline_nbytes, **config}
-            manager = create("SimpleStorage", caller, settings)
-            stack.callback(lambda: run_blocking(manager.close()))
-            return manager
-
-        manager = another()
-
-        def held_nbytes() -> int:
-            return sum(unit.held_nbytes for unit in run_blocking(manager.stats()))
-
-        yield Backend(manager, held_nbytes, another)
-
-
-BACKENDS = {
-    **{f"frames, {n} units": (lambda path, n=n: nullcontext(simple(n))) for n in (1, 3)},
-    "arena, 1 unit, all of it": lambda path: hosted(1, path, 0),
-    "arena, 2 units": lambda path: hosted(2, path, INLINE_NBYTES),
-    "arena, 3 units, all of it": lambda path: hosted(3, path, 0),
-}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -111,37 +24,6 @@ def storage(request, tmp_path) -> Iterator[Backend]:
     with BACKENDS[request.param](tmp_path) as backend:
         yield backend
         run_blocking(backend.manager.close())
-
-
-def rows(column) -> list:
-    """One entry per sample, whatever the column is."""
-    return column.tolist() if isinstance(column, NonTensorStack) else list(column.unbind())
-
-
-def assert_same(got, expected) -> None:
-    assert type(got) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        assert raw(got) == raw(expected)
-    elif isinstance(expected, np.ndarray):
-        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
-    elif isinstance(expected, (list, tuple)):
-        assert len(got) == len(expected)
-        for a, b in zip(got, expected, strict=True):
-            assert_same(a, b)
-    else:
-        assert got == expected
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Bytes that differ from element to element; 0 and 1 where only those are valid."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    data = torch.arange(math.prod(shape) * size, dtype=torch.int64).to(torch.uint8)
-    return (data % 2 if dtype == torch.bool else data).view(dtype).view(shape)
 
 
 DTYPES = [

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attachments: a descriptor lent over a Unix socket, words said on it, and the end of the guest's process heard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from transfer_queue.transport.attachments import Attachment, Reception, attach
+
+WAIT_S = 10.0
+SEQPACKET = socket.SOCK_SEQPACKET
+
+
+class Book:
+    """A host that notes what happens to it."""
+
+    def __init__(self) -> None:
+        self.lent = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed with the place)
+        self.lent.write(b"lent")
+        self.events: list[tuple] = []
+
+    def attached(self, guest: int) -> tuple[int, bytes]:
+        self.events.append(("attached", guest))
+        return self.lent.fileno(), b"hello"
+
+    def told(self, guest: int, word: int, now: float) -> list:
+        self.events.append(("told", guest, word))
+        return []
+
+    def detached(self, guest: int, now: float) -> list:
+        self.events.append(("detached", guest))
+        return []
+
+
+class Place:
+    """A reception with a poller of its own, turned by hand or in a thread while a guest attaches."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.book = Book()
+        self.poller = select.poll()
+        self.acts: dict[int, Callable[[float], object]] = {}
+        self.reception = Reception(path, self.attend, self.book)
+
+    def attend(self, descriptor: int, ready: Callable[[float], object]) -> Callable[[], None]:
+        self.poller.register(descriptor, select.POLLIN)
+        self.acts[descriptor] = ready
+
+        def stop() -> None:
+            self.poller.unregister(descriptor)
+            del self.acts[descriptor]
+
+        return stop
+
+    def turn(self, timeout_s: float = 0.0) -> bool:
+        """Act on what is ready. Returns False where nothing was within the time."""
+        ready = self.poller.poll(timeout_s * 1000)
+        for descriptor, _ in ready:
+            if descriptor in self.acts:
+                self.acts[descriptor](0.0)
+        return bool(ready)
+
+    def until(self, *events: tuple) -> None:
+        """Turn until these are the events since the last time."""
+        deadline = time.monotonic() + WAIT_S
+        while len(self.book.events) < len(events) and time.monotonic() < deadline:
+            self.turn(0.1)
+        while self.turn():
+            pass
+        assert self.book.events == list(events)
+        self.book.events.clear()
+
+    def attach(self) -> Attachment:
+        made: list[Attachment | None] = []
+        thread = threading.Thread(target=lambda: made.append(attach(self.path)))
+        thread.start()
+        while thread.is_alive():
+            self.turn(0.02)
+        assert made[0] is not None
+        return made[0]
+
+    def close(self) -> None:
+        self.reception.close()
+        self.book.lent.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    before = descriptors()
+    made = Place(str(tmp_path / "door"))
+    yield made
+    made.close()
+    assert (descriptors(), os.path.exists(made.path)) == (before, False)
+
+
+def leave(attachment: Attachment) -> None:
+    os.close(attachment.descriptor)
+    attachment.close()
+
+
+def stranger(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, SEQPACKET)
+    connection.connect(path)
+    return connection
+
+
+def test_a_guest_gets_a_descriptor_of_its_own_a_number_and_the_greeting(place):
+    first, second = place.attach(), place.attach()
+    assert [(guest.number, guest.greeting) for guest in (first, second)] == [(1, b"hello"), (2, b"hello")]
+    assert len({place.book.lent.fileno(), first.descriptor, second.descriptor}) == 3
+    assert os.pread(second.descriptor, 10, 0) == b"lent"
+    assert not os.get_inheritable(first.descriptor)
+    leave(first)
+    leave(second)
+
+
+def test_words_arrive_in_order_and_the_end_after_them(place):
+    guest, words = place.attach(), [0, 1, 5, 2**64 - 1, 5]
+    for word in words:
+        guest.say(word)
+    leave(guest)
+    place.until(("attached", 1), *(("told", 1, word) for word in words), ("detached", 1))
+
+
+def test_words_that_the_host_has_no_room_for_never_wait_and_are_said_with_later_ones_in_order(place):
+    guest = place.attach()
+    for word in range(3000):
+        guest.say(word)
+    assert not guest.say_at_once(9999), "the host's buffer is full"
+    heard = []
+    while len(heard) < 3000:
+        while place.turn():
+            pass
+        heard += [event[2] for event in place.book.events if event[0] == "told" and event[2] < 3000]
+        place.book.events.clear()
+        guest.say(10_000)
+    assert heard == list(range(3000))
+    leave(guest)
+
+
+def test_a_word_said_at_once_overtakes_those_that_wait(place):
+    guest = place.attach()
+    for word in range(3000):
+        guest.say(word)
+    while place.turn():
+        pass
+    place.book.events.clear()
+    assert guest.say_at_once(9999)
+    place.until(("told", 1, 9999))
+    leave(guest)
+
+
+def test_words_of_several_threads_all_arrive_once(place):
+    guest = place.attach()
+    threads = [threading.Thread(target=lambda n=n: [guest.say(1000 * n + i) for i in range(200)]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        place.turn(0.01)
+    said = []
+    while len(said) < 800:
+        said = [event for event in place.book.events if event[0] == "told"]
+        guest.catch_up()
+        place.turn()
+    assert sorted(event[2] for event in place.book.events if event[0] == "told") == sorted(
+        [1000 * n + i for n in range(4) for i in range(200)]
+    )
+    leave(guest)
+
+
+def test_what_is_said_to_a_host_that_ended_or_after_leaving_is_no_error(place):
+    guest, other = place.attach(), place.attach()
+    place.reception.close()
+    guest.say(1)
+    assert not guest.say_at_once(1)
+    leave(guest)
+    guest.close()
+    leave(other)
+    other.say(2)
+    assert not other.say_at_once(2)
+    place.reception = Reception(place.path, place.attend, place.book)
+
+
+ATTACH = """
+import os, sys
+from transfer_queue.transport.attachments import attach
+guest = attach(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def script() -> Iterator[Callable[..., subprocess.Popen]]:
+    started = []
+
+    def run(code: str, path: str) -> subprocess.Popen:
+        pipe = subprocess.PIPE
+        started.append(
+            subprocess.Popen([sys.executable, "-c", ATTACH + code, path], stdin=pipe, stdout=pipe, text=True)
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_the_death_of_a_process_is_heard_after_what_it_said(place, script):
+    process = script("guest.say(5); print('said', flush=True); sys.stdin.read()", place.path)
+    place.until(("attached", 1), ("told", 1, 5))
+    os.kill(process.pid, signal.SIGKILL)
+    place.until(("detached", 1))
+
+
+def test_a_forked_child_does_not_keep_the_attachment_of_its_dead_parent_alive(place, script):
+    process = script(
+        "child = os.fork()\n"
+        "if child: print(child, flush=True)\n"
+        "else: guest.say(13); os.read(0, 1); os._exit(0)\n"
+        "sys.stdin.read()",
+        place.path,
+    )
+    place.until(("attached", 1))
+    child = int(process.stdout.readline())
+    os.kill(process.pid, signal.SIGKILL)
+    place.until(("detached", 1))
+    os.kill(child, 0)  # it lives, and nothing that it says is its parent's word
+    process.stdin.write("x")
+
+
+def test_a_child_started_by_exec_inherits_neither_the_attachment_nor_the_descriptor(place):
+    guest = place.attach()
+    held = ["-c", "import os; print([f for f in os.listdir('/proc/self/fd') if int(f) > 2][:-1])"]
+    shown = subprocess.run([sys.executable, *held], capture_output=True, text=True, close_fds=False, check=True).stdout
+    assert str(guest.descriptor) not in shown
+    leave(guest)
+    place.until(("attached", 1), ("detached", 1))
+
+
+@pytest.mark.parametrize("garbage", [b"x", b"x" * 7, b"", b"x" * 4000, b"x" * 9])
+def test_a_stranger_that_says_garbage_harms_nobody(place, garbage):
+    guest = place.attach()
+    connection = stranger(place.path)
+    connection.send(garbage)
+    connection.send(b"more")
+    while place.turn():
+        pass
+    connection.close()
+    guest.say(3)
+    while place.turn(0.05):
+        pass
+    assert [event for event in place.book.events if event[1] == guest.number] == [("attached", 1), ("told", 1, 3)]
+    assert place.book.events.count(("detached", 2)) == 1
+    leave(guest)
+
+
+def test_a_stranger_that_leaves_before_it_is_let_in_is_shown_out_once(place):
+    stranger(place.path).close()
+    place.until(("attached", 1), ("detached", 1))
+    leave(place.attach())
+    place.until(("attached", 2), ("detached", 2))
+
+
+def test_a_host_out_of_descriptors_lets_newcomers_in_when_a_guest_leaves_and_does_not_spin_until_then(place):
+    guest = place.attach()
+    newcomer = stranger(place.path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    filled = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 20, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                filled.append(os.dup(0))
+        assert place.turn()
+        assert not place.turn(), "nothing can be done for it now"
+        leave(guest)
+        place.until(("attached", 1), ("detached", 1), ("attached", 2))
+    finally:
+        for descriptor in filled:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    newcomer.close()
+    place.until(("detached", 2))
+
+
+def test_there_is_no_attachment_where_nobody_listens(tmp_path):
+    before = descriptors()
+    stale, plain = str(tmp_path / "stale"), tmp_path / "plain"
+    with socket.socket(socket.AF_UNIX, SEQPACKET) as door:
+        door.bind(stale)
+    plain.write_bytes(b"")
+    assert [attach(path) for path in (str(tmp_path / "nothing"), stale, str(plain), "x" * 200)] == [None] * 4
+    assert descriptors() == before
+
+
+def test_there_is_no_attachment_to_a_host_that_does_not_answer_in_time(tmp_path):
+    before = descriptors()
+    with socket.socket(socket.AF_UNIX, SEQPACKET) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+        begun = time.monotonic()
+        assert attach(str(tmp_path / "door"), timeout_s=0.05) is None
+        assert 0.05 <= time.monotonic() - begun < WAIT_S
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("greeting", "lent"), [(b"", 0), (b"short", 1), (struct.pack("<Q", 1), 0), (struct.pack("<Q", 1), 2)]
+)
+def test_there_is_no_attachment_to_a_host_that_lends_nothing_or_greets_wrongly_and_nothing_leaks(
+    tmp_path, greeting, lent
+):
+    before = descriptors()
+    with socket.socket(socket.AF_UNIX, SEQPACKET) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+
+        def answer() -> None:
+            connection, _ = door.accept()
+            with connection:
+                socket.send_fds(connection, [greeting], [0] * lent)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        attachment = attach(str(tmp_path / "door"))
+        thread.join()
+        if lent == 2:  # more than asked for are cut off by the kernel
+            assert attachment is not None
+            leave(attachment)
+        else:
+            assert attachment is None
+    assert descriptors() == before
+
+
+def test_guests_that_come_and_go_leave_no_descriptor(place):
+    before = descriptors()
+    for _ in range(20):
+        leave(place.attach())
+    while place.turn(0.05):
+        pass
+    assert descriptors() == before

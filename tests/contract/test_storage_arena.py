@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage units whose arena their clients map: values take that path, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
+from transfer_queue.errors import StorageFullError
+from transfer_queue.storage.columns import sources
+from transfer_queue.storage.simple.hosting import host_unit
+from transfer_queue.storage.simple.link import UnitLink
+from transfer_queue.storage.simple.writing import Terms, UnitWrite
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.server import SocketServer
+
+PAGE = 4096
+
+
+@pytest.fixture(params=ARENAS)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+    with BACKENDS[request.param](tmp_path) as backend:
+        yield backend
+
+
+def large(count: int, first: int = 0) -> torch.Tensor:
+    """Rows of a page each."""
+    return torch.arange(first, first + count * PAGE // 8).view(count, PAGE // 8)
+
+
+def idle(stats: list) -> bool:
+    """Nothing is leased, pinned, or waits."""
+    return all((unit.leased_nbytes, unit.pins, unit.parked) == (0, 0, 0) for unit in stats)
+
+
+def test_values_lie_in_the_arena_and_clients_find_them_there(storage):
+    data = large(192)
+    storage.put({"x": data}, range(192))
+    stats = run_blocking(storage.manager.stats())
+    assert storage.manager.paths() == ["arena"] * len(stats)
+    assert sum(unit.arena_nbytes for unit in stats) == data.nbytes
+    assert [unit.attached for unit in stats] == [1] * len(stats)
+    assert torch.equal(storage.column(range(192), "x", "dense"), data)
+
+
+def test_a_client_that_wants_no_arena_gets_and_puts_the_same_in_frames(storage):
+    frames, data = storage.another(arena=False), large(192)
+    storage.put({"x": data}, range(192))
+    assert frames.paths() == ["frames"] * len(storage.manager.paths())
+    assert torch.equal(run_blocking(frames.get_rows(range(192), ["x"], "dense"))["x"], data)
+    run_blocking(frames.put_data(TensorDict({"x": -data}, batch_size=[192]), meta(range(192), ["x"])))
+    assert torch.equal(storage.column(range(192), "x", "dense"), -data)
+    assert [unit.attached for unit in run_blocking(frames.stats())] == [1] * len(frames.paths())
+
+
+def test_what_was_got_is_pinned_by_nobody_any_more(storage):
+    data = large(192)
+    storage.put({"x": data, "o": ["text" * 10_000] * 192}, range(192))
+    kept = [storage.get(range(192), "x", "o"), storage.get(range(191, -1, -1), "x", "o")]
+    assert until(storage.manager, idle)
+    assert len(kept) == 2
+
+
+def test_pages_are_recycled_from_put_to_put_and_all_come_back(storage):
+    footprints = set()
+    for n in range(6):
+        storage.put({"x": large(192, n)}, range(192 * n, 192 * n + 192))
+        assert storage.column([192 * n], "x", "dense")[0, 0] == n
+        run_blocking(storage.manager.clear_rows(range(192 * n, 192 * n + 192)))
+        stats = run_blocking(storage.manager.stats())
+        footprints.add(sum(unit.arena_nbytes + unit.recyclable_nbytes for unit in stats))
+    assert max(footprints) <= 2 * 192 * PAGE
+    run_blocking(storage.manager.close())
+    assert until(storage.manager, lambda stats: not any(unit.arena_nbytes or unit.attached for unit in stats))
+
+
+def test_a_put_that_fails_at_one_unit_leaves_no_lease_at_another(tmp_path):
+    with hosted(2, tmp_path, 0, capacity_bytes=100 * PAGE) as storage:
+        storage.put({"x": large(64)}, range(64, 128))
+        hasty = storage.another(put_timeout_s=0.02)
+        data = TensorDict({"x": large(128)}, batch_size=[128])
+        with pytest.raises(StorageFullError, match="waited"):
+            run_blocking(hasty.put_data(data, meta(range(256, 384), ["x"])))
+        first, second = until(hasty, idle)
+        assert (first.arena_nbytes, second.arena_nbytes) == (0, 64 * PAGE)
+        storage.put({"x": large(64)}, range(64))
+
+
+def test_a_put_that_is_cancelled_while_it_waits_holds_up_nobody_and_leaves_nothing(tmp_path):
+    with hosted(1, tmp_path, 0, capacity_bytes=10 * PAGE) as storage:
+        manager, other = storage.manager, storage.another()
+
+        async def put(count: int, first: int, by: object = manager) -> None:
+            await by.put_data(TensorDict({"x": large(count)}, batch_size=[count]), meta(range(first, first + count)))
+
+        async def parked(count: int) -> None:
+            while (await manager.stats())[0].parked != count:
+                pass
+
+        async def story() -> None:
+            await put(8, 0)
+            waiting = asyncio.ensure_future(put(9, 100))
+            await parked(1)
+            behind = asyncio.ensure_future(put(2, 200, other))
+            await parked(2)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await behind
+            await manager.clear_rows(range(300))
+
+        asyncio.run(asyncio.wait_for(story(), 20.0))
+        (unit,) = until(manager, idle)
+        assert (unit.values, unit.arena_nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("ending", ["give up", "ahead"])
+def test_memory_stays_a_writers_own_while_it_writes_also_when_its_link_is_closed(tmp_path, ending):
+    with hosted(1, tmp_path, 0) as storage:
+        peer = Peer("u0", f"ipc://{tmp_path}/u0")
+        link, source = UnitLink(peer), sources({"x": large(4)})
+        write = UnitWrite(link, np.arange(4), np.arange(4), source, Terms(1.0, 0))
+        assert write.lease() is not None
+        link.close()
+        write.message({}, np.copyto)
+        assert [unit.attached for unit in run_blocking(storage.manager.stats())] == [1]
+        write.give_up()
+        write.give_up()
+        until(storage.manager, lambda stats: stats[0].attached == 0)
+        late = UnitWrite(link, np.arange(4), np.arange(4), source, Terms(1.0, 0))
+        assert late.lease() is None, "what comes after the end travels as frames"
+        late.give_up()
+
+
+def test_a_unit_whose_arena_can_have_no_address_sends_frames(tmp_path):
+    path = tmp_path / ("d" * (100 - len(str(tmp_path))))
+    path.mkdir()
+    server = SocketServer(f"ipc://{path}/u")
+    unit = host_unit("u", None, True, server)
+    server.close()
+    assert (unit.next_deadline(), unit.stats().arena_nbytes) == (None, 0)
+    assert [file.name for file in path.iterdir() if file.suffix == ".arena"] == []
+
+
+# ---- many at once ----
+
+
+def batch(number: int) -> TensorDict:
+    rng = np.random.default_rng(number)
+    count = int(rng.integers(1, 80))
+    lengths = rng.integers(0, 3000, count)
+    values = torch.from_numpy(rng.integers(0, 1 << 40, int(lengths.sum())))
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, *lengths]).cumsum(0))
+    dense = torch.from_numpy(rng.integers(0, 256, (count, 5000), np.uint8))
+    return TensorDict({"j": nested, "d": dense, "o": [f"{number} {n}" for n in range(count)]}, batch_size=[count])
+
+
+def checksums(data: TensorDict) -> list[tuple[int, int, object]]:
+    texts = data.get("o").tolist() if hasattr(data.get("o"), "tolist") else list(data.get("o"))
+    return [
+        (zlib.crc32(j.contiguous().numpy()), zlib.crc32(d.contiguous().numpy()), o)
+        for j, d, o in zip(data.get("j").unbind(), data.get("d").unbind(), texts, strict=True)
+    ]
+
+
+async def one_round(manager, number: int) -> list[str]:
+    """Put, overwrite, read in several orders, clear; what came back wrong."""
+    first, wrong = 100 * number, []
+    for turn in range(3):
+        data = batch(1000 * number + turn)
+        expected, indexes = checksums(data), list(range(first, first + len(data)))
+        await manager.put_data(data, meta(indexes, ["j", "d", "o"]))
+        for order in (range(len(data)), range(len(data) - 1, -1, -1), [0, len(data) - 1, 0]):
+            read = manager.get_views if turn == 1 else manager.get_data
+            got = await read(meta([indexes[n] for n in order], ["j", "d", "o"]))
+            if checksums(got) != [expected[n] for n in order]:
+                wrong.append(f"batch {number}, turn {turn}, {order}")
+        if turn != 0:
+            await manager.clear_rows(indexes)
+    return wrong
+
+
+def test_threads_and_tasks_put_get_and_clear_at_once_and_everybody_gets_his_own(storage):
+    wrong: list[str] = []
+    deadline = time.monotonic() + 20.0
+
+    def work(first: int, manager) -> None:
+        for number in range(first, first + 3):
+            assert time.monotonic() < deadline
+            wrong.extend(run_blocking(one_round(manager, number)))
+
+    async def tasks() -> None:
+        for found in await asyncio.gather(*(one_round(storage.manager, number) for number in range(100, 105))):
+            wrong.extend(found)
+
+    managers = [storage.manager, storage.manager, storage.another()]
+    threads = [threading.Thread(target=work, args=(10 * n, manager)) for n, manager in enumerate(managers, 1)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(tasks())
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    run_blocking(storage.manager.clear_rows(range(20_000)))
+    stats = until(storage.manager, lambda stats: all(not unit.pins for unit in stats))
+    assert sum(unit.values for unit in stats) == 0
+    until(storage.manager, lambda stats: sum(unit.arena_nbytes for unit in stats) == 0)

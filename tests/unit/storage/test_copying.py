@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies: all bytes are there after finish, by however many threads; nobody writes any more once it returned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transfer_queue.storage import copying
+from transfer_queue.storage.copying import Copies
+
+KIB, MIB = 1024, 1024 * 1024
+SOURCE = np.random.default_rng(1).integers(0, 256, 12 * MIB, np.uint8)
+
+
+@pytest.fixture(params=[1, 2, 4], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def copied(sizes: list[int]) -> bool:
+    """Copy so many spans of the source into one buffer, and compare."""
+    copies, out = Copies(), np.zeros(sum(sizes), np.uint8)
+    starts = np.cumsum([0, *sizes])
+    sources = [SOURCE[7 * n : 7 * n + size] for n, size in enumerate(sizes)]
+    for start, source in zip(starts, sources, strict=False):
+        copies(out[start : start + source.nbytes], source)
+    copies.finish()
+    return out.tobytes() == b"".join(source.tobytes() for source in sources)
+
+
+SIZES = {
+    "none": [],
+    "small ones": [0, 1, 100, 64 * KIB - 1],
+    "one that is shared": [9 * MIB],
+    "one just below": [8 * MIB - 1],
+    "chunks and rests": [64 * KIB, MIB + 1, 3 * MIB - 1, 5, 5 * MIB],
+    "many": [100 * KIB] * 100,
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_all_bytes_are_there_whoever_copied_them(threads, sizes):
+    assert copied(sizes)
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(sizes=st.lists(st.one_of(st.integers(0, 200 * KIB), st.integers(MIB, 3 * MIB)), max_size=10))
+def test_all_bytes_are_there_for_any_sizes(sizes):
+    assert copied(sizes)
+
+
+def test_it_can_be_used_again_after_finish(threads):
+    copies, out = Copies(), np.zeros(10 * MIB, np.uint8)
+    for begin in (0, 1):
+        copies(out, SOURCE[begin : begin + out.nbytes])
+        copies.finish()
+        assert out.tobytes() == SOURCE[begin : begin + out.nbytes].tobytes()
+
+
+def test_no_thread_is_left_when_it_is_finished(threads):
+    before = threading.active_count()
+    assert copied([9 * MIB])
+    assert threading.active_count() == before
+
+
+class Broken:
+    """A source whose reading fails after it was asked for so many chunks."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.lock = threading.Lock()
+
+    def __getitem__(self, at: slice) -> np.ndarray:
+        return BrokenChunk(self, SOURCE[at])
+
+
+class BrokenChunk:
+    def __init__(self, source: Broken, chunk: np.ndarray) -> None:
+        self.source, self.chunk = source, chunk
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        with self.source.lock:
+            self.source.left -= 1
+            if self.source.left < 0:
+                raise OSError("can't be read")
+        return self.chunk
+
+
+@pytest.mark.parametrize("threads", [2, 4], indirect=True)
+@pytest.mark.parametrize("after", [0, 1, 5, 9])
+def test_an_error_of_any_thread_is_raised_once_and_then_nobody_writes_any_more(threads, after):
+    copies, out, before = Copies(), np.zeros(10 * MIB, np.uint8), threading.active_count()
+    copies(out, Broken(after))
+    with pytest.raises(OSError, match="can't be read"):
+        copies.finish()
+    assert threading.active_count() == before
+
+
+def test_where_no_more_threads_can_be_started_one_copies_alone(monkeypatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copying.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert copied([9 * MIB])
