@@ -52,6 +52,8 @@ class Annotations:
         and rows that only fill the batch write nothing.
         """
         changed: dict[int, Tags] = {}
+        if not any(self.custom_meta):
+            return changed
         fillers = self._padding or [False] * len(self.custom_meta)
         rows = zip(self.global_indexes, self.custom_meta, self._made_tags(), fillers, strict=True)
         for index, now, before, filler in rows:

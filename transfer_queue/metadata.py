@@ -19,7 +19,7 @@ from transfer_queue.sample_view import SamplesView
 from transfer_queue.schema import (
     Schema,
     Shape,
-    count_rows,
+    described_rows,
     extract_field_schema,
     join_rows,
     normalized,
@@ -311,8 +311,7 @@ class BatchMeta(Annotations):
         Raises:
             ValueError: the number of rows differs. A TensorDict without rows changes nothing.
         """
-        schema = extract_field_schema(tensor_dict)
-        num_rows = count_rows(tensor_dict)
+        schema, num_rows = described_rows(tensor_dict)
         if not num_rows:
             return self
         if num_rows != self.size:

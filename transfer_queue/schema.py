@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError, UnsupportedValueError
 from transfer_queue.utils.rows import pick
 
@@ -25,6 +27,11 @@ def extract_field_schema(data: TensorDictBase) -> Schema:
     Raises:
         ValueError: a column's length is not the number of rows, or a column is itself a TensorDict.
     """
+    return described_rows(data)[0]
+
+
+def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
+    """(``extract_field_schema``, number of rows)."""
     columns = _columns(data)
     num_rows = count_rows(data, columns)
     for name, column in columns.items():
@@ -35,8 +42,8 @@ def extract_field_schema(data: TensorDictBase) -> Schema:
                 "Give every column one value per sample."
             )
     if not num_rows:
-        return {}
-    return {str(name): _describe(column) for name, column in columns.items()}
+        return {}, 0
+    return {str(name): _describe(column) for name, column in columns.items()}, num_rows
 
 
 def count_rows(data: TensorDictBase, columns: Mapping[str, Any] | None = None) -> int:
@@ -112,9 +119,12 @@ def _nested_shapes(column: Any) -> list[Shape]:
         return [tuple(row.shape) for row in column.unbind()]
     # From the offsets alone: unbinding makes a tensor object per row.
     lengths = column.lengths()
-    packed, ragged = tuple(column.values().shape), column._ragged_idx - 1
-    before, after = packed[:ragged], packed[ragged + 1 :]
-    return [(*before, n, *after) for n in (column.offsets().diff() if lengths is None else lengths).tolist()]
+    if lengths is None:
+        lengths = np.diff(column.offsets().numpy(force=True))
+    before, after = tuple(column.shape[1 : column._ragged_idx]), tuple(column.shape[column._ragged_idx + 1 :])
+    if not before and not after:
+        return [(n,) for n in lengths.tolist()]
+    return [(*before, n, *after) for n in lengths.tolist()]
 
 
 def normalized(schema: Mapping[str, Mapping[str, Any]], num_rows: int) -> Schema:

@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from transfer_queue.storage.pieces import Piece, Positions
 from transfer_queue.transport.base import Caller
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+
+Parts: TypeAlias = Sequence[tuple[Positions, Piece]]
+"""Rows of a batch and where they are; each row once."""
 
 
 class HasRows(Protocol):
@@ -116,6 +121,23 @@ class StorageManager(ABC):
         """
         if fields is None:
             await self.clear_data(RowsOf(indexes))
+
+    @asynccontextmanager
+    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
+        """Values as they are stored, objects encoded: per field the pieces that hold it. Valid inside the context."""
+        from transfer_queue.storage import columns
+
+        data = await self.get_data(RowsOf(indexes, fields))
+        pieces = columns.pack(data, bool(self.config.get("allow_pickle", False)))
+        yield {name: [(slice(0, len(indexes)), piece)] for name, piece in pieces.items()}
+
+    async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
+        """Store whole columns as ``stored`` gave them; row i is the value of ``indexes[i]``."""
+        from transfer_queue.storage import columns
+
+        parts = {name: [(slice(0, len(indexes)), piece)] for name, piece in pieces.items()}
+        data = columns.unpack(parts, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
+        await self.put_data(data, RowsOf(indexes, sorted(pieces)))
 
     async def forsake(self, client: str) -> list[OpenWrite]:
         """This client's process has ended: nothing that is still on its way from it counts. What it left open."""

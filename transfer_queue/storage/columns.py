@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -16,6 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor,
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
+from transfer_queue.storage.assembling import batch, jagged
 from transfer_queue.storage.copying import Copies
 from transfer_queue.storage.objects import decode_rows, encode_rows
 from transfer_queue.storage.pieces import OBJECTS, ByteArray, IntArray, Piece, Positions
@@ -78,7 +79,7 @@ def unpack(
     copies = Copies()
     columns = {name: _column(name, parts[name], count, layout, allow_pickle, copies, lay) for name in sorted(parts)}
     copies.finish()
-    return TensorDict(columns, batch_size=[count])
+    return batch(columns, count)
 
 
 def relaid(data: TensorDict, layout: str) -> TensorDict:
@@ -93,7 +94,7 @@ def relaid(data: TensorDict, layout: str) -> TensorDict:
         ):
             column = _of_piece(_source(name, column, count, False).piece(), layout)
         columns[name] = column
-    return TensorDict(columns, batch_size=[count])
+    return batch(columns, count)
 
 
 def check_layout(layout: str) -> None:
@@ -179,12 +180,14 @@ def _column(
     rows = sum(piece.rows for _, piece in parts)
     if rows != count:
         raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
-    families = {piece.layout.family for _, piece in parts}
-    if len(families) == 1 and OBJECTS not in families:
-        if len({piece.layout for _, piece in parts}) > 1 or parts[0][1].layout.kind == "ragged":
-            return _ragged(parts, count, layout, copy, lay)
-        dense = _dense(parts, count, copy, lay)
-        return dense if dense.ndim == 1 or layout == "dense" else _jagged(dense.flatten(0, 1), _steps(dense))
+    first = parts[0][1].layout
+    if first.kind == "dense" and (len(parts) == 1 or all(piece.layout == first for _, piece in parts)):
+        shape = (count, *first.shape)
+        if layout == "dense" or not first.shape:
+            return _dense(parts, shape, copy, lay)
+        return jagged(_dense(parts, (count * shape[1], *shape[2:]), copy, lay), np.arange(count + 1) * shape[1])
+    if first.kind != "objects" and len({piece.layout.family for _, piece in parts}) == 1:
+        return _ragged(parts, count, layout, copy, lay)
     values: list[Any] = [None] * count
     for positions, piece in parts:
         where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
@@ -201,14 +204,14 @@ def _of_values(values: Sequence[Any], layout: str) -> Any:
     return column
 
 
-def _dense(parts: Parts, count: int, copy: Copy, lay: Lay | None) -> torch.Tensor:
-    layout = parts[0][1].layout
+def _dense(parts: Parts, shape: Sequence[int], copy: Copy, lay: Lay | None) -> torch.Tensor:
+    layout, row_nbytes = parts[0][1].layout, parts[0][1].layout.row_nbytes
     out = lay(parts) if lay is not None else None
     if out is None:
-        out = recycling.empty(count * layout.row_nbytes)
+        out = recycling.empty(math.prod(shape) * layout.itemsize)
         for positions, piece in parts if out.nbytes else ():
-            copy_rows(out, positions, piece.data, piece.picks, layout.row_nbytes, copy)
-    return from_bytes(out, dtype_of(layout.dtype), (count, *layout.shape))
+            copy_rows(out, positions, piece.data, piece.picks, row_nbytes, copy)
+    return from_bytes(out, dtype_of(layout.dtype), shape)
 
 
 def _ragged(parts: Parts, count: int, layout: str, copy: Copy, lay: Lay | None) -> Any:
@@ -239,36 +242,13 @@ def _shaped(out: Any, dtype: torch.dtype, shapes: IntArray, bounds: IntArray, la
     if same[1:].all():
         lengths = shapes[:, 0]
         values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
-        return _jagged(values, np.concatenate((np.zeros(1, np.int64), lengths.cumsum())))
+        return jagged(values, np.concatenate((np.zeros(1, np.int64), lengths.cumsum())))
     edges = bounds.tolist()
     rows = [
         from_bytes(out[start:stop], dtype, shape)
         for (start, stop), shape in zip(pairwise(edges), shapes.tolist(), strict=True)
     ]
     return _strided(rows)
-
-
-def _steps(dense: torch.Tensor) -> IntArray:
-    return np.arange(dense.shape[0] + 1) * dense.shape[1]
-
-
-def _jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
-    _hear_tracing_note_once()
-    lengths = np.diff(offsets)
-    # Without the longest length to_padded_tensor() would pad to the sum of all.
-    return torch.nested.nested_tensor_from_jagged(
-        values, torch.from_numpy(offsets), min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
-    )
-
-
-@functools.cache
-def _hear_tracing_note_once() -> None:
-    # torch 2.13 logs a line for its own developers when the function is first called; readers can't do anything either.
-    logger = logging.getLogger("torch.fx._symbolic_trace")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    torch.nested.nested_tensor_from_jagged(torch.zeros(1), torch.tensor([0, 1]))
-    logger.setLevel(level)
 
 
 def _strided(rows: Sequence[torch.Tensor]) -> Any:

@@ -23,6 +23,9 @@ _TUPLE, _SET, _FROZENSET, _MAP, _COMPLEX, _BIG_INT, _TEXT, _BYTEARRAY = range(1,
 _ARRAY, _NUMPY_SCALAR, _OBJECT_ARRAY, _TENSOR = range(9, 13)
 _PICKLE = 100
 
+_TOGETHER_NBYTES = 1024 * 1024
+"""Rows of at most so many bytes are decoded in one go, from a copy."""
+
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _SWITCH = "backend.SimpleStorage.allow_pickle: true"
 
@@ -34,9 +37,11 @@ def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -
         UnsupportedValueError: a value, or something inside it, would need pickle, which ``allow_pickle`` forbids.
     """
     encoder = _Encoder(field, allow_pickle)
-    rows = [encoder.row(value) for value in values]
+    rows = encoder.plain_rows(values)
+    if rows is None:
+        rows = [encoder.row(value) for value in values]
     offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    np.cumsum(list(map(len, rows)), out=offsets[1:])
     return Piece(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
 
 
@@ -47,8 +52,12 @@ def decode_rows(piece: Piece, field: str, allow_pickle: bool = False) -> list[An
         UnsupportedValueError: a value was pickled and ``allow_pickle`` is off; nothing of it has been run.
     """
     decode = _Decoder(field, allow_pickle).decode
-    payload, edges = piece.data.data, piece.bounds.tolist()
+    payload = piece.data.data
     try:
+        if payload.nbytes <= _TOGETHER_NBYTES:
+            values: list[Any] = decode(b"\xdd" + piece.rows.to_bytes(4, "big") + payload)  # as one list of them
+            return values
+        edges = piece.bounds.tolist()
         return [decode(payload[start:stop]) for start, stop in pairwise(edges)]
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error
@@ -61,6 +70,15 @@ class _Encoder:
         self._pack = msgspec.msgpack.Encoder().encode
         # Set while a value is encoded whose numbers or texts msgpack refused: then each is looked at.
         self._careful = False
+
+    def plain_rows(self, values: Sequence[Any]) -> list[bytes] | None:
+        """All rows where none needs a closer look, else None."""
+        if not self._all_plain(values):
+            return None
+        try:
+            return list(map(self._pack, values))
+        except (OverflowError, UnicodeEncodeError):
+            return None
 
     def row(self, value: Any) -> bytes:
         try:

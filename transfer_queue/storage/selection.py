@@ -16,7 +16,7 @@ SLICE_NBYTES = 64 * 1024
 """Runs of rows at least this long travel as they lie; shorter ones are copied together: a frame costs more."""
 
 
-def as_run(positions: IntArray) -> Positions:
+def as_run(positions: NDArray[Any]) -> Positions:
     """The same positions, as a slice when they are consecutive."""
     count = len(positions)
     if count == 0:
@@ -27,43 +27,59 @@ def as_run(positions: IntArray) -> Positions:
     return positions
 
 
+def distinct(numbers: IntArray) -> IntArray:
+    """Each number once, ascending."""
+    ascending = len(numbers) < 2 or bool((numbers[1:] > numbers[:-1]).all())
+    return numbers if ascending else np.unique(numbers)
+
+
 def heap(nbytes: int) -> ByteArray:
     """Memory of this process."""
     return np.empty(nbytes, np.uint8)
 
 
-def gather(parts: Sequence[tuple[Piece, IntArray]], allocate: Allocate = heap) -> Piece:
+def gather(parts: Sequence[tuple[Piece, Positions]], allocate: Allocate = heap) -> Piece:
     """Copy these rows of these pieces, all of one family, into one new piece, in this order."""
     layout = parts[0][0].layout
     if any(piece.layout != layout for piece, _ in parts):
         parts, layout = [(piece.as_ragged(), rows) for piece, rows in parts], layout.family
-    total = sum(len(rows) for _, rows in parts)
+    counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for _, rows in parts]
+    total = sum(counts)
     if layout.kind == "dense":
-        return Piece(layout, total, _gather_dense(parts, allocate(total * layout.row_nbytes), layout.row_nbytes))
-    sizes = np.concatenate([piece.bounds[rows + 1] - piece.bounds[rows] for piece, rows in parts])
+        return Piece(layout, total, _gather_dense(parts, counts, allocate(total * layout.row_nbytes)))
+    starts, sizes = zip(*(_extent(piece, rows) for piece, rows in parts), strict=True)
     bounds = np.zeros(total + 1, np.int64)
-    np.cumsum(sizes, out=bounds[1:])
+    np.cumsum(np.concatenate(sizes), out=bounds[1:])
     data = allocate(int(bounds[-1]))
     at = 0
-    for piece, rows in parts:
-        end = at + len(rows)
-        copy_spans(data, bounds[at:end], piece.data, piece.bounds[rows], sizes[at:end])
-        at = end
+    for (piece, _), count, start, size in zip(parts, counts, starts, sizes, strict=True):
+        copy_spans(data, bounds[at : at + count], piece.data, start, size)
+        at += count
     if layout.kind == "objects":
         return Piece(layout, total, data, bounds, bounds)
     shapes = np.concatenate([piece.side[rows] for piece, rows in parts if piece.side is not None])
     return Piece(layout, total, data, shapes, bounds)
 
 
-def _gather_dense(parts: Sequence[tuple[Piece, IntArray]], out: ByteArray, row_nbytes: int) -> ByteArray:
+def _extent(piece: Piece, rows: Positions) -> tuple[IntArray, IntArray]:
+    """Where these rows begin in the piece, and their sizes."""
+    starts = piece.bounds[:-1][rows]
+    return starts, piece.bounds[1:][rows] - starts
+
+
+def _gather_dense(parts: Sequence[tuple[Piece, Positions]], counts: Sequence[int], out: ByteArray) -> ByteArray:
     if out.nbytes == 0:
         return out
-    at = 0
-    for piece, rows in parts:
-        target, source = as_words(out[at : at + len(rows) * row_nbytes], piece.data, row_nbytes)
-        # mode="clip" writes straight into ``out``; the default would go through a buffer.
-        np.take(source, rows, axis=0, out=target, mode="clip")
-        at += len(rows) * row_nbytes
+    at, row_nbytes = 0, parts[0][0].layout.row_nbytes
+    for (piece, rows), count in zip(parts, counts, strict=True):
+        end = at + count * row_nbytes
+        if isinstance(rows, slice):
+            out[at:end] = piece.data[rows.start * row_nbytes : rows.stop * row_nbytes]
+        else:
+            target, source = as_words(out[at:end], piece.data, row_nbytes)
+            # mode="clip" writes straight into ``out``; the default would go through a buffer.
+            np.take(source, rows, axis=0, out=target, mode="clip")
+        at = end
     return out
 
 
@@ -91,11 +107,18 @@ def pick(pieces: Sequence[Piece], which: IntArray, rows: IntArray) -> list[tuple
     return parts
 
 
+def cut(piece: Piece, at: Positions) -> list[tuple[Positions, Piece]]:
+    """``pick`` from one piece."""
+    if isinstance(at, slice):
+        return [(slice(0, at.stop - at.start), piece.slice(at.start, at.stop))]
+    return pick([piece], np.zeros(len(at), np.int64), at)
+
+
 def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
     """(label, positions that carry it), labels and positions ascending."""
     if len(labels) == 0:
         return []
-    if (labels == labels[0]).all():
+    if len(labels) == 1 or (labels == labels[0]).all():
         return [(int(labels[0]), np.arange(len(labels)))]
     order = np.argsort(labels, kind="stable")
     cuts = np.flatnonzero(np.diff(labels[order])) + 1

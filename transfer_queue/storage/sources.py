@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from transfer_queue.storage.assembling import jagged_values
 from transfer_queue.storage.pieces import ByteArray, IntArray, Layout, Piece, Positions, dense_layout, ragged_layout
 from transfer_queue.storage.spans import Copy, copy_spans, runs
-from transfer_queue.storage.tensors import as_bytes, dtype_name, from_bytes, rows_piece
+from transfer_queue.storage.tensors import as_bytes, dtype_name, from_bytes, resolved, rows_piece
 
 
 class Source(ABC):
@@ -44,18 +46,17 @@ class TensorSource(Source):
     """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` where there are bounds."""
 
     def __init__(self, values: torch.Tensor, bounds: IntArray | None = None) -> None:
-        # Conjugation and negation are lazy in torch; bytes have to say them.
-        self._values = values.detach().resolve_conj().resolve_neg()
+        self._values = resolved(values)
         self._bounds = bounds
-        self._entry_nbytes = values[:1].numel() * values.element_size() if len(values) else 0
-        name, size = dtype_name(values.dtype), values.element_size()
+        name, size, shape = dtype_name(values.dtype), values.element_size(), tuple(values.shape)
+        self._entry_nbytes = math.prod(shape[1:]) * size
         if bounds is None:
-            self.layout, self.rows, self.side = dense_layout(name, size, values.shape[1:]), len(values), None
+            self.layout, self.rows, self.side = dense_layout(name, size, shape[1:]), shape[0], None
         else:
             self.layout, self.rows = ragged_layout(name, size, values.ndim), len(bounds) - 1
             self.side = np.empty((self.rows, values.ndim), np.int64)
             self.side[:, 0] = np.diff(bounds)
-            self.side[:, 1:] = values.shape[1:]
+            self.side[:, 1:] = shape[1:]
 
     def piece(self) -> Piece:
         return Piece(self.layout, self.rows, as_bytes(self._values), self.side)
@@ -91,7 +92,7 @@ class RowsSource(Source):
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         first = rows[0]
         name, size = dtype_name(first.dtype), first.element_size()
-        self._tensors = [row.detach().resolve_conj().resolve_neg() for row in rows]
+        self._tensors = [resolved(row) for row in rows]
         self._nbytes = np.array([row.numel() * size for row in rows], np.int64)
         self.rows = len(rows)
         if len({row.shape for row in rows}) == 1:
@@ -116,7 +117,7 @@ class RowsSource(Source):
 
 
 class BytesSource(Source):
-    """A column that is bytes already: encoded objects."""
+    """A column that is bytes already: encoded objects, or anything that was stored before."""
 
     def __init__(self, piece: Piece) -> None:
         self._piece = piece
@@ -125,17 +126,25 @@ class BytesSource(Source):
     def piece(self) -> Piece:
         return self._piece
 
-    def nbytes_of(self, at: Positions) -> int:
+    def _spans(self, at: Positions) -> tuple[IntArray, IntArray]:
+        """(first, one past the last) byte of each run of rows."""
         starts, stops = runs(at)
-        bounds = self._piece.bounds
-        return int((bounds[stops] - bounds[starts]).sum())
+        if self.layout.kind == "dense":
+            return starts * self.layout.row_nbytes, stops * self.layout.row_nbytes
+        return self._piece.bounds[starts], self._piece.bounds[stops]
+
+    def nbytes_of(self, at: Positions) -> int:
+        starts, stops = self._spans(at)
+        return int((stops - starts).sum())
 
     def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
-        starts, stops = (self._piece.bounds[edges] for edges in runs(at))
+        starts, stops = self._spans(at)
         sizes = stops - starts
         copy_spans(out, np.cumsum(sizes) - sizes, self._piece.data, starts, sizes, copy)
 
     def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> Piece:
+        if self.layout.kind != "objects":
+            return super().stored_in(out, at, rows, copy)
         self.copy_into(out, at, copy)
         offsets = np.zeros(rows + 1, np.int64)
         np.cumsum(np.diff(self._piece.bounds)[at], out=offsets[1:])
@@ -147,7 +156,7 @@ def jagged_source(tensor: Any) -> Source | None:
     # ``_ragged_idx`` has no public twin, and reading the wrong dim as the ragged one would mix up rows.
     if tensor.lengths() is not None or tensor._ragged_idx != 1:
         return None
-    offsets, values = tensor.offsets().cpu().numpy(), tensor.values()
+    offsets, values = tensor.offsets().cpu().numpy(), jagged_values(tensor)
     if offsets[0] != 0 or offsets[-1] != len(values):
         values = values[offsets[0] : offsets[-1]]
     return TensorSource(values, (offsets - offsets[0]).astype(np.int64, copy=False))

@@ -14,6 +14,7 @@ from transfer_queue.errors import ProtocolError
 from transfer_queue.storage.pieces import ByteArray, Piece, dense_layout, ragged_layout
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -33,15 +34,34 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> ByteArray:
     """The elements in row-major order; shares memory with a contiguous CPU tensor."""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    tensor = resolved(tensor)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor = tensor.cpu().contiguous()
+    if tensor.dtype in _KNOWN_TO_NUMPY:
+        return tensor.numpy().reshape(-1).view(np.uint8)
     return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+_KNOWN_TO_NUMPY = frozenset(
+    (
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    )
+)  # fmt: skip
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Without a graph, and with the elements that lazy conjugation and negation only promise."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def from_bytes(data: ByteArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over this memory, which must be writable."""
     if data.nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(data).view(dtype).view(tuple(shape))
+    flat = torch.from_numpy(data).view(dtype)
+    return flat if len(shape) == 1 else flat.view(tuple(shape))
 
 
 def are_alike(values: Sequence[Any]) -> bool:

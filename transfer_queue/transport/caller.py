@@ -8,8 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import Call, Peer, Reply
@@ -34,7 +33,7 @@ class SocketCaller:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._plain: dict[Peer, bool] = {}
-        self._idle: dict[Peer, list[Line]] = {}
+        self._idle: dict[tuple[str, int | None], list[Line]] = {}
         self._lines: dict[tuple[int, Peer], LoopLine] = {}
         self._num_blocked = 0
         self._wake: tuple[int, int] | None = None
@@ -44,8 +43,11 @@ class SocketCaller:
         if self._pid != os.getpid():
             raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
         if is_blocking():
-            with self._blocked() as wake:
+            wake = self._enter()
+            try:
                 return self._call_blocking(calls, timeout_s, wake)
+            finally:
+                self._leave()
         return await self._call_on_loop(calls, timeout_s)
 
     def for_this_process(self, client_id: str) -> SocketCaller:
@@ -90,27 +92,25 @@ class SocketCaller:
 
     # ---- in a blocked thread ----
 
-    @contextmanager
-    def _blocked(self) -> Iterator[int]:
-        """Counts the threads inside; gives what becomes readable when the caller is closed meanwhile."""
+    def _enter(self) -> int:
+        """One more thread that waits; gives what becomes readable when the caller is closed meanwhile."""
         with self._lock:
             if self._closed:
                 raise closed()
             if self._wake is None:
                 self._wake = os.pipe()
             self._num_blocked += 1
-            wake = self._wake[0]
-        try:
-            yield wake
-        finally:
-            with self._lock:
-                self._num_blocked -= 1
-                if self._closed and not self._num_blocked:
-                    self._close_wake()
+            return self._wake[0]
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_blocked -= 1
+            if self._closed and not self._num_blocked:
+                self._close_wake()
 
     def _borrow(self, peer: Peer) -> Line:
         with self._lock:
-            idle = self._idle.get(peer)
+            idle = self._idle.get((peer.address, peer.pid))
             if idle:
                 return idle.pop()
         return self._connect(peer)
@@ -118,7 +118,7 @@ class SocketCaller:
     def _give_back(self, line: Line) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.setdefault(line.peer, []).append(line)
+                self._idle.setdefault((line.peer.address, line.peer.pid), []).append(line)
                 return
         line.close()
 

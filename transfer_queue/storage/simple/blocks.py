@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
-from transfer_queue.storage.pieces import Allocate, IntArray, Piece
-from transfer_queue.storage.selection import heap
+from transfer_queue.storage.pieces import Allocate, IntArray, Piece, Positions
+from transfer_queue.storage.selection import distinct, heap
 from transfer_queue.storage.simple.field_blocks import FieldBlocks
 from transfer_queue.storage.simple.messages import FieldParts
 from transfer_queue.storage.simple.slots import Slots
@@ -62,18 +62,18 @@ class BlockStore:
         """
         slots = self._claim(indexes, parts)
         for name, positions, piece in parts:
-            field = self._fields[name]
-            mine = slots[positions]
-            fresh = mine[field.missing(mine)]
-            self._slots.keep(np.unique(fresh))
-            field.add(mine, piece, number)
+            mine = slots if _is_all(positions, len(slots)) else slots[positions]
+            self._slots.keep(self._fields[name].add(mine, piece, number))
 
     def _claim(self, indexes: IntArray, parts: FieldParts) -> IntArray:
         # An index that no part gives a value must not get a page: nothing would ever release it.
-        covered = np.zeros(len(indexes), np.bool_)
-        for _, positions, _ in parts:
-            covered[positions] = True
-        self._slots.claim(indexes[covered])
+        if any(_is_all(positions, len(indexes)) for _, positions, _ in parts):
+            self._slots.claim(indexes)
+        else:
+            covered = np.zeros(len(indexes), np.bool_)
+            for _, positions, _ in parts:
+                covered[positions] = True
+            self._slots.claim(indexes[covered])
         for name, _, _ in parts:
             self._fields.setdefault(name, FieldBlocks(self._allocate))
         for field in self._fields.values():
@@ -139,7 +139,7 @@ class BlockStore:
         fields: Iterable[str] | None,
         which: Callable[[FieldBlocks, IntArray], NDArray[np.bool_]],
     ) -> int:
-        slots = np.unique(self._slots.find(indexes))
+        slots = distinct(self._slots.find(indexes))
         dropped = 0
         for name in list(self._fields if fields is None else fields):
             field = self._fields.get(name)
@@ -155,7 +155,7 @@ class BlockStore:
 
     def replaced_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> int:
         """Bytes that a write of these fields of these indexes would free."""
-        slots = np.unique(self._slots.find(indexes))
+        slots = distinct(self._slots.find(indexes))
         held = [self._fields[name] for name in set(fields) if name in self._fields]
         return sum(field.nbytes_of(slots[~field.missing(slots)]) for field in held)
 
@@ -164,3 +164,7 @@ class BlockStore:
         if self.held_nbytes > self.live_nbytes:
             for field in self._fields.values():
                 field.squeeze()
+
+
+def _is_all(positions: Positions, count: int) -> bool:
+    return isinstance(positions, slice) and positions.start == 0 and positions.stop == count

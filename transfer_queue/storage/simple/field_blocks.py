@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.storage.pieces import Allocate, IntArray, Layout, Piece, Positions
-from transfer_queue.storage.selection import gather, groups, heap, pick
+from transfer_queue.storage.selection import as_run, cut, distinct, gather, groups, heap, pick
 
 _SMALL_NBYTES = 64 * 1024
 _MERGE_BLOCKS = 32
@@ -19,10 +19,12 @@ _MERGE_BLOCKS = 32
 class _Block:
     """Rows as they were received. Never changed: answers on their way out share its memory."""
 
-    __slots__ = ("live", "live_nbytes", "number", "piece", "slots")
+    __slots__ = ("family", "live", "live_nbytes", "number", "piece", "slots")
 
     def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32]) -> None:
         self.number = number
+        self.family = piece.layout.family if piece.nbytes < _SMALL_NBYTES else None
+        """Small blocks of one family are merged; None: it isn't small."""
         self.piece = piece
         self.slots = slots
         self.live = piece.rows
@@ -79,26 +81,36 @@ class FieldBlocks:
         mine: NDArray[np.bool_] = ~self.missing(slots) & (self._write_of[slots] == write)
         return mine
 
-    def add(self, slots: IntArray, piece: Piece, write: int = 0) -> None:
-        """Row i becomes the value of ``slots[i]``; of a slot given twice the last row counts."""
-        held = self._block_of[slots] >= 0
-        if held.any():
-            self.drop(np.unique(slots[held]))
+    def add(self, slots: IntArray, piece: Piece, write: int = 0) -> IntArray:
+        """Row i becomes the value of ``slots[i]``; of a slot given twice the last row counts.
+
+        Returns the slots that had no value, each once.
+        """
+        run = as_run(slots)
+        held = self._block_of[run] >= 0
+        replaced = bool(held.any())
+        if replaced:
+            fresh = distinct(slots[~held])
+            self.drop(distinct(slots[held]))
+        else:
+            fresh = slots if isinstance(run, slice) else distinct(slots)
         block = self._insert(slots, piece)
-        self._write_of[slots] = write
-        rows = np.arange(piece.rows)
-        stale = np.flatnonzero(self._row_of[slots] != rows)
-        if len(stale):
-            self._kill(block, stale)
-        self._merge_small(piece.layout.family)
+        self._write_of[run] = write
+        if not isinstance(run, slice):  # else no slot comes twice
+            stale = np.flatnonzero(self._row_of[slots] != np.arange(piece.rows))
+            if len(stale):
+                self._kill(block, stale)
+        if block.family is not None:
+            self._merge_small(block.family)
+        return fresh
 
     def pick(self, slots: IntArray) -> list[tuple[Positions, Piece]]:
         """The values of these slots; all must hold one."""
         numbers, rows = self._block_of[slots], self._row_of[slots].astype(np.int64)
-        if (numbers == numbers[0]).all():
-            return pick([self._blocks[int(numbers[0])].piece], np.zeros(len(rows), np.int64), rows)
-        distinct, which = np.unique(numbers, return_inverse=True)
-        return pick([self._blocks[n].piece for n in distinct.tolist()], which, rows)
+        if len(slots) == 1 or (numbers == numbers[0]).all():
+            return cut(self._blocks[int(numbers[0])].piece, as_run(rows))
+        found, which = np.unique(numbers, return_inverse=True)
+        return pick([self._blocks[n].piece for n in found.tolist()], which, rows)
 
     def located(self, slots: IntArray) -> list[tuple[Piece, IntArray, IntArray]]:
         """(piece, positions in ``slots``, their rows in it) for every block that holds some; all must hold one."""
@@ -131,13 +143,14 @@ class FieldBlocks:
     def _insert(self, slots: NDArray[np.integer], piece: Piece) -> _Block:
         number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
         block = self._blocks[number] = _Block(number, piece, slots.astype(np.int32))
-        self._block_of[slots] = number
-        self._row_of[slots] = np.arange(piece.rows)
+        run = as_run(slots)
+        self._block_of[run] = number
+        self._row_of[run] = np.arange(piece.rows)
         self.held_nbytes += piece.nbytes
         self.live_nbytes += piece.nbytes
         self.values += piece.rows
-        if piece.nbytes < _SMALL_NBYTES:
-            self._small.setdefault(piece.layout.family, {})[number] = block
+        if block.family is not None:
+            self._small.setdefault(block.family, {})[number] = block
         return block
 
     def _remove(self, block: _Block) -> None:
@@ -146,11 +159,11 @@ class FieldBlocks:
         self.held_nbytes -= block.piece.nbytes
         self.live_nbytes -= block.live_nbytes
         self.values -= block.live
-        family = block.piece.layout.family
-        small = self._small.get(family, {})
-        small.pop(block.number, None)
-        if not small:
-            self._small.pop(family, None)
+        if block.family is not None:
+            small = self._small[block.family]
+            del small[block.number]
+            if not small:
+                del self._small[block.family]
 
     def _merge_small(self, family: Layout) -> None:
         small = self._small.get(family, {})
@@ -159,13 +172,17 @@ class FieldBlocks:
 
     def _rewrite(self, blocks: Iterable[_Block]) -> None:
         """Copy the live rows of these blocks, all of one family, into one new block."""
-        parts, slots = [], []
+        parts: list[tuple[Piece, Positions]] = []
+        slots = []
         for block in blocks:
-            at = block.slots
-            rows = np.flatnonzero(
-                (self._block_of[at] == block.number) & (self._row_of[at] == np.arange(block.piece.rows))
-            )
-            parts.append((block.piece, rows))
-            slots.append(at[rows])
+            at, count = block.slots, block.piece.rows
+            if block.live == count:
+                parts.append((block.piece, slice(0, count)))
+                slots.append(at)
+            else:
+                mine = (self._block_of[at] == block.number) & (self._row_of[at] == np.arange(count))
+                rows = np.flatnonzero(mine)
+                parts.append((block.piece, rows))
+                slots.append(at[rows])
             self._remove(block)
         self._insert(np.concatenate(slots), gather(parts, self._allocate))

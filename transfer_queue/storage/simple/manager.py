@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, from_wire
-from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, StorageManager, Update
+from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, Parts, StorageManager, Update
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run, groups
 from transfer_queue.storage.simple.link import UnitLink
@@ -137,20 +138,39 @@ class SimpleStorageManager(StorageManager):
         wanted, names = _as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
             return columns.unpack({}, len(wanted), layout, self._allow_pickle)
-        shares = self._shares(wanted)
         pins = Pins(self._links)
         try:
-            reads = [(unit, Read(pack_indexes(wanted[at]), names, pins.ask(unit)), ()) for unit, at in shares]
-            answers = await self._ask(reads)
-            parts: dict[str, list[tuple[Positions, Piece]]] = {name: [] for name in names}
-            for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
-                rows = _expect(Rows, answer)
-                pins.keep(unit, rows.pinned)
-                for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, len(at), pins.view(unit)):
-                    parts[name].append((as_run(at[where]), piece))
+            parts = await self._read(wanted, names, pins)
             return columns.unpack(parts, len(wanted), layout, self._allow_pickle, None if copy else pins.lay)
         finally:
             pins.use.less()
+
+    async def _read(self, wanted: IntArray, names: list[str], pins: Pins) -> dict[str, list[tuple[Positions, Piece]]]:
+        """What lies in arenas stays there as long as it is pinned."""
+        shares = self._shares(wanted)
+        reads = [(unit, Read(pack_indexes(wanted[at]), names, pins.ask(unit)), ()) for unit, at in shares]
+        answers = await self._ask(reads)
+        parts: dict[str, list[tuple[Positions, Piece]]] = {name: [] for name in names}
+        for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
+            rows = _expect(Rows, answer)
+            pins.keep(unit, rows.pinned)
+            for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, len(at), pins.view(unit)):
+                parts[name].append((as_run(at[where]), piece))
+        return parts
+
+    @asynccontextmanager
+    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
+        pins = Pins(self._links)
+        try:
+            yield await self._read(_as_indexes(indexes), sorted(set(fields)), pins)
+        finally:
+            pins.use.less()
+
+    async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
+        from transfer_queue.storage.sources import BytesSource
+
+        sources = {name: BytesSource(piece) for name, piece in pieces.items()}
+        await self._write(_as_indexes(indexes), sources, Terms(self._put_timeout_s, self._inline_nbytes))
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         dropped, names = _as_indexes(indexes), None if fields is None else sorted(set(fields))

@@ -31,9 +31,16 @@ class Slots:
 
     def find(self, indexes: IntArray) -> IntArray:
         """The slot of each index, -1 where its page is unknown."""
+        name = _one_page(indexes)
+        if name is not None:
+            page = self._pages.get(name, -1)
+            return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
         names = indexes >> _PAGE_BITS
-        if len(names) and (names == names[0]).all():  # one sample, or its neighbours: most small requests
-            pages = np.full(len(names), self._pages.get(int(names[0]), -1), np.int64)
+        cuts = np.flatnonzero(names[1:] != names[:-1]) + 1
+        if 4 * len(cuts) < len(names):  # mostly neighbours
+            first = np.concatenate((np.zeros(1, np.int64), cuts))
+            known = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
+            pages = np.repeat(known, np.diff(np.append(first, len(names))))
         else:
             names, inverse = np.unique(names, return_inverse=True)
             pages = np.array([self._pages.get(name, -1) for name in names.tolist()], np.int64)[inverse]
@@ -41,7 +48,8 @@ class Slots:
 
     def claim(self, indexes: IntArray) -> None:
         """Give these indexes slots. Follow it with ``keep``: a page without values would stay for ever."""
-        for name in np.unique(indexes >> _PAGE_BITS).tolist():
+        one = _one_page(indexes)
+        for name in dict.fromkeys((indexes >> _PAGE_BITS).tolist()) if one is None else (one,):
             if name not in self._pages:
                 self._pages[name] = page = self._free.pop() if self._free else len(self._names)
                 self._names[page : page + 1] = [name]
@@ -50,7 +58,11 @@ class Slots:
 
     def keep(self, slots: IntArray) -> None:
         """One value more in each of these slots."""
-        np.add.at(self._kept, slots >> _PAGE_BITS, 1)
+        page = _one_page(slots)
+        if page is None:
+            np.add.at(self._kept, slots >> _PAGE_BITS, 1)
+        else:
+            self._kept[page] += len(slots)
 
     def release(self, slots: IntArray) -> None:
         """One value less in each of these slots; pages without any are recycled."""
@@ -61,3 +73,13 @@ class Slots:
             self._free.append(page)
         if not self._pages:
             self._reset()
+
+
+def _one_page(numbers: IntArray) -> int | None:
+    """The page that all of these are on; None where there are several, or none."""
+    if len(numbers) == 1:  # most small requests
+        return int(numbers[0]) >> _PAGE_BITS
+    if len(numbers) == 0:
+        return None
+    pages = numbers >> _PAGE_BITS
+    return int(pages[0]) if (pages == pages[0]).all() else None

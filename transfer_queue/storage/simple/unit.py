@@ -222,7 +222,7 @@ class StorageUnit:
         view = None if request.lease is None else self._leased(request)
         parts = unpack_parts(request.parts, request.tables, frames, len(indexes), view)
         keep = partial(self._keep, envelope, request, indexes, parts, now)
-        if view is not None:
+        if view is not None or (self._capacity is None and not len(self._parking)):
             return keep()
         nbytes = sum(piece.nbytes for _, _, piece in parts)
         fields = [name for name, _, _ in parts]

@@ -7,10 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from transfer_queue.storage.pieces import IntArray, Piece
-from transfer_queue.storage.selection import as_run, pick
+from transfer_queue.storage.selection import as_run, cut
 from transfer_queue.storage.simple.arena import whole_pages
 from transfer_queue.storage.simple.link import Place, UnitLink
 from transfer_queue.storage.simple.messages import Hold, Lease, Leased, Present, Write, Written, pack_indexes
@@ -98,7 +96,7 @@ class UnitWrite:
                 continue
             if name not in pieces:
                 pieces[name] = source.piece()
-            for where, part in pick([pieces[name]], np.zeros(len(self._at), np.int64), self._at):
+            for where, part in cut(pieces[name], self._run):
                 packer.add(name, where, part)
         lease = None if place is None else place.hold
         ahead = self._link.wish(self._total) if place is not None else 0

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jagged tensors and batches made the short way are what the public way makes of the same parts."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from transfer_queue.storage import assembling
+from transfer_queue.storage.assembling import batch, jagged, jagged_values
+
+OFFSETS = [[0, 3], [0, 1, 3], [0, 0, 2, 2, 5], [0, 0]]
+
+
+def parts(offsets, *inner, dtype=torch.float32):
+    count = offsets[-1] * int(np.prod(inner, dtype=int))
+    return torch.arange(count).to(dtype).view(offsets[-1], *inner), np.array(offsets, np.int64)
+
+
+def rows(tensor):
+    return [row.tolist() for row in tensor.unbind()]
+
+
+def both(offsets, *inner, dtype=torch.float32):
+    values, edges = parts(offsets, *inner, dtype=dtype)
+    lengths = np.diff(edges)
+    known = torch.nested.nested_tensor_from_jagged(
+        values.clone(), torch.from_numpy(edges), min_seqlen=int(lengths.min()), max_seqlen=int(lengths.max())
+    )
+    return jagged(values, edges), known
+
+
+def test_this_torch_and_this_tensordict_allow_the_short_ways():
+    assert assembling._make_jagged() is assembling._short_jagged
+    assert assembling._make_batch() is assembling._short_batch
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("inner", [(), (2,), (2, 3)])
+def test_a_jagged_tensor_has_the_rows_shapes_and_lengths_that_torch_gives_it(offsets, inner):
+    made, known = both(offsets, *inner)
+    assert rows(made) == rows(known)
+    assert (made.dtype, made.layout, made.dim(), made.size(0)) == (
+        known.dtype,
+        known.layout,
+        known.dim(),
+        known.size(0),
+    )
+    assert made.shape[2:] == known.shape[2:]
+    assert made._max_seqlen == known._max_seqlen
+    assert made._min_seqlen == known._min_seqlen
+    assert made.offsets().tolist() == known.offsets().tolist()
+    assert torch.equal(made.values(), known.values())
+    assert torch.equal(jagged_values(made), jagged_values(known))
+
+
+def test_gradients_flow_through_what_is_computed_from_it():
+    made, known = both([0, 1, 3], 2)
+    grads = []
+    for tensor in (made, known):
+        weight = torch.ones(2, requires_grad=True)
+        (tensor * weight).values().sum().backward()
+        grads.append(weight.grad.tolist())
+    assert grads[0] == grads[1] == [6.0, 9.0]
+
+
+def test_it_may_be_a_leaf_that_wants_a_gradient():
+    made, _ = both([0, 1, 3])
+    made.requires_grad_(True)
+    (made * 2).values().sum().backward()
+    assert rows(made.grad) == [[2.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.deepcopy,
+        lambda tensor: pickle.loads(pickle.dumps(tensor)),
+        lambda tensor: tensor.clone(),
+        lambda tensor: tensor.to(torch.float64).to(torch.float32),
+        lambda tensor: tensor.contiguous(),
+    ],
+)
+def test_it_survives_copies_pickles_and_casts(again):
+    made, known = both([0, 1, 3], 2)
+    assert rows(again(made)) == rows(known)
+
+
+def test_it_can_be_saved_and_loaded():
+    made, known = both([0, 1, 3])
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    assert rows(torch.load(file, weights_only=False)) == rows(known)
+
+
+def test_writing_into_it_writes_into_its_values():
+    values, edges = parts([0, 1, 3])
+    made = jagged(values, edges)
+    made.mul_(2)
+    assert values.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_values_of_a_tensor_with_a_graph_are_detached():
+    weight = torch.ones(3, requires_grad=True)
+    tensor = torch.nested.nested_tensor_from_jagged(weight * 2, torch.tensor([0, 1, 3]))
+    values = jagged_values(tensor)
+    assert not values.requires_grad
+    assert values.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_batch_is_a_tensordict_like_any_other():
+    columns = {"a": torch.arange(2), "n": both([0, 1, 3])[0], "s": NonTensorStack("x", "y")}
+    made = batch(columns, 2)
+    known = TensorDict(dict(columns), batch_size=[2])
+    assert type(made) is TensorDict
+    assert made.batch_size == known.batch_size
+    assert (made.device, made.is_locked, made.names) == (known.device, known.is_locked, known.names)
+    assert made["a"].tolist() == [0, 1]
+    assert made["s"] == known["s"] == ["x", "y"]
+    assert made[1]["a"].item() == 1
+    assert list(made.to("cpu").keys()) == ["a", "n", "s"]
+    made["b"] = torch.zeros(2)
+    assert list(made.keys()) == ["a", "n", "s", "b"]
+    assert made.select("a", "b").lock_().is_locked
+    with pytest.raises(RuntimeError):
+        made["c"] = torch.zeros(3)
+
+
+def test_a_batch_does_not_change_with_the_columns_it_was_made_of():
+    columns = {"a": torch.arange(2)}
+    made = batch(columns, 2)
+    columns["b"] = torch.zeros(2)
+    assert list(made.keys()) == ["a"]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jagged tensors and batches of what was checked already, without a look at each again: the larger part of a small get.
+
+Torch and TensorDict check and dispatch whatever they are given, in Python. The shorter ways used here are not theirs to
+keep, so each is tried once, and the public way is taken where it is not as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from transfer_queue.storage.pieces import IntArray
+
+
+def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+    """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view."""
+    if len(offsets) == 2:
+        shortest = longest = int(offsets[1] - offsets[0])
+    else:
+        lengths = np.diff(offsets)
+        shortest, longest = int(lengths.min()), int(lengths.max())
+    # Without the longest length to_padded_tensor() would pad to the sum of all.
+    return _make_jagged()(values, torch.from_numpy(offsets), shortest, longest)
+
+
+def jagged_values(tensor: Any) -> torch.Tensor:
+    """What the rows of a jagged tensor are cut from, detached."""
+    values = getattr(tensor, "_values", None)
+    plain = type(values) is torch.Tensor
+    return values.detach() if plain else tensor.values().detach()  # type: ignore[union-attr, no-any-return]
+
+
+def batch(columns: Mapping[str, Any], count: int) -> TensorDict:
+    """A TensorDict of columns that have ``count`` rows each."""
+    return _make_batch()(dict(columns), count)
+
+
+def _public_batch(columns: dict[str, Any], count: int) -> TensorDict:
+    return TensorDict(columns, batch_size=[count])
+
+
+def _short_batch(columns: Any, count: int) -> TensorDict:
+    made: TensorDict = TensorDict._new_unsafe(source=columns, batch_size=torch.Size((count,)))
+    return made
+
+
+@functools.cache
+def _make_batch() -> Callable[[dict[str, Any], int], TensorDict]:
+    columns = {"x": torch.arange(2)}
+    try:
+        made, known = _short_batch(columns, 2), _public_batch(columns, 2)
+        same = type(made) is type(known) and made.batch_size == known.batch_size and bool((made == known).all())
+        same = same and made.device == known.device and made.is_locked == known.is_locked and made.names == known.names
+    except (AttributeError, TypeError, RuntimeError):
+        same = False
+    return _short_batch if same else _public_batch
+
+
+def _public_jagged(values: torch.Tensor, offsets: torch.Tensor, shortest: int, longest: int) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
+
+
+def _short_jagged(values: torch.Tensor, offsets: torch.Tensor, shortest: int, longest: int) -> torch.Tensor:
+    from torch.nested._internal.nested_tensor import NestedTensor, _store_val_in_tensor
+
+    lengths = {"min_seqlen": _store_val_in_tensor(shortest), "max_seqlen": _store_val_in_tensor(longest)}
+    made: torch.Tensor = NestedTensor(values, offsets, _metadata_cache=lengths)
+    return made
+
+
+@functools.cache
+def _make_jagged() -> Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]:
+    # torch 2.13 logs a line for its own developers when the function is first called; readers can't do anything either.
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        known: Any = _public_jagged(torch.arange(6).view(3, 2), torch.tensor([0, 1, 3]), 1, 2)
+        made: Any = _short_jagged(torch.arange(6).view(3, 2), torch.tensor([0, 1, 3]), 1, 2)
+        same = type(made) is type(known) and made.layout == known.layout and made.stride()[1:] == known.stride()[1:]
+        same = same and bool((made.to_padded_tensor(0) == known.to_padded_tensor(0)).all())
+        same = same and bool((made.sum(1) == known.sum(1)).all()) and made._max_seqlen == known._max_seqlen == 2
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        same = False
+    finally:
+        logger.setLevel(level)
+    return _short_jagged if same else _public_jagged
