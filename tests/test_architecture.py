@@ -37,6 +37,7 @@ GROUPS = {
     "transfer_queue.storage": ("storage", 7),
     "transfer_queue.controller": ("controller", 8),
     "transfer_queue.metadata_wire": ("client", 8),
+    "transfer_queue.checkpoint": ("client", 8),
     "transfer_queue.session": ("client", 8),
     "transfer_queue.reservations": ("client", 8),
     "transfer_queue.verbs": ("client", 8),

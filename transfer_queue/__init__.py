@@ -33,6 +33,12 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         BatchTimeoutError as BatchTimeoutError,
     )
     from transfer_queue.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from transfer_queue.errors import (
+        CheckpointNotFoundError as CheckpointNotFoundError,
+    )
+    from transfer_queue.errors import (
         ConfigError as ConfigError,
     )
     from transfer_queue.errors import (
@@ -113,6 +119,12 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
     from transfer_queue.interface import (
         kv_put as kv_put,
     )
+    from transfer_queue.interface import (
+        load_checkpoint as load_checkpoint,
+    )
+    from transfer_queue.interface import (
+        save_checkpoint as save_checkpoint,
+    )
     from transfer_queue.metadata import (
         BatchMeta as BatchMeta,
     )
@@ -141,14 +153,16 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
 _KV = ("kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear")
 _MODULES = {
     "transfer_queue.interface": (
-        "init", "close", "get_client", "get_metrics_endpoint", *_KV, *(f"async_{name}" for name in _KV),
+        "init", "close", "get_client", "get_metrics_endpoint", "save_checkpoint", "load_checkpoint",
+        *_KV, *(f"async_{name}" for name in _KV),
     ),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "TransferQueueClient"),
     "transfer_queue.errors": (
-        "BatchTimeoutError", "ConfigError", "EndOfPartitionError", "FieldNotReadyError", "ProducersGoneError",
-        "QueueUnreachableError", "SampleClearedError", "SchemaConflictError", "StorageFullError",
-        "StorageKeyNotFoundError", "TransferQueueError", "UnsupportedValueError",
+        "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
+        "FieldNotReadyError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",
+        "SchemaConflictError", "StorageFullError", "StorageKeyNotFoundError", "TransferQueueError",
+        "UnsupportedValueError",
     ),
     "transfer_queue.sampler": (
         "BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler",

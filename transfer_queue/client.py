@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from transfer_queue.transport.modes import blocking
+from transfer_queue.verbs.checkpoints import Checkpoints
 from transfer_queue.verbs.fetches import Fetches, explain
 from transfer_queue.verbs.keys import Keys
 from transfer_queue.verbs.partitions import Partitions
@@ -12,7 +13,7 @@ from transfer_queue.verbs.status import Statuses
 __all__ = ["AsyncTransferQueueClient", "TransferQueueClient", "explain"]
 
 
-class AsyncTransferQueueClient(Fetches, Partitions, Statuses, Keys):
+class AsyncTransferQueueClient(Fetches, Partitions, Statuses, Keys, Checkpoints):
     """Talks to two parties: asks the controller what is where, moves values to and from the storage.
 
     Where the way of a put starts: ``verbs/puts.py``; of a get: ``verbs/fetches.py``.
@@ -32,6 +33,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     seal_partition = blocking(AsyncTransferQueueClient.async_seal_partition)
     register_task = blocking(AsyncTransferQueueClient.async_register_task)
     clear_samples = blocking(AsyncTransferQueueClient.async_clear_samples)
+    clear_consumed = blocking(AsyncTransferQueueClient.async_clear_consumed)
     clear_partition = blocking(AsyncTransferQueueClient.async_clear_partition)
     get_partition_list = blocking(AsyncTransferQueueClient.async_get_partition_list)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
@@ -44,3 +46,9 @@ class TransferQueueClient(AsyncTransferQueueClient):
     kv_retrieve_meta = blocking(AsyncTransferQueueClient.async_kv_retrieve_meta)
     kv_retrieve_keys = blocking(AsyncTransferQueueClient.async_kv_retrieve_keys)
     kv_list = blocking(AsyncTransferQueueClient.async_kv_list)
+    save_checkpoint = blocking(AsyncTransferQueueClient.async_save_checkpoint)
+    load_checkpoint = blocking(AsyncTransferQueueClient.async_load_checkpoint)
+    save_controller_checkpoint = blocking(AsyncTransferQueueClient.async_save_controller_checkpoint)
+    load_controller_checkpoint = blocking(AsyncTransferQueueClient.async_load_controller_checkpoint)
+    save_storage_checkpoint = blocking(AsyncTransferQueueClient.async_save_storage_checkpoint)
+    load_storage_checkpoint = blocking(AsyncTransferQueueClient.async_load_storage_checkpoint)

@@ -12,7 +12,7 @@ class TransferQueueError(Exception):
         return str(self.args[0]) if self.args else ""
 
 
-class NotInitializedError(TransferQueueError, AssertionError):
+class NotInitializedError(TransferQueueError, AssertionError, RuntimeError):
     """The process has no client yet: call ``init()`` first."""
 
 
@@ -70,6 +70,14 @@ class UnsupportedValueError(TransferQueueError, TypeError, ValueError):
 
 class QueueUnreachableError(TransferQueueError, ConnectionError, TimeoutError, RuntimeError):
     """The controller or a storage unit doesn't answer: wrong address, or it is gone."""
+
+
+class CheckpointError(TransferQueueError, ValueError, RuntimeError):
+    """A checkpoint could not be written, or what lies there is none that can be restored here."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No checkpoint there, or a file of it is missing; the text names it."""
 
 
 class ProtocolError(TransferQueueError, RuntimeError):

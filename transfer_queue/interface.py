@@ -132,6 +132,28 @@ def get_client() -> TransferQueueClient:
     return _TQ_CLIENT
 
 
+def save_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Save the whole queue as it is at one moment; see ``TransferQueueClient.save_checkpoint``.
+
+    Raises:
+        NotInitializedError: neither ``init`` nor TQ_ADDRESS; a RuntimeError, too.
+    """
+    _client_of_queue().save_checkpoint(checkpoint_dir, include_storage=include_storage, metadata=metadata)
+
+
+def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Replace the whole queue by a saved one; see ``TransferQueueClient.load_checkpoint``."""
+    _client_of_queue().load_checkpoint(checkpoint_dir)
+
+
+def _client_of_queue() -> TransferQueueClient:
+    if _TQ_STORAGE is not None and _TQ_CONTROLLER is None:  # users take the queue from this process by this name
+        raise NotInitializedError("TransferQueue is not initialized in this process. Please call init() first.")
+    return get_client()
+
+
 def get_metrics_endpoint() -> str | None:
     """ "host:port" of the queue's metrics; None when it has none, or this process has joined no queue."""
     if _TQ_CONFIG is None:

@@ -83,7 +83,8 @@ async def _put_once(
     parser: DataParser | None,
 ) -> p.Batch:
     specs = to_specs(extract_field_schema(rows)) if rows is not None and parser is None else {}
-    meta = to_meta(await client.hold_keys(names, partition, specs))
+    writes = [] if rows is None else [str(name) for name in rows.keys()]  # noqa: SIM118 (iterating it gives rows)
+    meta = to_meta(await client.hold_keys(names, partition, specs, writes))
     try:
         if rows is not None:
             stored = await client.storage_manager.put_data(rows, meta, parser)

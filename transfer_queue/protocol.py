@@ -77,11 +77,16 @@ class Reserve(Request, frozen=True):
 
 
 class CheckFields(Request, frozen=True):
-    """Is a write of these fields onto existing samples allowed? Asked before values are replaced."""
+    """Is a write of these fields onto existing samples allowed? Asked before values are replaced.
+
+    Parked up to ``wait_s`` while these values are being read for a checkpoint. Whoever got leave ends it with a
+    Publish or a Cancel of the same samples.
+    """
 
     partition: str
     indexes: bytes
     fields: dict[str, FieldSpec]
+    wait_s: float = 0.0
 
 
 class Cancel(Request, frozen=True):
@@ -143,11 +148,12 @@ class Withdraw(Request, frozen=True):
 
 
 class Ack(Request, frozen=True):
-    """These batches are settled and will never be asked for again."""
+    """These batches are settled and won't be asked for again; ``earlier``: those before them of their rank neither."""
 
     partition: str
     task: str
     tokens: list[str]
+    earlier: bool = False
 
 
 class Describe(Request, frozen=True):
@@ -195,6 +201,13 @@ class ClearSamples(Request, frozen=True):
     indexes: bytes
 
 
+class ClearConsumed(Request, frozen=True):
+    """Forget the samples that every task of the partition has consumed and settled; ``tasks`` must be among them."""
+
+    partition: str
+    tasks: list[str]
+
+
 class ClearPartition(Request, frozen=True):
     """Forget a partition and all it holds. Unknown: nothing."""
 
@@ -208,7 +221,8 @@ class ListPartitions(Request, frozen=True):
 class ResolveKeys(Request, frozen=True):
     """Samples of user keys; with ``create``, unknown keys get new samples, in the order given.
 
-    ``hold``: new ones stay invisible until published, and can be cancelled.
+    ``hold``: new ones stay invisible until published, and can be cancelled. ``writes``: fields whose values will be
+    written, maybe over others; then the request asks for leave, as CheckFields does.
     """
 
     partition: str
@@ -217,6 +231,7 @@ class ResolveKeys(Request, frozen=True):
     hold: bool = False
     fields: dict[str, FieldSpec] = {}
     wait_s: float = 60.0
+    writes: list[str] = []
 
 
 class KeysOf(Request, frozen=True):
@@ -234,6 +249,36 @@ class ListKeys(Request, frozen=True):
 
 class GetStats(Request, frozen=True):
     """Numbers of the whole queue: partitions, tasks, waiting fetches and what they lack."""
+
+
+class Freeze(Request, frozen=True):
+    """The state of the whole queue at one moment, to be saved with the values that belong to it.
+
+    Until Thaw, or the client's end, these values stay: what is cleared is hidden but not dropped, and who would replace
+    one waits. Waits itself up to ``wait_s`` for those who got leave to replace values before.
+    """
+
+    wait_s: float = 30.0
+
+
+class Thaw(Request, frozen=True):
+    """The values are read. The reply names those that were cleared meanwhile: they may be dropped now."""
+
+
+class Stage(Request, frozen=True):
+    """Samples with these indexes are about to be restored; their values come first.
+
+    Done with how much to add to each index: none was ever in use in this queue then.
+    """
+
+    indexes: bytes
+
+
+class Restore(Request, frozen=True):
+    """Replace the state of the queue by a saved one, whose values are stored. Cleared names what was here before."""
+
+    state: bytes
+    shift: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -337,13 +382,21 @@ class KeyList(Reply, frozen=True):
     keys: dict[str, dict[str, Tags]]
 
 
+class Frozen(Reply, frozen=True):
+    """The queue's state, for ``Restore``."""
+
+    state: bytes
+
+
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Cancel | Publish
     | Insert | Fetch | Withdraw | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags
-    | ClearSamples | ClearPartition | ListPartitions | ResolveKeys | KeysOf | ListKeys | GetStats
+    | ClearSamples | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | KeysOf | ListKeys | GetStats
+    | Freeze | Thaw | Stage | Restore
 )  # fmt: skip
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
+    | Frozen
 )  # fmt: skip
 
 

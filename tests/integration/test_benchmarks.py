@@ -24,6 +24,7 @@ PROMISED = {
     "cluster_frames": {"settings", "torch_threads", "cases"},
     "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "controller_bytes_per_sample"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
+    "long_run": {"steps", "batch_size", "acks_and_clearing"},
     "put_get_bandwidth": {"torch_threads", "cases"},
     "small_ops": {"put_p50_ms", "fetch_and_get_p50_ms", "operations_per_s"},
     "startup": {"import_s", "init_s", "import_to_first_put_s", "servers_pss_mib", "largest_server_rss_mib"},

@@ -31,19 +31,24 @@ REQUESTS = [
     p.Insert(10, "p", 3, ["x"], 2.0),
     p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, ["token"], 0),
     p.Withdraw(12, 11),
-    p.Ack(13, "p", "t", ["token"]),
+    p.Ack(13, "p", "t", ["token"], True),
     p.Describe(14, "p", ["x"], INDEXES),
     p.ConsumptionStatus(15, "p", "t"),
     p.ProductionStatus(16, "p", ["x"]),
     p.ResetConsumption(17, "p", "t"),
     p.SetTags(18, {"p": TAGS}, True),
     p.ClearSamples(19, "p", INDEXES),
+    p.ClearConsumed(26, "p", ["t"]),
     p.ClearPartition(20, "p"),
     p.ListPartitions(21),
     p.ResolveKeys(22, "p", ["k"], True, True, SPEC, 3.0),
     p.KeysOf(23, "p", INDEXES),
     p.ListKeys(24, "p"),
     p.GetStats(25),
+    p.Freeze(26, 5.0),
+    p.Thaw(27),
+    p.Stage(28, p.pack_indexes([3, 4])),
+    p.Restore(29, b"state", 7),
 ]
 REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),
@@ -58,6 +63,7 @@ REPLIES = [
     p.Cleared(10, INDEXES),
     p.Names(11, ["a", None]),
     p.KeyList(12, {"p": {"k": {"a": 1}}}),
+    p.Frozen(13, b"state"),
 ]
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from transfer_queue.control.ledger import Ledger
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable
+from transfer_queue.control.saved import SavedConsumer
 from transfer_queue.control.schema import Schema
 
 UNLEDGERED = -1
@@ -163,6 +164,27 @@ class Consumer:
         self._told.add(dp_rank)
         if len(self._told) >= dp_size:
             self._over_at, self._told = None, set()
+
+    # ---- checkpoints ----
+
+    def save(self, rows: Rows) -> SavedConsumer:
+        """Of these rows; ready sets are made anew at their next use."""
+        given, consumed = self.given[rows].astype("<i4"), self.consumed[rows]
+        return SavedConsumer(
+            self.task, given.tobytes(), consumed.tobytes(), self.ledger.save(), self.ended, self.dropped,
+            self._over_at, sorted(self._told),
+        )  # fmt: skip
+
+    def load(self, saved: SavedConsumer, shift: int) -> None:
+        """Become what was saved. The consumer must be new, its partition's rows those that were saved."""
+        self.given[:] = np.frombuffer(saved.given, dtype="<i4")
+        self.consumed[:] = np.frombuffer(saved.consumed, dtype=np.bool_)
+        self.ledger.load(saved.ledger, shift)
+        self.ended, self.dropped = saved.ended, saved.dropped
+        self._over_at, self._told = saved.over_at, set(saved.told)
+        live = self._live()
+        self.num_undrawn = int(np.count_nonzero(self.given[live] == 0))
+        self.num_unconsumed = int(np.count_nonzero(~self.consumed[live]))
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""

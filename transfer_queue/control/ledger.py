@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.runs import Runs
-from transfer_queue.protocol import Indexes
+from transfer_queue.control.saved import SavedBatch, SavedLedger, SavedRank
+from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
 
 BatchKey = tuple[int | None, int]
 """(dp_rank, batch_index)"""
@@ -100,16 +101,36 @@ class Ledger:
     def _token(self, number: int) -> str:
         return f"{self._name}/{self._resets}#{number}"
 
-    def ack(self, tokens: Iterable[str]) -> int:
-        """Settle the batches of these tokens; unknown or late ones settle nothing. Returns how many were settled."""
+    def ack(self, tokens: Iterable[str], earlier: bool = False) -> int:
+        """Settle the batches of these tokens; unknown or late ones settle nothing. Returns how many were settled.
+
+        ``earlier``: settle those before them of the same rank, too, for which no ack may have come.
+        """
         settled = 0
         for token in tokens:
             number = token.rpartition("#")[2]
             entry = self._by_number.get(int(number)) if number.isdecimal() and len(number) < _MAX_DIGITS else None
             if entry is not None and entry.token == token:
-                self._remove(entry)
-                settled += 1
+                entries = self._up_to(entry.key) if earlier else [entry]
+                for each in entries:
+                    self._remove(each)
+                settled += len(entries)
         return settled
+
+    def _up_to(self, key: BatchKey) -> list[Entry]:
+        return [entry for at, entry in self._entries.items() if at[0] == key[0] and at[1] <= key[1]]
+
+    def first_open(self) -> int:
+        """Where a reader that knows of no place begins: at the first batch that no rank has settled, nor one after."""
+        return max((self._first_open(rank) for rank in self._drawn), default=0)
+
+    def _first_open(self, rank: int | None) -> int:
+        return min((key[1] for key in self._entries if key[0] == rank), default=self._drawn[rank].end())
+
+    def open_indexes(self) -> Indexes:
+        """Samples that some open batch names, those that only pad it included."""
+        named = [entry.indexes for entry in self._entries.values()]
+        return np.concatenate(named) if named else np.empty(0, dtype=np.int64)
 
     def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
         """Samples of these entries were cleared, one number per sample; an entry with none left is settled."""
@@ -142,6 +163,35 @@ class Ledger:
             self._mark_drawn(key)
             entry.token = self._token(entry.number)
         return list(self._by_number)
+
+    # ---- checkpoints ----
+
+    def save(self) -> SavedLedger:
+        entries = [
+            SavedBatch(
+                entry.key[0], entry.key[1], entry.number, pack_indexes(entry.indexes), entry.token, entry.owned,
+                None if entry.consumes is entry.indexes else pack_indexes(entry.consumes),
+                None if entry.padding is None else entry.padding.tobytes(), entry.dp_size,
+            )
+            for entry in self._entries.values()
+        ]  # fmt: skip
+        ranks = [SavedRank(rank, *runs.edges, self._next_index.get(rank)) for rank, runs in self._drawn.items()]
+        return SavedLedger(entries, ranks, self._count, self._resets)
+
+    def load(self, saved: SavedLedger, shift: int) -> None:
+        """Become what was saved, the samples' indexes greater by ``shift``. The ledger must be new."""
+        self._count, self._resets = saved.count, saved.resets
+        for rank in saved.ranks:
+            self._drawn[rank.rank] = Runs.of_edges(rank.starts, rank.stops)
+            if rank.next_index is not None:
+                self._next_index[rank.rank] = rank.next_index
+        for batch in saved.entries:
+            indexes = unpack_indexes(batch.indexes) + shift
+            consumes = indexes if batch.consumes is None else unpack_indexes(batch.consumes) + shift
+            padding = None if batch.padding is None else np.frombuffer(batch.padding, dtype=np.uint8)
+            key = (batch.rank, batch.batch_index)
+            entry = Entry(key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned)
+            self._entries[key] = self._by_number[entry.number] = entry
 
     def _is_torn(self, entry: Entry) -> bool:
         return entry.dp_size is not None and any(self.is_settled((rank, entry.key[1])) for rank in self._drawn)

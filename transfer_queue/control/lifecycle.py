@@ -54,8 +54,19 @@ def clear_samples(state: PlaneState, request: p.ClearSamples) -> p.Reply:
         return p.Cleared(request.id, b"")
     indexes = p.unpack_indexes(request.indexes)
     state.strand(partition.unpublished(indexes))
-    cleared = partition.clear(indexes)
+    cleared = state.frozen.keep(partition.clear(indexes))
     state.touch(request.partition)
+    return p.Cleared(request.id, p.pack_indexes(cleared))
+
+
+def clear_consumed(state: PlaneState, request: p.ClearConsumed) -> p.Reply:
+    """Nothing while one of the tasks that must be done hasn't begun."""
+    partition = state.partitions.get(request.partition)
+    if partition is None:
+        return p.Cleared(request.id, b"")
+    cleared = state.frozen.keep(partition.clear(partition.done_with(request.tasks)))
+    if len(cleared):
+        state.touch(request.partition)
     return p.Cleared(request.id, p.pack_indexes(cleared))
 
 
@@ -70,4 +81,4 @@ def clear_partition(state: PlaneState, request: p.ClearPartition) -> p.Reply:
     state.producers.forget(request.partition)
     state.strand(partition.unpublished())
     state.cut_off.extend(state.waiters.remove_where(lambda parked: parked.lane == request.partition))
-    return p.Cleared(request.id, p.pack_indexes(partition.drop()))
+    return p.Cleared(request.id, p.pack_indexes(state.frozen.keep(partition.drop())))

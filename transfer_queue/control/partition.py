@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -46,9 +46,9 @@ class Partition:
         self.num_held = 0
         self._unpublished: Counter[int] = Counter()  # rows by holder
         self._first_free = 0  # no row below it is free
-        self._num_puts = 0
-        self._preallocate = preallocate
-        self._incarnation = incarnation
+        self.num_puts = 0
+        self.preallocate = preallocate
+        self.incarnation = incarnation
         self._allocator = allocator
 
     @property
@@ -69,8 +69,8 @@ class Partition:
     def hold(self, count: int, holder: int, state: int = RowState.HELD) -> Rows:
         """Rows for one put: pre-allocated ones first, lowest first, then new ones."""
         self.check_open(count)
-        if self._preallocate > 1 and not self.num_free and not self._has_begun():
-            self._make_free(self._preallocate)
+        if self.preallocate > 1 and not self.num_free and not self._has_begun():
+            self.make_free(self.preallocate)
         if self.num_free:
             rows = self._take_free(count)
             missing = self._allocator.allocate(count - len(rows))
@@ -84,14 +84,15 @@ class Partition:
         self.table.column("holder")[rows] = holder
         self.table.column("put_offset")[rows] = np.arange(count)
         self.table.column("put_size")[rows] = count
-        self._num_puts += 1
-        self.table.column("put_number")[rows] = self._num_puts
+        self.num_puts += 1
+        self.table.column("put_number")[rows] = self.num_puts
         return rows
 
     def _has_begun(self) -> bool:
         return bool(self.table.size or self.num_published)
 
-    def _make_free(self, count: int) -> None:
+    def make_free(self, count: int) -> None:
+        """Pre-allocate samples: the next inserts take them."""
         self.table.append(self._allocator.allocate(count), RowState.FREE)
         self.num_free += count
 
@@ -180,7 +181,7 @@ class Partition:
         missing = int(np.count_nonzero(state[held] == RowState.HELD_FREE))
         indexes = self._release(held)
         if missing and not self.sealed:
-            self._make_free(missing)  # another index: a late write of the old one must not turn up as a new sample
+            self.make_free(missing)  # another index: a late write of the old one must not turn up as a new sample
         self._compact_if_due()
         return indexes
 
@@ -247,7 +248,7 @@ class Partition:
     def consumer(self, task: str) -> Consumer:
         consumer = self.consumers.get(task)
         if consumer is None:
-            consumer = Consumer(task, self.name, self._incarnation, self.table, self.schema)
+            consumer = Consumer(task, self.name, self.incarnation, self.table, self.schema)
             self.consumers[task] = consumer
         return consumer
 
@@ -266,7 +267,20 @@ class Partition:
 
     def all_inserted(self) -> bool:
         """More than one sample was pre-allocated, and every one of them has come."""
-        return self._preallocate > 1 and self.num_published >= self._preallocate
+        return self.preallocate > 1 and self.num_published >= self.preallocate
+
+    def done_with(self, tasks: Iterable[str]) -> Indexes:
+        """Samples that every task here, and each of ``tasks``, has consumed, and that no open batch names."""
+        indexes: Indexes = self.table.column("index")
+        if not self.consumers or not self.consumers.keys() >= set(tasks):
+            return np.empty(0, dtype=np.int64)
+        done = self.table.column("state") == RowState.LIVE
+        for consumer in self.consumers.values():
+            done &= consumer.consumed
+        for consumer in self.consumers.values() if done.any() else ():
+            done &= ~np.isin(indexes, consumer.ledger.open_indexes())
+        cleared: Indexes = indexes[done]
+        return cleared
 
     def clear(self, indexes: Indexes) -> Indexes:
         """Forget samples; returns the indexes that were here. Unknown ones are ignored."""

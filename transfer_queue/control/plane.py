@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control import lifecycle, queries, writing
+from transfer_queue.control import checkpoints, lifecycle, queries, writing
 from transfer_queue.control.serving import Service, check_fetch
 from transfer_queue.control.state import PlaneConfig, PlaneState
 from transfer_queue.control.waiters import Parked
@@ -44,8 +44,8 @@ class ControlPlane:
             p.RegisterTask: self._register_task,
             p.Reserve: self._write,
             p.Insert: self._write,
-            p.ResolveKeys: self._write,
-            p.CheckFields: lambda client, request, now: writing.check_fields(state, request),
+            p.ResolveKeys: self._rewrite,
+            p.CheckFields: self._rewrite,
             p.Cancel: lambda client, request, now: writing.cancel(state, client, request),
             p.Publish: lambda client, request, now: writing.publish(state, client, request, now),
             p.Fetch: self._fetch,
@@ -57,11 +57,16 @@ class ControlPlane:
             p.ResetConsumption: self._reset_consumption,
             p.SetTags: lambda client, request, now: lifecycle.set_tags(state, request),
             p.ClearSamples: lambda client, request, now: lifecycle.clear_samples(state, request),
+            p.ClearConsumed: lambda client, request, now: lifecycle.clear_consumed(state, request),
             p.ClearPartition: lambda client, request, now: lifecycle.clear_partition(state, request),
             p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
             p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
             p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
+            p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
+            p.Thaw: lambda client, request, now: checkpoints.thaw(state, client, request),
+            p.Stage: lambda client, request, now: checkpoints.stage(state, client, request),
+            p.Restore: lambda client, request, now: checkpoints.restore(state, client, request, now),
         }
 
     @property
@@ -109,13 +114,14 @@ class ControlPlane:
         holder = state.forget_holder(client)
         if holder is not None:
             self._take_back(holder)
+        state.client_gone(client)
         for name in state.producers.gone(client, died, now):
             heapq.heappush(self._verdicts, (state.producers.verdict_at(now), name))
         return self._settle(now)
 
     def _make_way(self, parked: Parked) -> None:
         """One that waited has left: those behind it may be served now. Writers are looked at after every request."""
-        if parked.lane != writing.WRITERS:
+        if isinstance(parked.request, p.Fetch):
             self._state.touch(parked.lane, parked.request.task)
 
     def _take_back(self, holder: int) -> None:
@@ -130,10 +136,11 @@ class ControlPlane:
     def take_orphans(self) -> list[p.Indexes]:
         """Indexes given back without their writer: values may lie in storage and must be dropped there."""
         orphans, self._state.orphans = self._state.orphans, []
-        return orphans
+        return [dropped for indexes in orphans if len(dropped := self._state.frozen.keep(indexes))]
 
     def unpublished(self, indexes: p.Indexes, fields: Sequence[str]) -> p.Indexes:
-        """Those of these samples that are gone, or lack one of these fields."""
+        """Those of these samples that are gone, or lack one of these fields; not those that are being saved."""
+        indexes = indexes[~self._state.frozen.holds(indexes)]
         for partition in self._state.partitions.values():
             rows, found = partition.table.find(indexes)
             lacking = np.ones(len(indexes), dtype=np.bool_)
@@ -157,6 +164,8 @@ class ControlPlane:
         state = self._state
         replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in state.cut_off]
         state.cut_off.clear()
+        replies.extend(To(*answer) for answer in checkpoints.admit_freezers(state, now))
+        replies.extend(self._admit_rewriters(now))
         replies.extend(self._admit_writers(now))
         while state.touched:
             name = next(iter(state.touched))
@@ -165,6 +174,10 @@ class ControlPlane:
 
     def _give_up(self, parked: Parked, now: float) -> p.Reply:
         request = parked.request
+        if parked.lane == checkpoints.FREEZERS:
+            return checkpoints.take(self._state, parked.client, request, now)
+        if parked.lane == checkpoints.REWRITERS:
+            return checkpoints.kept_waiting(request, now - parked.since)
         if parked.lane == writing.WRITERS:
             return writing.full(self._state, request, now - parked.since)
         may_draw = self._state.waiters.is_first(parked.lane, request.task, parked.rank)
@@ -254,7 +267,7 @@ class ControlPlane:
     def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:
         partition = self._state.partitions.get(request.partition)
         consumer = None if partition is None else partition.consumers.get(request.task)
-        settled = 0 if consumer is None else consumer.ledger.ack(request.tokens)
+        settled = 0 if consumer is None else consumer.ledger.ack(request.tokens, request.earlier)
         if settled:
             self._state.touch(request.partition, request.task)  # a peer may wait for fields of a batch settled now
         return p.Done(request.id, settled)
@@ -272,7 +285,7 @@ class ControlPlane:
     def _register_task(self, client: str, request: p.RegisterTask, now: float) -> p.Reply:
         self._state.tasks.register(request)
         for lane in self._state.waiters.lanes():
-            if lane != writing.WRITERS:
+            if not lane.startswith("\0"):
                 self._state.touch(lane, request.task)
         return p.Done(request.id)
 
@@ -300,4 +313,25 @@ class ControlPlane:
                 break
             self._state.waiters.remove(parked)
             replies.append(To(parked.client, reply))
+        return replies
+
+    # ---- checkpoints ----
+
+    def _rewrite(self, client: str, request: checkpoints.Rewrite, now: float) -> p.Reply | None:
+        if checkpoints.park_rewrite(self._state, client, request, now):
+            return None
+        if isinstance(request, p.CheckFields):
+            return writing.check_fields(self._state, client, request)
+        return self._write(client, request, now)
+
+    def _admit_rewriters(self, now: float) -> list[To]:
+        """Whoever waits no longer for a checkpoint is carried out, and may then wait for room."""
+        replies = []
+        for client, request in checkpoints.take_rewriters(self._state):
+            try:
+                reply = self._rewrite(client, request, now)
+            except _REFUSALS as error:
+                reply = p.Failed(request.id, *to_wire(error))
+            if reply is not None:
+                replies.append(To(client, reply))
         return replies

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue import protocol as p
+from transfer_queue.control.checkpoints import REWRITERS
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import Service
@@ -98,8 +99,8 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     """
     waiting = [
         {
-            "partition": parked.request.partition, "task": getattr(parked.request, "task", None),
-            "client": parked.client, "waited_s": now - parked.since, "writer": parked.lane == WRITERS,
+            "partition": getattr(parked.request, "partition", None), "task": getattr(parked.request, "task", None),
+            "client": parked.client, "waited_s": now - parked.since, "writer": parked.lane in (WRITERS, REWRITERS),
             **_wanting(state, parked.request, now),
         }
         for parked in state.waiters.all()
@@ -134,6 +135,7 @@ def _partition_stats(partition: Partition) -> dict[str, Any]:
             "ready": {",".join(fields): count for fields, count in consumer.ready_counts().items()},
             "consumed": partition.num_live - consumer.num_unconsumed,
             "in_flight": len(consumer.ledger),
+            "settled": consumer.ledger.first_open(),
             "ended": consumer.ended,
             "dropped": consumer.dropped,
         }

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 
 
 class Runs:
@@ -25,6 +27,25 @@ class Runs:
         """One more than the largest member below ``number``, 0 when there is none."""
         at = bisect_right(self._starts, number - 1) - 1
         return 0 if at < 0 else min(number, self._stops[at])
+
+    def end(self) -> int:
+        """One more than the largest member, 0 without any."""
+        return self._stops[-1] if self._stops else 0
+
+    @property
+    def edges(self) -> tuple[list[int], list[int]]:
+        """(starts, stops): what ``of_edges`` takes."""
+        return list(self._starts), list(self._stops)
+
+    @classmethod
+    def of_edges(cls, starts: Sequence[int], stops: Sequence[int]) -> Runs:
+        """Raises ValueError unless the runs are disjoint, ascending, and don't touch each other."""
+        edges = [edge for run in zip(starts, stops, strict=True) for edge in run]
+        if edges and (edges[0] < 0 or any(left >= right for left, right in pairwise(edges))):
+            raise ValueError(f"runs of numbers must ascend, got {edges[:10]}")
+        runs = cls()
+        runs._starts, runs._stops = list(starts), list(stops)
+        return runs
 
     def add(self, number: int) -> None:
         at = bisect_right(self._starts, number)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.rows import Rows, RowTable, all_of, ascending
+from transfer_queue.control.saved import SavedField
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
 from transfer_queue.protocol import FieldSpec
 
@@ -129,6 +130,37 @@ class Schema:
         elif field.ndim != ndim or ndim is None:
             self._table.drop_column(_shapes(name))
             field.ndim, field.mixed = None, True
+
+    # ---- checkpoints ----
+
+    def save(self, rows: Rows) -> list[SavedField]:
+        """Every field as these rows have it, in order of registration."""
+        return [self._save(name, rows) for name in self._fields]
+
+    def _save(self, name: str, rows: Rows) -> SavedField:
+        field, has = self._fields[name], self.has(name)[rows].tobytes()
+        if field is None:
+            return SavedField(name, False, has)
+        shapes = None if field.ndim is None else self._table.column(_shapes(name))[rows].astype("<i4").tobytes()
+        return SavedField(
+            name, True, has, field.dtype, field.shape, field.is_nested, field.is_non_tensor, field.ndim, field.mixed,
+            shapes,
+        )  # fmt: skip
+
+    def load(self, fields: Iterable[SavedField]) -> None:
+        """Become what was saved. The schema must be new, the table's rows those that were saved."""
+        for saved in fields:
+            self.expect(saved.name)
+            self._table.column(_has(saved.name))[:] = np.frombuffer(saved.has, dtype=np.bool_)
+            if not saved.written:
+                continue
+            field = _Field(saved.dtype, saved.shape, saved.is_nested, saved.is_non_tensor, saved.ndim, saved.mixed)
+            self._fields[saved.name] = field
+            if saved.ndim is not None:
+                # Rows without the field show its fill, as they do where it was never saved.
+                shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(self._table.size, saved.ndim)
+                self._table.add_column(_shapes(saved.name), np.int32, width=saved.ndim)
+                self._table.column(_shapes(saved.name))[:] = shapes
 
     def spec(self, name: str, rows: Rows) -> FieldSpec:
         """The field as these rows have it; a field without values is a placeholder."""

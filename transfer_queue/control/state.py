@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.control.frozen import Frozen
 from transfer_queue.control.indexes import IndexAllocator
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.producers import Producers
@@ -54,7 +55,10 @@ class PlaneState:
         self._holders: dict[str, int] = {}
         self._num_holders = 0
         self._stranded: dict[int, deque[Indexes]] = {}
-        self._incarnations = 0
+        self.incarnations = 0
+        self.frozen = Frozen()
+        self.staged: dict[str, list[Indexes]] = {}
+        """By client: indexes of samples whose values it stores for a restore."""
 
     def touch(self, partition: str, task: str | None = None) -> None:
         """Something in this partition may have decided a parked fetch, of this task (None: of any)."""
@@ -70,8 +74,8 @@ class PlaneState:
 
     def create(self, name: str, num_samples: int | None = None) -> Partition:
         """A new partition; the name must be free."""
-        self._incarnations += 1
-        partition = Partition(name, self._incarnations, self.allocator, self.config.preallocate, num_samples)
+        self.incarnations += 1
+        partition = Partition(name, self.incarnations, self.allocator, self.config.preallocate, num_samples)
         self.partitions[name] = partition
         return partition
 
@@ -92,6 +96,17 @@ class PlaneState:
         """Clearing took these from their writers, who may store values still; their end turns them into orphans."""
         for holder, indexes in unpublished.items():
             self._stranded.setdefault(holder, deque(maxlen=_MAX_STRANDED)).append(indexes)
+
+    def client_gone(self, client: str) -> None:
+        """What it kept from being dropped, or stored for a restore, is an orphan now."""
+        self.frozen.end_leaves(client)
+        self.orphans += [self.frozen.end(client), *self.staged.pop(client, ())]
+
+    def unstage(self, client: str, given_up: Indexes) -> None:
+        """These samples won't be restored."""
+        left = [part for part in self.staged.pop(client, ()) if not np.isin(part, given_up).all()]
+        if left:
+            self.staged[client] = left
 
     def take_stranded(self, holder: int) -> list[Indexes]:
         return list(self._stranded.pop(holder, ()))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -37,6 +37,19 @@ class TagStore(Mapping[int, Tags]):
             return {}
         packed = self._table.column(_COLUMN)[rows].tolist()
         return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
+
+    def save(self, rows: Rows) -> tuple[Rows, list[bytes]]:
+        """Which of these rows have tags, by their position; and the tags, packed."""
+        if not self._table.has_column(_COLUMN):
+            return np.empty(0, dtype=np.intp), []
+        packed = self._table.column(_COLUMN)[rows]
+        tagged = packed.nonzero()[0]
+        return tagged, packed[tagged].tolist()
+
+    def load(self, rows: Rows, packed: Sequence[bytes]) -> None:
+        """Tags of these rows. Raises msgspec.DecodeError for what are none."""
+        for row, own in zip(rows.tolist(), packed, strict=True):
+            self.put(row, _decoder.decode(own), merge=False)
 
     def forget(self, rows: Rows) -> None:
         """These rows' samples are gone."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,13 @@ class Tasks:
     """Registered tasks; one that nobody registered draws with the queue's default sampler."""
 
     def __init__(self, default: BaseSampler, allowed_modules: Sequence[str]) -> None:
-        self._default = default
+        self.default = default
         self._allowed_modules = allowed_modules
         self._tasks: dict[str, Task] = {}
 
     def get(self, name: str) -> Task:
         """Only what was registered is remembered: names cost nothing."""
-        return self._tasks.get(name) or Task(name, self._default)
+        return self._tasks.get(name) or Task(name, self.default)
 
     def register(self, request: RegisterTask) -> None:
         """Raises before anything changes. The same sampler spec again keeps the sampler and its state."""
@@ -75,8 +75,16 @@ class Tasks:
         self._tasks[name] = task = self.get(name)
         task.sampler, task.spec = sampler, None
 
+    def add(self, task: Task) -> None:
+        """In place of the one of that name."""
+        self._tasks[task.name] = task
+
+    def __iter__(self) -> Iterator[Task]:
+        """The registered ones."""
+        return iter(self._tasks.values())
+
     def samplers(self) -> list[BaseSampler]:
         """Every sampler once."""
         unique = {id(task.sampler): task.sampler for task in self._tasks.values()}
-        unique[id(self._default)] = self._default
+        unique[id(self.default)] = self.default
         return list(unique.values())

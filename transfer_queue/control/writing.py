@@ -88,6 +88,7 @@ def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
 
 def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Reply:
     new = _new_keys(state, request)
+    replaces = request.writes and len(new) < len(request.keys)
     partition = state.get_or_create(request.partition) if new else state.partitions.get(request.partition)
     if partition is None:
         return p.Batch(request.id, request.partition, b"", {}, b"")
@@ -98,7 +99,10 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
         if not request.hold:
             partition.make_live(rows)
             state.touch(request.partition)
-    return describe_keys(partition, request.id, request.keys)
+    batch = describe_keys(partition, request.id, request.keys)
+    if replaces:
+        state.frozen.give_leave(client, request.partition, batch.indexes)
+    return batch
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
@@ -112,6 +116,8 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
 
 def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
     """Make fields visible. Refused whole or done whole."""
+    if state.frozen.has_leaves:
+        state.frozen.end_leave(client, request.partition, request.indexes)
     partition = state.get(request.partition)
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, now)
@@ -137,7 +143,9 @@ def cancel(state: PlaneState, client: str, request: p.Cancel) -> p.Reply:
 
     What was cleared since is named too: its values may have been stored after the clear.
     """
+    state.frozen.end_leave(client, request.partition, request.indexes)
     indexes = p.unpack_indexes(request.indexes)
+    state.unstage(client, indexes)
     partition = state.partitions.get(request.partition)
     given_back = np.empty(0, dtype=np.int64)
     if partition is not None:
@@ -148,12 +156,13 @@ def cancel(state: PlaneState, client: str, request: p.Cancel) -> p.Reply:
         state.touch(request.partition)
     if len(indexes):
         given_back = np.concatenate([given_back, indexes[~state.holds(indexes)]])
-    return p.Cleared(request.id, p.pack_indexes(given_back))
+    return p.Cleared(request.id, p.pack_indexes(state.frozen.keep(given_back)))
 
 
-def check_fields(state: PlaneState, request: p.CheckFields) -> p.Reply:
+def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Reply:
     """May these fields be written onto these samples?"""
     partition = state.get(request.partition)
     partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition)
+    state.frozen.give_leave(client, request.partition, request.indexes)
     return p.Done(request.id, partition.schema.dtypes())

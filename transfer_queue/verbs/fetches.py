@@ -123,12 +123,18 @@ class Fetches(Line):
         storage = self.storage_manager
         return await (storage.get_data(metadata) if copy else storage.get_views(metadata))
 
-    async def async_ack(self, metadata: BatchMeta, task_name: str) -> int:
-        """Settle the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already."""
+    async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
+        """Settle the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already.
+
+        Args:
+            earlier: Settle all batches before it of the same data-parallel rank, too.
+        Returns:
+            How many batches that settled.
+        """
         if metadata.token is None:
             return 0
-        done = await self.session.ask(p.Ack, p.Done, metadata.partition_ids[0], task_name, [metadata.token])
-        return int(done.value)
+        partition, tokens = metadata.partition_ids[0], [metadata.token]
+        return int((await self.session.ask(p.Ack, p.Done, partition, task_name, tokens, earlier)).value)
 
 
 def as_names(fields: Sequence[str] | str) -> list[str]:

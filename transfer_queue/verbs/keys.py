@@ -28,12 +28,15 @@ class Keys(Line):
             )
         )
 
-    async def hold_keys(self, keys: Sequence[str], partition_id: str, specs: Mapping[str, p.FieldSpec]) -> p.Batch:
-        """Samples of keys for a put; new ones stay invisible until ``publish``."""
+    async def hold_keys(
+        self, keys: Sequence[str], partition_id: str, specs: Mapping[str, p.FieldSpec], writes: Sequence[str]
+    ) -> p.Batch:
+        """Samples of keys for a put that ``writes`` these fields; new ones stay invisible until ``publish``."""
         wait_s = await self.put_timeout_s()
         return await self.session.ask(
-            p.ResolveKeys, p.Batch, partition_id, list(keys), True, True, dict(specs), wait_s, wait_s=wait_s
-        )
+            p.ResolveKeys, p.Batch, partition_id, list(keys), True, True, dict(specs), wait_s, list(writes),
+            wait_s=wait_s,
+        )  # fmt: skip
 
     async def publish(
         self, meta: BatchMeta, specs: Mapping[str, p.FieldSpec], tags: Mapping[int, Mapping[str, Any]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue import protocol as p
-from transfer_queue.errors import InvalidRequestError, UnknownPartitionError
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.session import Session
 from transfer_queue.storage.registry import create as create_storage
 from transfer_queue.storage.settings import storage_settings
@@ -63,12 +63,10 @@ class Line:
 
     async def drop_orphans(self, partition: str, indexes: Sequence[int]) -> None:
         """Values written for samples that were cleared meanwhile belong to nobody."""
-        try:
-            batch = await self.session.ask(p.Describe, p.Batch, partition, [], None)
-            alive = set(p.unpack_indexes(batch.indexes).tolist())
-        except UnknownPartitionError:
-            alive = set()
-        await self.storage_manager.clear_rows([index for index in indexes if index not in alive])
+        cleared = await self.session.ask(p.Cancel, p.Cleared, partition, p.pack_indexes(indexes))
+        lost = p.unpack_indexes(cleared.indexes).tolist()
+        if lost:
+            await self.storage_manager.clear_rows(lost)
 
     def close(self) -> None:
         """Leave the queue; what was put stays, and so do values that were got. Idempotent."""

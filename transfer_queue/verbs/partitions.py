@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transfer_queue import protocol as p
@@ -53,6 +53,20 @@ class Partitions(Puts):
             except asyncio.CancelledError:
                 await self.drop_orphans(part.partition_ids[0], part.global_indexes)
                 raise
+
+    async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
+        """Forget the samples that every task which reads the partition has consumed and settled, values and all.
+
+        A batch is settled by ``ack``; one that was fetched without a rank or batch_index is from the start.
+
+        Args:
+            task_names: Tasks that must be done with a sample, too, although they may not have begun to read.
+        Returns:
+            How many samples were cleared.
+        """
+        cleared = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names))
+        await self._clear_values(cleared)
+        return len(p.unpack_indexes(cleared.indexes))
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""

@@ -134,13 +134,17 @@ class Puts(Line):
             data, target = rows[real], meta.select_samples(real)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
         bare.add_fields(data)
-        update = await self._update(data, target, bare, parser)
         try:
-            bare.add_fields(update.stored)
-            for part in bare.chunk_by_partition():
-                await self._publish_update(update, part, tags)
-        finally:
-            update.settle()
+            update = await self._update(data, target, bare, parser)
+            try:
+                bare.add_fields(update.stored)
+                for part in bare.chunk_by_partition():
+                    await self._publish_update(update, part, tags)
+            finally:
+                update.settle()
+        except BaseException:
+            await self._end_leave(bare)
+            raise
         meta.add_fields(update.stored if update.stored.batch_size[0] == meta.size else rows)
         meta.mark_custom_meta_clean()
         return meta
@@ -170,7 +174,13 @@ class Puts(Line):
     async def _check(self, part: BatchMeta) -> None:
         """Refuse cleared samples and dtypes that change before the storage replaces anything."""
         indexes = p.pack_indexes(part.global_indexes)
-        await self.session.ask(p.CheckFields, p.Done, part.partition_ids[0], indexes, to_specs(part.field_schema))
+        specs, wait_s = to_specs(part.field_schema), await self.put_timeout_s()
+        await self.session.ask(p.CheckFields, p.Done, part.partition_ids[0], indexes, specs, wait_s, wait_s=wait_s)
+
+    async def _end_leave(self, bare: BatchMeta) -> None:
+        """Nothing more will be replaced: whoever saves these samples needn't wait for it."""
+        for part in bare.chunk_by_partition():
+            await self.cancel(part.partition_ids[0], part.global_indexes)
 
     # ---- publish ----
 

@@ -83,7 +83,7 @@ class CheckedPlane:
         self.open[client, request.id] = request
         self.since[client, request.id] = self.now
         if isinstance(request, p.Fetch) and request.partition in self.model:
-            self.model[request.partition].view(request.task).ack(request.acks)
+            self.model[request.partition].view(request.task).ack(request.acks, earlier=False)
         self.sound = False
         replies = self.plane.handle(client, request, self.now)
         self.absorb(replies)
@@ -399,6 +399,13 @@ class CheckedPlane:
         indexes = p.unpack_indexes(request.indexes).tolist()
         self.strand(partition, indexes)
         assert p.unpack_indexes(reply.indexes).tolist() == partition.clear(indexes)
+
+    def on_clearconsumed(self, client: str, request: Any, reply: Any, since: float) -> None:
+        partition = self.model.get(request.partition, PartitionModel())
+        there = self.plane.state.partitions.get(request.partition)
+        readers = set() if there is None else set(there.consumers)
+        done = partition.done_with(readers) if readers and readers.issuperset(request.tasks) else []
+        assert p.unpack_indexes(reply.indexes).tolist() == partition.clear(done)
 
     def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.pop(request.partition, None)

@@ -108,8 +108,12 @@ def clear(plane: ControlPlane, samples: list[int], partition: str = "p") -> list
     return indexes(ask(plane, ACTOR, p.ClearSamples, partition, p.pack_indexes(samples)))
 
 
-def ack(plane: ControlPlane, *tokens: str, partition: str = "p", task: str = "train") -> int:
-    settled: int = ask(plane, ACTOR, p.Ack, partition, task, list(tokens)).value
+def clear_consumed(plane: ControlPlane, *tasks: str, partition: str = "p") -> list[int]:
+    return indexes(ask(plane, ACTOR, p.ClearConsumed, partition, list(tasks)))
+
+
+def ack(plane: ControlPlane, *tokens: str, partition: str = "p", task: str = "train", earlier: bool = False) -> int:
+    settled: int = ask(plane, ACTOR, p.Ack, partition, task, list(tokens), earlier).value
     return settled
 
 

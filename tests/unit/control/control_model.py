@@ -38,8 +38,12 @@ class View:
     settled: set[Key] = field(default_factory=set)
     ended: bool = False
 
-    def ack(self, tokens: list[str]) -> int:
-        hit = [key for key, entry in self.ledger.items() if entry.token in tokens]
+    def ack(self, tokens: list[str], earlier: bool) -> int:
+        named = [key for key, entry in self.ledger.items() if entry.token in tokens]
+        hit = [
+            key for key in self.ledger
+            if key in named or (earlier and any(rank == key[0] and at > key[1] for rank, at in named))
+        ]  # fmt: skip
         for key in hit:
             self.settle(key)
         return len(hit)
@@ -124,6 +128,11 @@ class PartitionModel:
             if not self.alive.setdefault(name, set()):
                 self.died_at.pop(name, None)
             self.alive[name].add(client)
+
+    def done_with(self, tasks: set[str]) -> list[int]:
+        views = [self.view(task) for task in tasks]
+        named = {index for view in views for entry in view.ledger.values() for index in entry.indexes}
+        return [i for i in self.live() if i not in named and all(i in view.consumed for view in views)]
 
     def clear(self, indexes: list[int]) -> list[int]:
         gone = [index for index in sorted(set(indexes)) if index in self.samples]

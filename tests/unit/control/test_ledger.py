@@ -36,6 +36,26 @@ def test_tokens_of_another_ledger_settle_nothing():
     assert ledger.ack([write(Ledger("p/t/2"), (0, 0), 5).token]) == 0
 
 
+def test_an_ack_settles_the_earlier_batches_of_its_rank_when_told_to():
+    ledger = Ledger("p/t/1")
+    entries = {key: write(ledger, key, 10 * key[0] + key[1]) for key in [(0, 0), (0, 1), (1, 0), (0, 2)]}
+    assert ledger.ack([entries[0, 1].token], earlier=True) == 2
+    assert ledger.ack([entries[0, 0].token], earlier=True) == 0  # late
+    assert [key for key in entries if ledger.get(key)] == [(1, 0), (0, 2)]
+    assert sorted(ledger.open_indexes().tolist()) == [2, 10]
+
+
+def test_a_reader_without_a_place_begins_behind_what_any_rank_has_settled():
+    ledger = Ledger("p/t/1")
+    assert ledger.first_open() == 0
+    entries = {(rank, at): write(ledger, (rank, at), 2 * at + rank) for at in range(3) for rank in range(2)}
+    assert ledger.first_open() == 0
+    ledger.ack([entries[0, 0].token, entries[0, 1].token, entries[1, 0].token])
+    assert ledger.first_open() == 2
+    ledger.ack([entry.token for entry in entries.values()])
+    assert ledger.first_open() == 3
+
+
 def test_settled_batches_of_a_long_run_leave_a_mark_only():
     ledger = Ledger("p/t/1")
     window = [write(ledger, (0, i), i) for i in range(3)]

@@ -12,6 +12,7 @@ from control_kit import (
     batch,
     batches,
     clear,
+    clear_consumed,
     fetch,
     indexes,
     not_ready,
@@ -26,6 +27,8 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane
+from transfer_queue.control.state import PlaneConfig
 
 
 def consumed(plane, task="train", partition="p"):
@@ -99,6 +102,69 @@ def test_a_batch_whose_samples_are_all_cleared_is_settled(plane):
     clear(plane, [1])
     refused(fetch(plane, 2, 0, 0), "InvalidRequestError", "settled", "samples were cleared")
     assert batch(plane, 2, 0) == [2, 3]
+
+
+# ---- clear what every task is done with ----
+
+
+def test_samples_go_once_every_task_that_reads_has_consumed_and_settled_them(plane):
+    put(plane, 4)
+    tokens = [fetch(plane, 2, 0, i).token for i in range(2)]
+    assert clear_consumed(plane) == []
+    ack(plane, tokens[0])
+    assert clear_consumed(plane) == [0, 1]
+    assert clear_consumed(plane) == []
+    ack(plane, tokens[1])
+    judged = fetch(plane, 1, 0, 0, task="judge")
+    assert (indexes(judged), clear_consumed(plane)) == ([2], [])
+    batch(plane, 1, task="judge")  # without a batch_index: settled from the start
+    assert clear_consumed(plane) == [3]
+    ack(plane, judged.token, task="judge")
+    assert clear_consumed(plane) == [2]
+
+
+def test_a_task_that_was_named_must_have_begun(plane):
+    put(plane, 1)
+    ack(plane, fetch(plane, 1, 0, 0).token)
+    assert clear_consumed(plane, "train", "judge") == []
+    batch(plane, 1, task="judge")
+    assert clear_consumed(plane, "train", "judge") == [0]
+
+
+def test_what_nobody_reads_or_is_not_there_is_not_cleared(plane):
+    put(plane, 2)
+    reserve(plane, 1)
+    assert (clear_consumed(plane), clear_consumed(plane, partition="nowhere")) == ([], [])
+    batch(plane, 1)
+    assert clear_consumed(plane) == [0]
+
+
+def test_a_sample_that_pads_an_open_batch_of_another_rank_stays(plane):
+    register(plane, dp_size=2, tail="pad")
+    put(plane, 1)
+    seal(plane)
+    shares = [fetch(plane, 1, rank, 0) for rank in range(2)]
+    assert [indexes(share) for share in shares] == [[0], [0]]
+    ack(plane, shares[0].token)
+    assert clear_consumed(plane) == []
+    ack(plane, shares[1].token)
+    assert clear_consumed(plane) == [0]
+
+
+def test_a_sample_to_be_read_again_after_a_reset_stays(plane):
+    put(plane, 1)
+    ack(plane, fetch(plane, 1, 0, 0).token)
+    reset(plane)
+    assert clear_consumed(plane) == []
+
+
+def test_clearing_what_is_consumed_makes_room_for_a_writer():
+    plane = ControlPlane(PlaneConfig(capacity=2))
+    put(plane, 2)
+    batch(plane, 2)
+    assert send(plane, ROLLOUT, p.Reserve, "p", 1) == []
+    cleared, reserved = send(plane, ACTOR, p.ClearConsumed, "p", [])
+    assert (indexes(cleared.reply), indexes(reserved.reply)) == ([0, 1], [2])
 
 
 # ---- reset of consumption ----

@@ -139,8 +139,9 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def ack(self, data: st.DataObject, task: str, partition: str) -> None:
         tokens = [token for _, _, token in data.draw(st.lists(st.sampled_from(self.tokens), max_size=3, unique=True))]
         view = self.model[partition].view(task) if partition in self.model else View()
-        settled = view.ack(tokens)
-        assert self.ask("anna", p.Ack, partition, task, tokens).value == settled
+        earlier = data.draw(st.booleans(), "earlier")
+        settled = view.ack(tokens, earlier)
+        assert self.ask("anna", p.Ack, partition, task, tokens, earlier).value == settled
 
     @rule(partition=partitions, task=st.one_of(st.none(), tasks))
     def reset(self, partition: str, task: str | None) -> None:
@@ -161,6 +162,10 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def clear_samples(self, data: st.DataObject, partition: str) -> None:
         picked = self.pick(data, list(range(self.next_index + 2)), "indexes")
         self.ask("anna", p.ClearSamples, partition, p.pack_indexes(picked + picked))
+
+    @rule(partition=partitions, named=st.sets(tasks))
+    def clear_consumed(self, partition: str, named: set[str]) -> None:
+        self.ask("anna", p.ClearConsumed, partition, sorted(named))
 
     @rule(partition=partitions)
     def clear_partition(self, partition: str) -> None:

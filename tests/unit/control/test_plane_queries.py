@@ -210,7 +210,7 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     park(plane, 5, now=10.0)
     assert ask(plane, REWARDER, p.Reserve, "q", 1, now=11.0) is None
     stats = ask(plane, CRITIC, p.GetStats, now=12.0).value
-    task = {"ready": {"x": 2}, "consumed": 1, "in_flight": 1, "ended": None, "dropped": 0}
+    task = {"ready": {"x": 2}, "consumed": 1, "in_flight": 1, "settled": 0, "ended": None, "dropped": 0}
     assert stats["capacity"] == 4
     assert stats["partitions"] == {
         "p": {

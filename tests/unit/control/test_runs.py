@@ -22,6 +22,7 @@ def test_runs_are_a_set_of_numbers(numbers):
     assert [number for number in range(-1, 43) if number in runs] == sorted(members)
     for number in range(43):
         assert runs.below(number) == max((member + 1 for member in members if member < number), default=0)
+    assert runs.end() == max(members, default=-1) + 1
     assert len(runs) == sum(number - 1 not in members for number in members)
 
 

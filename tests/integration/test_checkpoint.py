@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A queue saved to a directory and restored: values, ledger, keys; while others go on; onto other storage units."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from tests.integration.checkpoint_support import ROWS, every_kind, fetch, held, numbers, rows_of, started, values
+from transfer_queue.control.saved import SavedQueue
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]], list[int]]:
+    """A checkpoint of every kind of value, what was put, and whose samples have "late", too."""
+    directory = tmp_path_factory.mktemp("saved") / "deep" / "checkpoint"
+    data = every_kind()
+    with started(units=2) as client:
+        meta = client.put(every_kind(0, ROWS // 2), partition_id="train@3/ä")
+        for at in range(ROWS // 2, ROWS):
+            meta = tq.BatchMeta.concat([meta, client.put(every_kind(at, at + 1), partition_id="train@3/ä")])
+        late = list(range(0, ROWS, 3))
+        client.put(TensorDict({"late": torch.arange(len(late))}, batch_size=[len(late)]), meta.select_samples(late))
+        client.save_checkpoint(directory, metadata={"step": 3})
+        assert held(client)[0] == ROWS
+    return directory, {name: rows_of(data.get(name)) for name in data.keys()}, late  # noqa: SIM118
+
+
+@pytest.mark.parametrize(("units", "arena"), [(1, True), (3, True), (3, False)])
+def test_every_kind_of_value_is_restored_onto_any_number_of_units(saved, units, arena):
+    directory, expected, late = saved
+    with started(units=units, arena=arena) as client:
+        client.load_checkpoint(directory)
+        meta = client.get_meta(list(expected), partition_id="train@3/ä", mode="force_fetch")
+        assert meta.global_indexes == list(range(ROWS))
+        data = client.get_data(meta)
+        assert {name: rows_of(data.get(name)) for name in expected} == expected
+        assert held(client) == (ROWS, ROWS * len(expected) + len(late))
+
+
+def test_other_tools_can_read_the_values(saved):
+    directory, _, late = saved
+    (folder,) = [path for path in (directory / "simple_storage").iterdir() if path.is_dir()]
+    files = {path.name.split("-", 1)[-1]: path for path in folder.iterdir()}
+    assert np.load(files["samples.npy"]).tolist() == list(range(ROWS))
+    assert np.load(files["dense.npy"])[7].tolist() == [7 * n for n in range(1, 7)]
+    assert np.load(files["bfloat.npy"]).dtype == np.uint16
+    assert np.load(files["late.npy"]).tolist() == list(range(len(late)))
+    assert np.load(files["late.samples.npy"]).tolist() == late
+    offsets, flat = np.load(files["ragged.offsets.npy"]), np.load(files["ragged.values.npy"])
+    assert flat[offsets[5] : offsets[6]].tolist() == [5, 6, 7, 8, 9]
+    edges, packed = np.load(files["text.offsets.npy"]).tolist(), files["text.msgpack"].read_bytes()
+    assert msgspec.msgpack.decode(packed[edges[9] : edges[10]]) == "sample 9"
+    metadata = json.loads((directory / "metadata.json").read_text())
+    assert (metadata["storage_saved"], metadata["user_metadata"]) == (True, {"step": 3})
+
+
+def test_batches_in_flight_come_again_and_consumption_keys_and_tags_are_restored(tmp_path):
+    with started() as client:
+        meta = client.put(numbers(20), partition_id="p", tags=[{"n": n} for n in range(20)])
+        tq.kv_put("k", "q", {"x": torch.tensor(5)}, {"state": "done"})
+        first, second = fetch(client, 4, 0), fetch(client, 4, 1)
+        client.ack(first, "train")
+        client.seal_partition("p")
+        tq.save_checkpoint(tmp_path / "c")
+    with started(units=1) as client:
+        tq.load_checkpoint(tmp_path / "c")
+        with pytest.raises(tq.TransferQueueError, match="settled"):
+            fetch(client, 4, 0)
+        again = fetch(client, 4, 1)
+        assert (again.global_indexes, again.token) == (second.global_indexes, second.token)
+        assert values(client, again) == [4, 5, 6, 7]
+        assert client.ack(second, "train") == 1
+        assert values(client, fetch(client, 4, 2)) == [8, 9, 10, 11]
+        assert client.get_consumption_status("train", "p")[1].tolist() == [1] * 12 + [0] * 8
+        assert client.get_meta(["x"], partition_id="p", mode="force_fetch").custom_meta == meta.custom_meta
+        assert tq.kv_list() == {"p": {}, "q": {"k": {"state": "done"}}}
+        assert tq.kv_batch_get("k", "q")["x"].tolist() == [5]
+        with pytest.raises(ValueError, match="sealed"):
+            client.put(numbers(1), partition_id="p")
+        assert client.put(numbers(1), partition_id="r").global_indexes > meta.global_indexes
+
+
+def test_a_load_replaces_what_the_queue_held_and_answers_who_waits(tmp_path):
+    with started() as client:
+        client.put(numbers(8), partition_id="p")
+        client.save_checkpoint(tmp_path / "c")
+        client.clear_partition("p")
+        client.put(numbers(5, 100), partition_id="q")
+        answers: list[Any] = []
+        waiter = threading.Thread(target=lambda: answers.append(fetch(client, 4, 0, timeout_s=60.0)))
+        waiter.start()
+        wait_until(lambda: client.get_stats()["waiting"])
+        client.load_checkpoint(tmp_path / "c")
+        waiter.join()
+        assert values(client, answers[0]) == [0, 1, 2, 3]
+        assert client.get_partition_list() == ["p"]
+        assert held(client) == (8, 8)
+        client.load_checkpoint(tmp_path / "c")
+        assert values(client, fetch(client, 4, 0)) == [0, 1, 2, 3]
+        with pytest.raises(KeyError):
+            values(client, answers[0])  # that sample is gone, whatever its index was
+        client.put(numbers(3), partition_id="p")
+        assert held(client) == (11, 11)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    turn = threading.Event()
+    while not condition():
+        turn.wait(0.01)
+
+
+class Busy(threading.Thread):
+    """Does something again and again until told to stop; what it raises is raised by ``stop``."""
+
+    def __init__(self, step: Callable[[int], None]) -> None:
+        super().__init__()
+        self._step, self._over = step, threading.Event()
+        self.rounds = 0
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._step(self.rounds)
+                self.rounds += 1
+        except BaseException as error:
+            self._error = error
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+def row(sample: torch.Tensor, version: int) -> TensorDict:
+    """Every field follows from the sample's number and the version."""
+    base = sample * 1000 + version
+    return TensorDict(
+        {
+            "id": sample, "version": torch.full_like(sample, version), "wide": base[:, None].expand(-1, 3000) + 0,
+            "pair": torch.stack([base, -base], 1),
+        },
+        batch_size=[len(sample)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arena", [True, False])
+def test_whatever_goes_on_meanwhile_every_saved_row_is_of_one_moment(tmp_path, arena):
+    ids = torch.arange(64)
+    with started(arena=arena) as client:
+        old = client.put(row(ids, 0), partition_id="old", tags=[{"version": 0}] * 64)
+        tq.kv_batch_put([str(i) for i in range(64)], "keyed", row(ids, 0), [{"version": 0}] * 64)
+        going: list[Any] = []
+
+        def replace(turn: int) -> None:
+            part = slice(turn % 4 * 16, turn % 4 * 16 + 16)
+            chosen = old.select_samples(list(range(64))[part])
+            client.put(row(ids[part], turn + 1), chosen, tags=[{"version": turn + 1}] * 16)
+
+        def replace_keyed(turn: int) -> None:
+            keys = [str(i) for i in range(turn % 64, turn % 64 + 1)]
+            tq.kv_batch_put(keys, "keyed", row(ids[turn % 64 : turn % 64 + 1], turn + 1), [{"version": turn + 1}])
+
+        def add(turn: int) -> None:
+            client.put(row(ids, turn), partition_id="new", tags=[{"version": turn}] * 64)
+
+        def clear(turn: int) -> None:
+            going.append(client.put(row(ids[:4], turn), partition_id="going", tags=[{"version": turn}] * 4))
+            if turn > 9:
+                client.clear_samples(going[turn - 9])
+
+        busy = [Busy(step) for step in (replace, replace_keyed, add, clear)]
+        for number in range(4):
+            wait_until(lambda: all(each.rounds for each in busy))
+            tq.save_checkpoint(tmp_path / str(number))
+        for each in busy:
+            each.stop()
+        left = [sum(unit.samples for unit in asyncio.run(client.storage_manager.stats()))]
+        there = sum(part["samples"] for part in client.get_stats()["partitions"].values())
+        assert left == [there], "what was cleared meanwhile is dropped"
+    with started(units=3) as client:
+        for number in range(4):
+            tq.load_checkpoint(tmp_path / str(number))
+            for partition in client.get_partition_list():
+                check_rows(client, partition)
+
+
+def check_rows(client: tq.TransferQueueClient, partition: str) -> None:
+    meta = client.get_meta(["id", "version", "wide", "pair"], partition_id=partition, mode="force_fetch")
+    data = client.get_data(meta)
+    versions = [tags["version"] for tags in meta.custom_meta]
+    assert data["version"].tolist() == versions, "tags and values were published together"
+    base = data["id"] * 1000 + data["version"]
+    assert torch.equal(data["wide"].values(), base.repeat_interleave(3000))
+    assert torch.equal(data["pair"].values(), torch.stack([base, -base], 1).flatten())
+
+
+def test_on_an_event_loop_others_go_on(tmp_path):
+    async def main(client: tq.TransferQueueClient) -> None:
+        meta = await client.async_put(numbers(2000), partition_id="p")
+        save = asyncio.create_task(client.async_save_checkpoint(tmp_path / "c"))
+        while not save.done():
+            await client.async_clear_samples(meta.select_samples([0]))
+            await asyncio.sleep(0)
+        await client.async_load_checkpoint(tmp_path / "c")
+        assert len(await client.async_get_meta(["x"], partition_id="p", mode="force_fetch")) in (1999, 2000)
+
+    with started() as client:
+        asyncio.run(main(client))
+
+
+def test_controller_and_storage_can_be_saved_and_restored_apart(tmp_path):
+    with started() as client:
+        client.put(numbers(6), partition_id="p")
+        client.save_storage_checkpoint(tmp_path)
+        client.save_controller_checkpoint(tmp_path / "state")
+        client.save_controller_checkpoint(tmp_path / "state")
+    with started(units=3) as client:
+        client.put(numbers(2), partition_id="q")
+        client.load_storage_checkpoint(tmp_path)
+        assert client.get_partition_list() == ["q"]
+        client.load_controller_checkpoint(tmp_path / "state")
+        assert values(client, fetch(client, 6, 0)) == list(range(6))
+        assert held(client) == (6, 6)
+
+
+def test_pickled_values_are_saved_as_they_lie(tmp_path):
+    with started(allow_pickle=True) as client:
+        tq.kv_put("k", "p", {"x": threading.Event})
+        client.save_checkpoint(tmp_path / "c")
+    with started(allow_pickle=False) as client:
+        client.load_checkpoint(tmp_path / "c")  # nothing of it is run
+        with pytest.raises(tq.UnsupportedValueError, match="allow_pickle"):
+            tq.kv_batch_get("k", "p")
+
+
+def test_values_of_a_memory_only_backend_are_saved_whatever_was_asked_for(tmp_path, caplog):
+    with started() as client:
+        client.put(numbers(3), partition_id="p")
+        tq.save_checkpoint(tmp_path / "c", include_storage=False)
+        assert "include_storage=False is ignored" in caplog.text
+        tq.load_checkpoint(tmp_path / "c")
+        assert values(client, fetch(client, 3, 0)) == [0, 1, 2]
+
+
+def test_a_checkpoint_of_an_empty_queue_can_be_loaded(tmp_path):
+    with started() as client:
+        client.create_partition("empty", 5)
+        client.save_checkpoint(tmp_path / "c")
+        client.put(numbers(2), partition_id="p")
+        client.load_checkpoint(tmp_path / "c")
+        assert client.get_partition_list() == ["empty"]
+        assert held(client) == (0, 0)
+    state = msgspec.msgpack.decode((tmp_path / "c" / "controller_state.msgpack").read_bytes(), type=SavedQueue)
+    assert [each.num_samples for each in state.partitions] == [5]
+
+
+def test_a_load_that_does_not_fit_changes_nothing(saved):
+    with started(units=1, total_storage_size=20) as client:
+        client.put(numbers(8), partition_id="p")
+        with pytest.raises(tq.StorageFullError, match="150 samples, the queue takes 20"):
+            client.load_checkpoint(saved[0])
+        assert held(client) == (8, 8)
+
+
+def test_a_load_that_no_unit_has_memory_for_changes_nothing(saved):
+    with started(units=1, capacity_bytes=300_000, put_timeout_s=0.2) as client:
+        client.put(numbers(8), partition_id="p")
+        with pytest.raises(tq.StorageFullError, match=r"can never fit|Storage capacity exceeded"):
+            client.load_checkpoint(saved[0])
+        assert held(client) == (8, 8)
+        assert values(client, fetch(client, 8, 0)) == list(range(8))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads that fail: nothing half is left, the earlier checkpoint and the queue stay as they were."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from tests.integration.checkpoint_support import every_kind, fetch, held, numbers, started, values
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[tq.TransferQueueClient]:
+    with started(units=2) as client:
+        yield client
+
+
+@pytest.fixture
+def filled(client: tq.TransferQueueClient) -> Iterator[tq.TransferQueueClient]:
+    """Eight samples in "p", of which the task has had two."""
+    client.put(numbers(8), partition_id="p")
+    fetch(client, 2, 0)
+    yield client
+    for name in client.get_partition_list():
+        client.clear_partition(name)
+    assert held(client) == (0, 0), "nothing is kept for a save or a load that is over"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+# ---- saves ----
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """As on a disk that is full: the kernel refuses what is written beyond this length of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 2000])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_save_that_runs_out_of_room_leaves_nothing_and_the_earlier_checkpoint(filled, tmp_path, nbytes, earlier):
+    target, before = tmp_path / "c", {}
+    if earlier:
+        filled.save_checkpoint(target)
+        before = contents(tmp_path)
+    filled.put(TensorDict({"large": torch.zeros(8, 1000)}, batch_size=[8]), partition_id="q")
+    with files_of_at_most(nbytes), pytest.raises(tq.CheckpointError, match=r"could not be written: .*File too large"):
+        tq.save_checkpoint(target)
+    assert contents(tmp_path) == before
+    assert sorted(os.listdir(tmp_path)) == (["c"] if earlier else [])
+    tq.save_checkpoint(target)
+    tq.load_checkpoint(target)
+    assert values(filled, fetch(filled, 2, 0)) == [0, 1]
+
+
+def test_a_save_into_a_place_that_cannot_be_is_refused(filled, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "c"):
+        with pytest.raises(tq.CheckpointError, match="could not be written"):
+            filled.save_checkpoint(place)
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("place", ["c", "c.tmp", "c.old"])
+def test_a_directory_with_something_else_in_it_is_never_replaced_or_removed(filled, tmp_path, place):
+    filled.save_checkpoint(tmp_path / "c")
+    shutil.rmtree(tmp_path / place, ignore_errors=True)
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "thesis.tex").write_text("mine")
+    with pytest.raises(tq.CheckpointError, match=r"no checkpoint, so it is not replaced|is in the way and not ours"):
+        filled.save_checkpoint(tmp_path / "c")
+    assert (tmp_path / place / "thesis.tex").read_text() == "mine"
+
+
+def test_an_empty_directory_becomes_the_checkpoint(filled, tmp_path):
+    (tmp_path / "c").mkdir()
+    filled.save_checkpoint(tmp_path / "c")
+    filled.load_checkpoint(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_two_saves_to_one_place_at_a_time_are_told_apart(filled, tmp_path):
+    (tmp_path / "c.tmp").mkdir()
+    other = os.open(tmp_path / "c.tmp", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(tq.CheckpointError, match="somebody else is saving"):
+        filled.save_checkpoint(tmp_path / "c")
+    os.close(other)
+    filled.save_checkpoint(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_an_error_of_the_storage_part_leaves_nothing(filled, tmp_path):
+    part = "transfer_queue.client.TransferQueueClient.save_storage_checkpoint"  # a name that users replace
+    with mock.patch(part, side_effect=RuntimeError("no")), pytest.raises(RuntimeError, match=r"^no$"):
+        tq.save_checkpoint(tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def test_metadata_must_be_json(filled, tmp_path):
+    with pytest.raises(ValueError, match="must be JSON"):
+        filled.save_checkpoint(tmp_path / "c", metadata={"x": object()})
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_a_queue_neither_works(tmp_path, monkeypatch, filled):
+    monkeypatch.setattr("transfer_queue.interface._TQ_CONTROLLER", None)
+    for verb in (tq.save_checkpoint, tq.load_checkpoint):
+        with pytest.raises(RuntimeError, match="not initialized"):
+            verb(tmp_path / "c")
+
+
+SAVER = """
+import sys
+import transfer_queue as tq
+
+class Client(tq.TransferQueueClient):
+    def save_storage_checkpoint(self, directory):
+        super().save_storage_checkpoint(directory)
+        print("written", flush=True)
+        sys.stdin.read()
+
+conf = tq.init()
+client = Client("saver", conf.controller.zmq_info)
+client.initialize_storage_manager("SimpleStorage", conf.backend.SimpleStorage)
+client.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_saver_killed_in_the_middle_leaves_the_earlier_checkpoint_and_a_queue_that_goes_on(filled, tmp_path):
+    filled.save_checkpoint(tmp_path / "c")
+    filled.put(numbers(3, 100), partition_id="q")
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(tmp_path / "c")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as saver:
+        assert saver.stdout is not None
+        assert saver.stdout.readline() == b"written\n"
+        filled.clear_partition("q")
+        assert held(filled) == (11, 11), "kept for the saver"
+        saver.send_signal(signal.SIGKILL)
+    fetch(filled, 2, 1, timeout_s=30.0)
+    filled.load_checkpoint(tmp_path / "c")
+    assert values(filled, fetch(filled, 2, 0)) == [0, 1]
+    assert sorted(os.listdir(tmp_path)) == ["c", "c.tmp"]
+    filled.save_checkpoint(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("killed_after", ["first rename", "first rename of an unfinished save", "second rename"])
+def test_a_swap_that_broke_off_is_finished_by_the_load(filled, tmp_path, killed_after):
+    old, new, target = tmp_path / "c.old", tmp_path / "c.tmp", tmp_path / "c"
+    filled.save_checkpoint(old)
+    filled.put(numbers(1), partition_id="new")
+    filled.save_checkpoint(target if killed_after == "second rename" else new)
+    if killed_after == "first rename of an unfinished save":
+        (new / "metadata.json").unlink()
+    tq.load_checkpoint(target)
+    expected = ["p"] if "unfinished" in killed_after else ["p", "new"]
+    assert filled.get_partition_list() == expected
+    filled.save_checkpoint(target)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+# ---- loads ----
+
+
+@pytest.fixture(scope="module")
+def good(client: tq.TransferQueueClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of every kind of value."""
+    path = tmp_path_factory.mktemp("good") / "c"
+    client.put(every_kind(), partition_id="all")
+    client.save_checkpoint(path)
+    client.clear_partition("all")
+    return path
+
+
+def edit(path: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def newer_state(directory: Path) -> None:
+    path = directory / "controller_state.msgpack"
+    data = msgspec.msgpack.encode(msgspec.msgpack.decode(path.read_bytes()) | {"format": 9})
+    path.write_bytes(data)
+    restate(directory, data)
+
+
+def restate(directory: Path, data: bytes) -> None:
+    import zlib
+
+    described = {"nbytes": len(data), "crc32": zlib.crc32(data)}
+    edit(directory / "metadata.json", lambda metadata: metadata["controller"].update(described))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def value_file(directory: Path, name: str) -> Path:
+    (found,) = directory.rglob(f"*-{name}")
+    return found
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no directory": (shutil.rmtree, "no such directory"),
+    "no metadata": (lambda path: (path / "metadata.json").unlink(), "has no metadata.json"),
+    "foreign metadata": (lambda path: (path / "metadata.json").write_text("{}"), "metadata.json is none of ours"),
+    "garbage": (lambda path: (path / "metadata.json").write_bytes(b"\xff\x00"), "metadata.json is none of ours"),
+    "too new": (lambda path: edit(path / "metadata.json", lambda m: m.update(format=2)), "has format 2, "),
+    "state too new": (newer_state, "format 9, this version reads"),
+    "state missing": (lambda path: (path / "controller_state.msgpack").unlink(), "lacks .*controller_state.msgpack"),
+    "state truncated": (lambda path: os.truncate(path / "controller_state.msgpack", 90), "has 90 bytes"),
+    "state changed": (lambda path: flip(path / "controller_state.msgpack"), "checksum differs"),
+    "state of another": (lambda path: restate(path, (path / "controller_state.msgpack").read_bytes()[:9]), "bytes"),
+    "list missing": (lambda path: (path / "simple_storage" / "values.json").unlink(), "lacks .*values.json"),
+    "values missing": (lambda path: value_file(path, "large.npy").unlink(), "lacks .*large.npy"),
+    "values truncated": (lambda path: os.truncate(value_file(path, "large.npy"), 5000), "has 5000 bytes"),
+    "values changed": (lambda path: flip(value_file(path, "large.npy")), "checksum differs"),
+    "header changed": (lambda path: value_file(path, "large.npy").write_bytes(
+        value_file(path, "large.npy").read_bytes().replace(b"(150, 2048)", b"(150, 1024)", 1)), "expected float32"),
+    "offsets changed": (lambda path: flip(value_file(path, "text.offsets.npy")), "checksum differs"),
+    "samples changed": (lambda path: flip(next(path.rglob("samples.npy"))), "checksum differs"),
+    "objects changed": (lambda path: flip(value_file(path, "object.msgpack")), "checksum differs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_whole_checkpoint_is_refused_and_the_queue_unharmed(filled, good, tmp_path, what):
+    damage, text = BAD[what]
+    shutil.copytree(good, tmp_path / "c")
+    damage(tmp_path / "c")
+    with pytest.raises(tq.CheckpointError, match=text):
+        tq.load_checkpoint(tmp_path / "c")
+    assert values(filled, fetch(filled, 2, 0)) == [0, 1]
+    assert filled.get_partition_list() == ["p"]
+    assert held(filled) == (8, 8)
+
+
+@pytest.mark.parametrize("what", ["no directory", "no metadata", "state missing", "values missing"])
+def test_what_is_missing_is_a_file_not_found(filled, good, tmp_path, what):
+    shutil.copytree(good, tmp_path / "c")
+    BAD[what][0](tmp_path / "c")
+    with pytest.raises(FileNotFoundError):
+        tq.load_checkpoint(tmp_path / "c")
+
+
+def test_a_file_outside_of_the_checkpoint_is_not_read(filled, good, tmp_path):
+    shutil.copytree(good, tmp_path / "c")
+    edit(tmp_path / "c" / "metadata.json", lambda metadata: metadata["controller"].update(name="../secret"))
+    with pytest.raises(tq.CheckpointError, match="outside of its directory"):
+        tq.load_checkpoint(tmp_path / "c")

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plane that was saved and restored answers as the one it was saved from; what is being saved stays meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from control_checks import CLIENTS, GRACE_S
+from control_kit import (
+    ACTOR,
+    CRITIC,
+    FLOAT,
+    INT,
+    REWARDER,
+    ROLLOUT,
+    ack,
+    ask,
+    batch,
+    batches,
+    clear,
+    clear_consumed,
+    fetch,
+    indexes,
+    park,
+    publish,
+    put,
+    refused,
+    register,
+    reserve,
+    seal,
+    send,
+)
+from hypothesis import settings
+from hypothesis.stateful import rule
+from test_plane_machine import HEALTH, PlaneMachine
+
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane
+from transfer_queue.control.saved import SavedQueue
+from transfer_queue.control.state import PlaneConfig
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
+
+SAVER = "saver"
+
+
+def save(plane: ControlPlane, now: float = 0.0) -> bytes:
+    frozen = ask(plane, SAVER, p.Freeze, now=now)
+    assert isinstance(frozen, p.Frozen), frozen
+    assert indexes(ask(plane, SAVER, p.Thaw)) == []
+    return frozen.state
+
+
+def load(plane: ControlPlane, state: bytes, now: float = 0.0) -> Any:
+    """The reply to Restore, after the indexes were staged as a client does it."""
+    saved = msgspec.msgpack.decode(state, type=SavedQueue)
+    packed = b"".join(each.index for each in saved.partitions)
+    shift = ask(plane, SAVER, p.Stage, packed, now=now).value
+    return ask(plane, SAVER, p.Restore, state, shift, now=now)
+
+
+class RestoredMachine(PlaneMachine):
+    """The machine of the plane, whose plane is now and then replaced by one restored from its saved state."""
+
+    @rule()
+    def restart(self) -> None:
+        for client in CLIENTS:
+            self.client_gone(client, died=False)
+        state = self.ask("anna", p.Freeze).state
+        assert self.ask("anna", p.Thaw).indexes == b""
+        self.plane = ControlPlane(PlaneConfig(capacity=self.capacity, producer_grace_s=GRACE_S))
+        (answer,) = self.plane.handle("anna", p.Restore(1, state), self.now)
+        assert answer.reply == p.Cleared(1, b"")
+        self.plane.check_invariants()
+        again = self.ask("anna", p.Freeze).state
+        assert msgspec.msgpack.decode(again) == msgspec.msgpack.decode(state), "nothing was lost on the way"
+        self.ask("anna", p.Thaw)
+        for partition in self.model.values():  # who produces what isn't saved: processes are others then
+            partition.alive.clear()
+            partition.died_at.clear()
+
+
+@pytest.mark.timeout(600)
+class TestRestoredMachine(RestoredMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(
+        max_examples=200, stateful_step_count=50, deadline=None, print_blob=True, suppress_health_check=HEALTH
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+class TestRestoredMachineForLong(RestoredMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(
+        max_examples=1000, stateful_step_count=120, deadline=None, print_blob=True, suppress_health_check=HEALTH
+    )
+
+
+# ---- what is restored ----
+
+
+def test_batches_in_flight_come_again_and_their_tokens_settle_them(plane, make_plane):
+    register(plane, dp_size=2)
+    put(plane, 12)
+    first, second = fetch(plane, 2, 0, 0), fetch(plane, 2, 1, 1)
+    ack(plane, first.token)
+    restored = make_plane()
+    assert indexes(load(restored, save(plane))) == []
+    assert msgspec.structs.replace(fetch(restored, 2, 1, 1), id=0) == msgspec.structs.replace(second, id=0)
+    refused(fetch(restored, 2, 0, 0), "InvalidRequestError", "settled")
+    assert ack(restored, second.token) == 1
+    assert batch(restored, 2, 0, 2) == batch(plane, 2, 0, 2)
+
+
+def test_fields_shapes_tags_and_keys_are_as_they_were(plane, make_plane):
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u", "v", "w"], True, True))
+    shapes = p.FieldSpec("int64", None, True, False, b"".join(n.to_bytes(4, "little") for n in (1, 2, 3)))
+    tags = {samples[0]: {"a": [1, None]}, samples[2]: {"b": 2.5}}
+    specs = {"x": INT, "r": FLOAT, "j": shapes, "o": p.FieldSpec(None, None, False, True)}
+    send(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples), specs, tags)
+    ask(plane, ROLLOUT, p.Insert, "p", 1, ["later"])
+    ask(plane, ROLLOUT, p.ResolveKeys, "p", ["under way"], True, True)
+    restored = make_plane()
+    load(restored, save(plane))
+    for verb, args in (
+        (p.Describe, ("p", None, p.pack_indexes(samples))), (p.Describe, ("p",)), (p.ListKeys, ()),
+        (p.ProductionStatus, ("p", ["x", "later"])), (p.KeysOf, ("p", p.pack_indexes(samples))),
+        (p.ListPartitions, ()),
+    ):  # fmt: skip
+        request = verb(7, *args)
+        assert restored.handle(ACTOR, request, 0.0) == plane.handle(ACTOR, request, 0.0), verb
+    assert indexes(ask(restored, ROLLOUT, p.ResolveKeys, "p", ["under way"])) == []
+    refused(publish(restored, put(restored, 1, partition="q"), "x")[0].reply, "SampleClearedError")
+
+
+def test_the_end_of_a_stream_and_its_tail_are_as_they_were(plane, make_plane):
+    register(plane, dp_size=2, tail="drop")
+    put(plane, 5)
+    fetch(plane, 2, 0, 0)
+    seal(plane)
+    dropped = fetch(plane, 2, 0, 1)
+    restored = make_plane()
+    load(restored, save(plane))
+    assert (fetch(restored, 2, 1, 1).reason, fetch(restored, 2, 1, 1).dropped) == (dropped.reason, 1)
+    refused(ask(restored, ROLLOUT, p.Reserve, "p", 1), "InvalidRequestError", "sealed after 5 samples")
+
+
+def test_indexes_are_never_handed_out_again(plane, make_plane):
+    put(plane, 3)
+    reserve(plane, 4)
+    restored = make_plane()
+    load(restored, save(plane))
+    assert put(restored, 2) == [7, 8]
+
+
+def test_preallocated_samples_that_a_writer_had_taken_are_there_again(make_plane):
+    plane = make_plane(preallocate=6)
+    put(plane, 2)
+    reserve(plane, 3)
+    restored = make_plane(preallocate=6)
+    load(restored, save(plane))
+    status = ask(restored, ACTOR, p.ConsumptionStatus, "p", "train")
+    assert p.unpack_indexes(status.indexes).tolist() == [0, 1, 5, 6, 7, 8]
+    assert reserve(restored, 5) == [5, 6, 7, 8, 9]
+
+
+def test_samplers_remember_what_they_did(make_plane):
+    plane = make_plane(sampler=RankAwareSampler())
+    put(plane, 8)
+    group = {"data_replica_group": 0, "data_replica_world_size": 2}
+    leader = fetch(plane, 2, sampler_args={**group, "data_replica_rank": 0})
+    restored = make_plane(sampler=RankAwareSampler())
+    load(restored, save(plane))
+    assert indexes(fetch(restored, 2, sampler_args={**group, "data_replica_rank": 1})) == indexes(leader)
+
+
+def test_a_task_draws_with_the_sampler_that_it_was_registered_with(plane, make_plane):
+    spec = {"class": "GRPOGroupNSampler", "args": [], "kwargs": {"n_samples_per_prompt": 3}}
+    register(plane, sampler=spec, dp_size=2)
+    restored = make_plane()
+    register(restored, "other", dp_size=4)
+    load(restored, save(plane))
+    refused(fetch(restored, 4, 0, 0), "SamplerError", "multiple of n_samples_per_prompt")
+    refused(fetch(restored, 4, 0, 0, task="other", dp_size=2), "InvalidRequestError", "[2, 4]")
+
+
+class Forgetful(BaseSampler):
+    def sample(self, ready_indexes: Any, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        return [], []
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        return {"what": object()}
+
+
+def test_a_sampler_that_remembers_what_no_file_can_hold_is_named(make_plane):
+    plane = make_plane(sampler=Forgetful())
+    refused(ask(plane, SAVER, p.Freeze), "CheckpointError", "save_checkpoint() must return plain data")
+    put(plane, 1)
+    assert clear(plane, [0]) == [0]
+
+
+# ---- into a queue that holds something ----
+
+
+def test_a_restored_queue_has_only_what_was_saved(plane, make_plane):
+    put(plane, 3)
+    other = make_plane()
+    put(other, 2, partition="q")
+    assert indexes(load(other, save(plane))) == [0, 1]
+    assert ask(other, ACTOR, p.ListPartitions).names == ["p"]
+
+
+def test_samples_get_other_indexes_where_theirs_were_in_use(plane, make_plane):
+    put(plane, 3)
+    given = fetch(plane, 2, 0, 0)
+    other = make_plane()
+    put(other, 2, partition="q")
+    load(other, save(plane))
+    assert batch(other, 2, 0, 0) == [2, 3]
+    assert ack(other, given.token) == 1
+    refused(ask(other, ACTOR, p.Describe, "p", None, p.pack_indexes([0])), "SampleClearedError")
+    assert put(other, 1) == [5]
+
+
+def test_a_sampler_that_remembers_indexes_keeps_the_checkpoint_out_of_a_used_queue(make_plane):
+    plane = make_plane(sampler=RankAwareSampler())
+    put(plane, 4)
+    fetch(plane, 2, sampler_args={"data_replica_group": 0, "data_replica_rank": 0, "data_replica_world_size": 2})
+    other = make_plane(sampler=RankAwareSampler())
+    put(other, 2, partition="q")
+    refused(load(other, save(plane)), "CheckpointError", "RankAwareSampler remembers samples", "new queue")
+    assert batch(other, 2, 0, 0, partition="q") == [0, 1]
+
+
+def test_a_waiting_fetch_is_answered_by_the_restore_that_decides_it(plane, make_plane):
+    put(plane, 2)
+    other = make_plane()
+    park(other, 2, 0, 0)
+    park(other, 2, 0, 0, partition="q", client=CRITIC)
+    state = save(plane)
+    assert batches(other.handle(SAVER, p.Restore(1, state), 0.0)) == [(ACTOR, [0, 1])]
+    assert len(other.state.waiters.all()) == 1
+
+
+def test_a_writer_that_reserved_before_the_restore_is_refused_and_its_values_are_dropped(plane, make_plane):
+    put(plane, 2)
+    other = make_plane()
+    mine = reserve(other, 3)
+    load(other, save(plane))
+    refused(publish(other, mine)[0].reply, "SampleClearedError")
+    other.client_gone(ROLLOUT, 0.0)
+    assert [part.tolist() for part in other.take_orphans()] == [mine]
+
+
+def test_a_checkpoint_larger_than_the_queue_is_refused(plane, make_plane):
+    put(plane, 3)
+    small = make_plane(capacity=2)
+    put(small, 1, partition="q")
+    refused(ask(small, SAVER, p.Stage, p.pack_indexes([0, 1, 2])), "StorageFullError", "3 samples", "takes 2")
+    refused(ask(small, SAVER, p.Restore, save(plane), 8), "StorageFullError", "3 samples", "takes 2")
+    assert ask(small, ACTOR, p.ListPartitions).names == ["q"]
+
+
+def test_indexes_in_use_are_refused_unless_others_were_set_aside(plane, make_plane):
+    put(plane, 3)
+    state, other = save(plane), make_plane()
+    put(other, 1, partition="q")
+    refused(ask(other, SAVER, p.Restore, state), "CheckpointError", "in use here")
+    assert batch(other, 1, partition="q") == [0]
+
+
+def test_what_was_stored_for_a_restore_is_dropped_when_its_client_ends_or_gives_up(plane):
+    assert ask(plane, SAVER, p.Stage, p.pack_indexes([4, 6])).value == 0
+    assert ask(plane, CRITIC, p.Stage, p.pack_indexes([4, 6])).value == 3
+    assert put(plane, 1) == [10]
+    plane.client_gone(SAVER, 0.0)
+    assert [part.tolist() for part in plane.take_orphans()] == [[4, 6]]
+    assert indexes(ask(plane, CRITIC, p.Cancel, "", p.pack_indexes([7, 9]))) == [7, 9]
+    plane.client_gone(CRITIC, 0.0)
+    assert plane.take_orphans() == []
+
+
+def corrupted(state: bytes, change: Any) -> bytes:
+    plain = msgspec.msgpack.decode(state)
+    change(plain)
+    return msgspec.msgpack.encode(plain)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plain: plain.update(format=2),
+        lambda plain: plain.pop("partitions"),
+        lambda plain: plain.update(next_index=1),
+        lambda plain: plain["partitions"][0].update(index=p.pack_indexes([1, 0, 2])),
+        lambda plain: plain["partitions"][0].update(state=b"\x03\x03"),
+        lambda plain: plain["partitions"][0].update(state=b"\x03\x03\x77"),
+        lambda plain: plain["partitions"][0].update(key_indexes=p.pack_indexes([0, 1])),
+        lambda plain: plain["partitions"][0].update(tagged=p.pack_indexes([99]), tags=[b"\x80"]),
+        lambda plain: plain["partitions"][0].update(tagged=p.pack_indexes([0]), tags=[b"\xc1"]),
+        lambda plain: plain["partitions"][0]["consumers"][0]["ledger"]["ranks"][0].update(starts=[5]),
+        lambda plain: plain["partitions"][0]["consumers"][0]["ledger"]["entries"][0].update(owned=7),
+        lambda plain: plain["partitions"].append(plain["partitions"][0] | {"name": "again"}),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_refused_and_nothing_changes(plane, make_plane, change):
+    put(plane, 3)
+    fetch(plane, 2, 0, 0)
+    bad, other = corrupted(save(plane), change), make_plane()
+    put(other, 2, partition="q")
+    refused(ask(other, SAVER, p.Restore, bad, 100), "CheckpointError")
+    assert ask(other, ACTOR, p.ListPartitions).names == ["q"]
+    assert batch(other, 2, partition="q") == [0, 1]
+
+
+def test_bytes_that_are_no_state_are_refused(plane):
+    for bad in (b"", b"\x00", b"\xff" * 40, msgspec.msgpack.encode({"format": "1"})):
+        refused(ask(plane, SAVER, p.Restore, bad), "CheckpointError", "can't be read")
+
+
+# ---- while it is being saved ----
+
+
+def test_what_is_cleared_meanwhile_is_hidden_at_once_and_dropped_afterwards(plane):
+    put(plane, 4)
+    put(plane, 2, partition="q")
+    ask(plane, SAVER, p.Freeze)
+    late = put(plane, 1)
+    assert clear(plane, [0, 1, *late]) == late
+    assert indexes(ask(plane, ACTOR, p.ClearPartition, "q")) == []
+    assert batch(plane, 2) == [2, 3]
+    assert clear_consumed(plane) == []
+    assert indexes(ask(plane, SAVER, p.Thaw)) == [0, 1, 2, 3, 4, 5]
+    assert indexes(ask(plane, SAVER, p.Thaw)) == []
+
+
+def test_two_may_save_at_a_time(plane):
+    put(plane, 3)
+    ask(plane, SAVER, p.Freeze)
+    ask(plane, CRITIC, p.Freeze)
+    assert clear(plane, [0]) == []
+    assert indexes(ask(plane, SAVER, p.Thaw)) == []
+    assert clear(plane, [1]) == []
+    assert indexes(ask(plane, CRITIC, p.Thaw)) == [0, 1]
+
+
+def test_what_a_saver_kept_is_dropped_when_it_ends(plane):
+    put(plane, 2)
+    ask(plane, SAVER, p.Freeze)
+    clear(plane, [1])
+    plane.client_gone(SAVER, 0.0)
+    assert [part.tolist() for part in plane.take_orphans()] == [[1]]
+    assert clear(plane, [0]) == [0]
+
+
+def test_a_put_that_replaces_values_waits_until_they_are_read(plane):
+    mine = p.pack_indexes(put(plane, 2))
+    ask(plane, SAVER, p.Freeze)
+    other = p.pack_indexes(put(plane, 1))
+    assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", other, {"x": INT}, 9.0), p.Done), "not being saved"
+    assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", mine, {"r": INT}, 9.0), p.Done), "replaces nothing"
+    assert ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None
+    assert [type(to.reply) for to in send(plane, SAVER, p.Thaw)] == [p.Cleared, p.Done]
+    refused(ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": FLOAT}), "SchemaConflictError")
+
+
+def test_a_put_by_key_that_replaces_values_waits_and_new_keys_and_tags_do_not(plane):
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
+    publish(plane, samples, "x")
+    ask(plane, SAVER, p.Freeze)
+    keyed = {"create": True, "hold": True, "wait_s": 9.0}
+    assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["x"]) is None
+    assert len(indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["v"], **keyed, writes=["x"]))) == 1
+    assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed)) == samples
+    assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["r"])) == samples
+    (_, answer) = send(plane, SAVER, p.Thaw)
+    assert indexes(answer.reply) == samples
+
+
+def test_a_put_that_waits_for_a_save_holds_up_no_other_put(make_plane):
+    plane = make_plane(capacity=3)
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
+    publish(plane, samples, "x")
+    ask(plane, SAVER, p.Freeze)
+    assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], True, True, {}, 9.0, ["x"]) is None
+    assert reserve(plane, 2) == [1, 2]
+
+
+def test_a_put_that_waits_for_a_save_in_vain_is_told_so(plane):
+    mine = p.pack_indexes(put(plane, 2))
+    ask(plane, SAVER, p.Freeze)
+    assert ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None
+    assert plane.expire(8.5) == []
+    (late,) = plane.expire(9.0)
+    refused(late.reply, "CheckpointError", "'p'", "waited 9.0 s", "put_timeout_s")
+
+
+def leave(plane: ControlPlane) -> bytes:
+    """REWARDER got leave to replace "x" of a sample."""
+    mine = p.pack_indexes(put(plane, 1))
+    assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}), p.Done)
+    return mine
+
+
+@pytest.mark.parametrize("how", ["publish", "cancel", "end"])
+def test_a_save_waits_for_writers_that_are_replacing_values(plane, how):
+    mine = leave(plane)
+    assert ask(plane, SAVER, p.Freeze, 9.0) is None
+    assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None, "a save that waits goes first"
+    if how == "publish":
+        replies = send(plane, REWARDER, p.Publish, "p", mine, {"x": INT})[1:]
+    elif how == "cancel":
+        replies = send(plane, REWARDER, p.Cancel, "p", mine)[1:]
+    else:
+        replies = plane.client_gone(REWARDER, 0.0)
+    assert [(to.client, type(to.reply)) for to in replies] == [(SAVER, p.Frozen)]
+    assert [(to.client, type(to.reply)) for to in send(plane, SAVER, p.Thaw)] == [(SAVER, p.Cleared), (CRITIC, p.Done)]
+
+
+def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_long_only(plane):
+    mine = leave(plane)
+    assert ask(plane, SAVER, p.Freeze, 9.0) is None
+    (answer,) = plane.expire(9.0)
+    assert isinstance(answer.reply, p.Frozen)
+    assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 99.0) is None
+    assert plane.next_deadline() == 99.0
+
+
+def test_what_is_being_saved_is_not_taken_back_from_a_writer_that_died(plane):
+    samples = put(plane, 2)
+    ask(plane, SAVER, p.Freeze)
+    clear(plane, [0])
+    assert plane.unpublished(p.unpack_indexes(p.pack_indexes(samples)), ["x"]).tolist() == []
+    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(samples))) == []
+    assert indexes(ask(plane, SAVER, p.Thaw)) == [0]

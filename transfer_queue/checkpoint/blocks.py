@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One field of one partition on disk: rows that lie alike make a block, whatever order its values come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.checkpoint.manifest import Block, DataFile, Field
+from transfer_queue.checkpoint.npy import GrowingArray, GrowingFile, SavedFile, write_array
+from transfer_queue.errors import CheckpointError, ProtocolError
+from transfer_queue.storage.base import Parts
+from transfer_queue.storage.pieces import OBJECTS, IntArray, Layout, Piece, Positions
+from transfer_queue.storage.spans import copy_rows, copy_spans
+
+INT64 = np.dtype("<i8")
+_BYTES = np.dtype(np.uint8)
+_NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"})
+_NUMPY |= {f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)}
+READ_NBYTES = 32 * 1024 * 1024
+"""Values handled at a time."""
+
+
+def dtype_of(layout: Layout) -> np.dtype[Any]:
+    """What the elements are in a .npy file."""
+    if layout.dtype in _NUMPY:
+        return np.dtype(np.dtype(layout.dtype).newbyteorder("<"))
+    return np.dtype(f"<u{layout.itemsize}" if layout.itemsize in (1, 2, 4, 8) else f"V{layout.itemsize}")
+
+
+class FieldWriter:
+    """``ragged``: tensors are known to differ in shape, so none is written as dense."""
+
+    def __init__(self, directory: Path, name: str, stem: str, ragged: bool) -> None:
+        self.name = name
+        self._directory = directory
+        self._stem = stem
+        self._ragged = ragged
+        self._dense: dict[Layout, Layout] = {}
+        self._blocks: dict[Layout, _BlockWriter] = {}
+
+    def add(self, samples: IntArray, parts: Parts) -> None:
+        """Values of these samples; positions are those in ``samples``."""
+        by_block: dict[Layout, list[tuple[Positions, Piece]]] = {}
+        for positions, piece in parts:
+            by_block.setdefault(self._layout_for(piece.layout), []).append((positions, piece))
+        for layout, own in by_block.items():
+            where, piece = joined(own, layout)
+            self._block(layout).add(samples[where], piece)
+
+    def _layout_for(self, layout: Layout) -> Layout:
+        """The first shape of a family is dense, all others together are ragged."""
+        if layout.kind != "dense" or not layout.shape:
+            return layout
+        first = layout.family if self._ragged else self._dense.setdefault(layout.family, layout)
+        return layout if layout == first else layout.family
+
+    def _block(self, layout: Layout) -> _BlockWriter:
+        if layout not in self._blocks:
+            stem = f"{self._stem}.{len(self._blocks)}" if self._blocks else self._stem
+            self._blocks[layout] = _BlockWriter(self._directory, stem, layout)
+        return self._blocks[layout]
+
+    def close(self, all_samples: IntArray) -> Field:
+        return Field(self.name, [block.close(all_samples) for block in self._blocks.values()])
+
+    def discard(self) -> None:
+        for block in self._blocks.values():
+            block.discard()
+
+
+class _BlockWriter:
+    def __init__(self, directory: Path, stem: str, layout: Layout) -> None:
+        self._directory, self._stem, self._layout = directory, stem, layout
+        self._samples: list[IntArray] = []
+        self._sides: list[IntArray] = []
+        self._values: GrowingArray | GrowingFile
+        if layout.kind == "objects":
+            self._values = GrowingFile(directory / f"{stem}.msgpack")
+        elif layout.kind == "dense":
+            self._values = GrowingArray(directory / f"{stem}.npy", dtype_of(layout), layout.shape)
+        else:
+            self._values = GrowingArray(directory / f"{stem}.values.npy", dtype_of(layout))
+
+    def add(self, samples: IntArray, piece: Piece) -> None:
+        self._samples.append(samples)
+        self._values.write(piece.data)
+        if self._layout.kind == "objects":
+            self._sides.append(np.diff(piece.bounds))
+        elif piece.side is not None:
+            self._sides.append(piece.side)
+
+    def close(self, all_samples: IntArray) -> Block:
+        samples, offsets, shapes = np.concatenate(self._samples), None, None
+        count = len(samples)
+        if self._layout.kind != "dense":
+            side = np.concatenate(self._sides)
+            sizes = side if side.ndim == 1 else side.prod(axis=1)
+            offsets = self._write("offsets", np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes))))
+            shapes = self._write("shapes", side) if side.ndim == 2 and side.shape[1] > 1 else None
+            count = int(sizes.sum())
+        values = self._values.close(count) if isinstance(self._values, GrowingArray) else self._values.close()
+        own = None if np.array_equal(samples, all_samples) else self._write("samples", samples)
+        return Block(self._layout, len(samples), values, offsets, shapes, own)
+
+    def _write(self, what: str, array: IntArray) -> DataFile:
+        return write_array(self._directory / f"{self._stem}.{what}.npy", array.astype(INT64, copy=False))
+
+    def discard(self) -> None:
+        self._values.discard()
+
+
+def joined(parts: Parts, layout: Layout) -> tuple[IntArray, Piece]:
+    """The rows of all parts by ascending position, as one piece of this layout; and their positions."""
+    if layout.kind == "ragged":
+        parts = [(positions, piece.as_ragged()) for positions, piece in parts]
+    given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in parts]
+    where = np.concatenate(given)
+    if len(parts) == 1 and parts[0][1].picks is None and (np.diff(where) > 0).all():
+        return where, parts[0][1]
+    order = np.argsort(where, kind="stable")
+    rank = np.empty(len(where), np.int64)
+    rank[order] = np.arange(len(where))
+    ranks = np.split(rank, np.cumsum([len(each) for each in given])[:-1])
+    pieces = [piece for _, piece in parts]
+    return where[order], (_dense if layout.kind == "dense" else _spread)(pieces, ranks, layout)
+
+
+def _dense(pieces: Sequence[Piece], ranks: Sequence[IntArray], layout: Layout) -> Piece:
+    count = sum(map(len, ranks))
+    data = np.empty(count * layout.row_nbytes, np.uint8)
+    for piece, rank in zip(pieces, ranks, strict=True):
+        if data.nbytes:
+            copy_rows(data, rank, piece.data, piece.picks, layout.row_nbytes)
+    return Piece(layout, count, data)
+
+
+def _spread(pieces: Sequence[Piece], ranks: Sequence[IntArray], layout: Layout) -> Piece:
+    """Ragged rows or objects."""
+    count = sum(map(len, ranks))
+    shapes = np.empty((count, len(layout.shape)), np.int64)
+    sizes = np.empty(count, np.int64)
+    own = [_sizes(piece, layout) for piece in pieces]
+    for piece, rank, each in zip(pieces, ranks, own, strict=True):
+        sizes[rank] = each
+        if piece.side is not None and layout.kind == "ragged":
+            shapes[rank] = piece.side
+    bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
+    data = np.empty(int(bounds[-1]), np.uint8)
+    for piece, rank, each in zip(pieces, ranks, own, strict=True):
+        copy_spans(data, bounds[rank], piece.data, piece.starts, each)
+    return Piece(layout, count, data, bounds if layout.kind == "objects" else shapes)
+
+
+def _sizes(piece: Piece, layout: Layout) -> IntArray:
+    """Bytes of each row."""
+    if layout.kind == "objects":
+        return np.diff(piece.bounds)
+    assert piece.side is not None
+    sizes: IntArray = piece.side.prod(axis=1) * layout.itemsize
+    return sizes
+
+
+class BlockReader:
+    """One block of a checkpoint: which samples it holds, then its rows."""
+
+    def __init__(self, directory: Path, block: Block, all_samples: IntArray) -> None:
+        self._block = block
+        self._values = SavedFile(directory, block.values)
+        self.samples = all_samples
+        if block.samples is not None:
+            self.samples = SavedFile(directory, block.samples).array(INT64, (block.rows,))
+        if len(self.samples) != block.rows:
+            raise CheckpointError(f"{self._values.path} has {block.rows} rows for {len(self.samples)} samples.")
+        self._offsets = self._shapes = None
+        if block.layout.kind != "dense":
+            if block.offsets is None:
+                raise CheckpointError(f"nothing says where the rows of {self._values.path} begin.")
+            self._offsets = SavedFile(directory, block.offsets).array(INT64, (block.rows + 1,))
+            if self._offsets[0] or (np.diff(self._offsets) < 0).any():
+                raise CheckpointError(f"the rows of {self._values.path} don't follow each other.")
+        if block.shapes is not None:
+            self._shapes = SavedFile(directory, block.shapes).array(INT64, (block.rows, len(block.layout.shape)))
+
+    def chunks(self) -> Iterator[tuple[IntArray, Piece]]:
+        """(samples, their rows), a few MiB at a time."""
+        layout = self._block.layout
+        itemsize = layout.itemsize if layout.kind == "ragged" else 1
+        starts = (np.arange(self._block.rows + 1) * layout.row_nbytes) if self._offsets is None else self._offsets
+        edges = starts * itemsize
+        cuts = _cuts(edges)
+        sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
+        for (start, stop), data in zip(cuts, self._values.parts(sizes, self._skip()), strict=True):
+            try:
+                piece = Piece.received(layout, stop - start, data, self._side(start, stop))
+            except ProtocolError as error:
+                raise CheckpointError(f"{self._values.path} contradicts itself: {error}.") from error
+            yield self.samples[start:stop], piece
+
+    def _skip(self) -> int:
+        layout, block = self._block.layout, self._block
+        if layout.kind == "objects":
+            return 0
+        shape = (block.rows, *layout.shape) if self._offsets is None else (int(self._offsets[-1]),)
+        return self._values.header(dtype_of(layout), shape)
+
+    def _side(self, start: int, stop: int) -> IntArray | None:
+        if self._offsets is None:
+            return None
+        if self._block.layout == OBJECTS:
+            return self._offsets[start : stop + 1] - self._offsets[start]
+        shapes = np.diff(self._offsets[start : stop + 1]) if self._shapes is None else self._shapes[start:stop]
+        side: IntArray = np.ascontiguousarray(shapes).reshape(-1)
+        return side
+
+
+def _cuts(edges: IntArray) -> list[tuple[int, int]]:
+    """Runs of rows that take about so many bytes as are handled at a time; one row at least."""
+    cuts, start, count = [], 0, len(edges) - 1
+    while start < count:
+        stop = int(np.searchsorted(edges, edges[start] + READ_NBYTES, side="right")) - 1
+        stop = min(max(stop, start + 1), count)
+        cuts.append((start, stop))
+        start = stop
+    return cuts

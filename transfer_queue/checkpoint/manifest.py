@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint's JSON files say: which files there are, how long they are, what their rows mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from transfer_queue.storage.pieces import Layout
+
+FORMAT = 1
+METADATA = "metadata.json"
+CONTROLLER = "controller_state.msgpack"
+STORAGE = "simple_storage"
+VALUES = "values.json"
+
+
+class DataFile(msgspec.Struct, frozen=True):
+    """``crc32`` is of what follows the header; a file that is no .npy has none."""
+
+    name: str
+    nbytes: int
+    crc32: int
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Rows of one field that lie alike. ``samples``: the index of each row; None: the partition's, in their order.
+
+    dense: ``values`` [rows, *shape]. ragged: ``values`` flat, row i is values[offsets[i] : offsets[i + 1]], of shape
+    ``shapes[i]`` where it has more than one dim. objects: ``values`` is msgpack, cut at ``offsets`` in bytes.
+    Elements of a dtype that NumPy lacks (bfloat16, float8) lie as unsigned integers of the same size.
+    """
+
+    layout: Layout
+    rows: int
+    values: DataFile
+    offsets: DataFile | None = None
+    shapes: DataFile | None = None
+    samples: DataFile | None = None
+
+
+class Field(msgspec.Struct, frozen=True):
+    name: str
+    blocks: list[Block]
+
+
+class Partition(msgspec.Struct, frozen=True):
+    """``directory`` has its files. ``samples``: the indexes of all its samples."""
+
+    name: str
+    directory: str
+    samples: DataFile
+    fields: list[Field]
+
+
+class Values(msgspec.Struct, frozen=True):
+    """``values.json``."""
+
+    format: int
+    partitions: list[Partition]
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """``metadata.json``, written last: a directory that has it is whole."""
+
+    format: int
+    storage_saved: bool
+    user_metadata: dict[str, Any]
+    version: str
+    controller: DataFile
+    values: DataFile | None = None

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a checkpoint: .npy arrays that grow while they are written, and plain ones; both with a checksum."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.checkpoint.manifest import DataFile
+from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
+
+_MAGIC = b"\x93NUMPY\x01\x00"
+_ALIGN = 64
+_DIGITS = 20  # of the number of rows, which is known only when all are written
+
+
+class GrowingFile:
+    """Bytes one after the other. ``close`` makes them last, and tells what was written."""
+
+    def __init__(self, path: Path, header: bytes = b"") -> None:
+        self._path = path
+        self._file = open(path, "xb")  # noqa: SIM115 (closed by its own ``close`` or ``discard``)
+        self._header_nbytes = self._file.write(header)
+        self._nbytes = self._crc = 0
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data).cast("B") if len(data) else b""
+        self._file.write(view)
+        self._nbytes += len(view)
+        self._crc = zlib.crc32(view, self._crc)
+
+    def close(self, header: bytes = b"") -> DataFile:
+        """``header``: in place of the one it began with, and just as long."""
+        with self._file as file:
+            file.seek(0)
+            file.write(header)
+            file.flush()
+            os.fsync(file.fileno())
+        return DataFile(self._path.name, self._header_nbytes + self._nbytes, self._crc)
+
+    def discard(self) -> None:
+        """The checkpoint is given up, and the file with it."""
+        self._file.close()
+
+
+class GrowingArray:
+    """A .npy file of [rows, *row_shape]."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: Sequence[int] = ()) -> None:
+        self._dtype, self._row_shape = dtype.newbyteorder("<"), tuple(row_shape)
+        self._file = GrowingFile(path, self._header(0))
+
+    def _header(self, rows: int) -> bytes:
+        shape = (rows, *self._row_shape)
+        text = f"{{'descr': {self._dtype.str!r}, 'fortran_order': False, 'shape': {shape!r}, }}".encode()
+        least = len(_MAGIC) + 2 + len(text) + 1 + (_DIGITS - len(str(rows)))
+        nbytes = -(-least // _ALIGN) * _ALIGN - len(_MAGIC) - 2
+        return _MAGIC + nbytes.to_bytes(2, "little") + text.ljust(nbytes - 1) + b"\n"
+
+    def write(self, data: Any) -> None:
+        """Whole rows."""
+        self._file.write(data)
+
+    def close(self, rows: int) -> DataFile:
+        return self._file.close(self._header(rows))
+
+    def discard(self) -> None:
+        self._file.discard()
+
+
+def write_array(path: Path, array: NDArray[Any]) -> DataFile:
+    """A whole array at once."""
+    file = GrowingArray(path, array.dtype, array.shape[1:])
+    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return file.close(len(array))
+
+
+def write_bytes(path: Path, data: bytes) -> DataFile:
+    """A whole file at once."""
+    file = GrowingFile(path)
+    file.write(data)
+    return file.close()
+
+
+def plain(name: str) -> str:
+    """A name that a manifest gives. Raises CheckpointError for one that leads elsewhere."""
+    if Path(name).name != name:
+        raise CheckpointError(f"a file of the checkpoint is said to be {name!r}, outside of its directory.")
+    return name
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """A whole file at once, in place of the one that may be there."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.unlink(missing_ok=True)
+    write_bytes(beside, data)
+    beside.replace(path)
+
+
+class SavedFile:
+    """A file that the manifest names, read from its beginning."""
+
+    def __init__(self, directory: Path, expected: DataFile) -> None:
+        """
+        Raises:
+            CheckpointNotFoundError: it is missing.
+            CheckpointError: it is longer or shorter than it was written.
+        """
+        self.path = directory / plain(expected.name)
+        self._expected = expected
+        try:
+            have = self.path.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"the checkpoint lacks {self.path}: was it copied whole?") from error
+        if have != expected.nbytes:
+            raise CheckpointError(f"{self.path} has {have} bytes, {expected.nbytes} were written: was it copied whole?")
+
+    def parts(self, sizes: Iterator[int] | Sequence[int], skip: int = 0) -> Iterator[NDArray[np.uint8]]:
+        """Its bytes after the header, in parts of these sizes, which must make the whole. Checks at the end.
+
+        Raises:
+            CheckpointError: what is there isn't what was written.
+        """
+        crc = 0
+        with open(self.path, "rb") as file:
+            file.seek(skip)
+            for size in sizes:
+                part = np.empty(size, np.uint8)
+                if file.readinto(part.data) != size:
+                    raise CheckpointError(f"{self.path} ends too early: its rows take more bytes than it has.")
+                crc = zlib.crc32(part.data, crc)
+                yield part
+            if file.read(1):
+                raise CheckpointError(f"{self.path} goes on after its last row.")
+        if crc != self._expected.crc32:
+            raise CheckpointError(f"{self.path} was changed since it was written: its checksum differs.")
+
+    def whole(self) -> bytes:
+        """Of a plain file."""
+        (data,) = self.parts([self._expected.nbytes])
+        return data.tobytes()
+
+    def header(self, dtype: np.dtype[Any], shape: Sequence[int]) -> int:
+        """Length of a .npy file's header. Raises CheckpointError unless it is of this dtype and shape."""
+        try:
+            with open(self.path, "rb") as file:
+                if np.lib.format.read_magic(file) != (1, 0):
+                    raise ValueError("not version 1.0")
+                found, fortran, have = np.lib.format.read_array_header_1_0(file)[::-1]
+                nbytes = file.tell()
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} is no .npy file: {error}.") from error
+        if (found, fortran, have) != (dtype.newbyteorder("<"), False, tuple(shape)):
+            raise CheckpointError(f"{self.path} holds {found} {have}, expected {dtype} {tuple(shape)}.")
+        return nbytes
+
+    def array(self, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
+        """The whole of a .npy file."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        (data,) = self.parts([nbytes], self.header(dtype, shape))
+        return data.view(dtype).reshape(tuple(shape))

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint that lies on disk, opened: its metadata, the saved state of the queue, its values."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from transfer_queue.checkpoint.directory import find
+from transfer_queue.checkpoint.manifest import FORMAT, METADATA, STORAGE, VALUES, DataFile, Metadata
+from transfer_queue.checkpoint.npy import SavedFile, write_bytes
+from transfer_queue.checkpoint.values import SavedValues
+from transfer_queue.control.saved import SavedQueue
+from transfer_queue.control.snapshot import decode
+from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+class Opened:
+    """Of the values only the manifest is read yet; ``values`` is None where they were not saved."""
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        """
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint, or a file of it is missing.
+            CheckpointError: it is foreign, damaged, or of a newer version.
+        """
+        self.path = find(target)
+        metadata = _metadata(self.path)
+        self.data = SavedFile(self.path, metadata.controller).whole()
+        self.state: SavedQueue = decode(self.data)
+        self.values = None
+        if metadata.storage_saved:
+            if metadata.values is None:
+                raise CheckpointError(f"{self.path / METADATA} doesn't name the file that lists the values.")
+            self.values = SavedValues(self.path / STORAGE, metadata.values, self.state)
+
+
+def _metadata(path: Path) -> Metadata:
+    data = (path / METADATA).read_bytes()
+    try:
+        found = msgspec.json.decode(data, type=_Format).format
+        if found == FORMAT:
+            return msgspec.json.decode(data, type=Metadata)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / METADATA} is none of ours, or damaged: {error}.") from error
+    raise CheckpointError(
+        f"the checkpoint {path} has format {found}, this version reads {FORMAT}. Update lightning-tq, or save again "
+        f"with the version that runs here."
+    )
+
+
+def check_user_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy. Raises InvalidRequestError for what JSON can't hold."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"a checkpoint's metadata must be JSON: {error}.") from error
+    return plain
+
+
+def complete(directory: Path, user: dict[str, Any], controller: DataFile) -> None:
+    """All other files are there: write the one that says so."""
+    from transfer_queue import __version__
+
+    values = _described(directory / STORAGE / VALUES)
+    metadata = Metadata(FORMAT, values is not None, user, __version__, controller, values)
+    write_bytes(directory / METADATA, msgspec.json.format(msgspec.json.encode(metadata), indent=1))
+
+
+def _described(path: Path) -> DataFile | None:
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    return DataFile(path.name, len(data), zlib.crc32(data))
+
+
+def read_state(path: Path) -> bytes:
+    """The saved state of a queue. Raises CheckpointNotFoundError when there is no such file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"no saved state of a queue at {path}.") from error
+
+
+def read_values(directory: Path, saved: SavedQueue) -> SavedValues:
+    """Values that were saved without metadata beside them."""
+    manifest = _described(directory / STORAGE / VALUES)
+    if manifest is None:
+        raise CheckpointNotFoundError(f"no saved values in {directory}: there is no {STORAGE}/{VALUES}.")
+    return SavedValues(directory / STORAGE, manifest, saved)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of checkpoints: freeze the queue's state, thaw it, stage values, restore; and who waits meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transfer_queue import protocol as p
+from transfer_queue.control.snapshot import Restored, decode, live_indexes, saved_indexes, snapshot
+from transfer_queue.control.state import PlaneState
+from transfer_queue.errors import CheckpointError, StorageFullError, TransferQueueError, to_wire
+
+FREEZERS = "\0freezers"
+"""Lane of those who want to save: they wait for the writers that are replacing values."""
+REWRITERS = "\0rewriters"
+"""Lane of writers that want to replace values: they wait for those who save."""
+
+Rewrite = p.CheckFields | p.ResolveKeys
+
+
+def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply | None:
+    """None: parked until nobody is replacing values."""
+    if state.frozen.has_leaves:
+        state.waiters.park(client, request, now, now + request.wait_s, FREEZERS, 0.0)
+        return None
+    return take(state, client, request, now)
+
+
+def admit_freezers(state: PlaneState, now: float) -> list[tuple[str, p.Reply]]:
+    """Those who waited for writers that are done now."""
+    answers = []
+    while not state.frozen.has_leaves and (parked := state.waiters.first_come(FREEZERS)) is not None:
+        state.waiters.remove(parked)
+        answers.append((parked.client, take(state, parked.client, parked.request, now)))
+    return answers
+
+
+def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
+    """The state as it is. Who got leave and still hasn't published is taken for one that never will."""
+    try:
+        data = snapshot(state, now)
+    except TransferQueueError as error:  # of a sampler
+        return p.Failed(request.id, *to_wire(error))
+    # Of a save that this client gave up: nobody else would drop them.
+    state.orphans.append(state.frozen.begin(client, live_indexes(state)))
+    return p.Frozen(request.id, data)
+
+
+def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:
+    return p.Cleared(request.id, p.pack_indexes(state.frozen.end(client)))
+
+
+def park_rewrite(state: PlaneState, client: str, request: Rewrite, now: float) -> bool:
+    """Does it have to wait, for it would replace values that are being saved?"""
+    if not _must_wait(state, request):
+        return False
+    state.waiters.park(client, request, now, now + request.wait_s, REWRITERS, 0.0)
+    return True
+
+
+def take_rewriters(state: PlaneState) -> list[tuple[str, Rewrite]]:
+    """Those that have to wait no longer."""
+    free = [parked for parked in state.waiters.lane(REWRITERS) if not _must_wait(state, parked.request)]
+    for parked in free:
+        state.waiters.remove(parked)
+    return [(parked.client, parked.request) for parked in free]
+
+
+def _must_wait(state: PlaneState, request: Rewrite) -> bool:
+    indexes, fields = _rewritten(state, request)
+    if not len(indexes):
+        return False
+    if state.waiters.first_come(FREEZERS) is not None:
+        return True
+    if not state.frozen:
+        return False
+    partition = state.partitions[request.partition]
+    kept = indexes[state.frozen.holds(indexes)]
+    rows = partition.table.find(kept)[0]
+    return any(partition.schema.has(name)[rows].any() for name in fields)
+
+
+def _rewritten(state: PlaneState, request: Rewrite) -> tuple[p.Indexes, list[str]]:
+    """Samples that are here already, and fields that the request is about to write."""
+    partition = state.partitions.get(request.partition)
+    if partition is None or (isinstance(request, p.ResolveKeys) and not request.writes):
+        return np.empty(0, dtype=np.int64), []
+    if isinstance(request, p.CheckFields):
+        indexes, fields = p.unpack_indexes(request.indexes), list(request.fields)
+    else:
+        known = (partition.keys.index_of(key) for key in request.keys)
+        indexes, fields = np.array([at for at in known if at is not None], dtype=np.int64), request.writes
+    return indexes[partition.table.find(indexes)[1]], fields
+
+
+def kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:
+    """The reply to a writer that waited in vain."""
+    text = (
+        f"values of partition {request.partition!r} that this put replaces are being saved in a checkpoint; it waited "
+        f"{waited_s:.1f} s. Put again later, or raise put_timeout_s."
+    )
+    return p.Failed(request.id, CheckpointError.__name__, text)
+
+
+def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
+    """Room among the indexes for samples to be restored: where theirs were in use here, they get others."""
+    indexes = p.unpack_indexes(request.indexes)
+    capacity = state.config.capacity
+    if capacity is not None and len(indexes) > capacity:
+        raise StorageFullError(
+            f"Storage capacity exceeded: the checkpoint holds {len(indexes)} samples, the queue takes {capacity} "
+            f"(total_storage_size). Load it into a queue that takes more."
+        )
+    if not len(indexes):
+        return p.Done(request.id, 0)
+    shift = max(0, state.allocator.next_index - int(indexes.min()))
+    state.allocator.next_index = int(indexes.max()) + shift + 1
+    state.staged.setdefault(client, []).append(indexes + shift)
+    return p.Done(request.id, shift)
+
+
+def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p.Reply:
+    """The saved state in place of this one, or nothing changed. Those who wait are looked at again."""
+    saved = decode(request.state)
+    _check_staged(state, client, saved_indexes(saved) + request.shift)
+    restored = Restored(saved, state, request.shift, now)
+    old = [np.empty(0, dtype=np.int64)]
+    for partition in state.partitions.values():
+        state.strand(partition.unpublished())
+        state.producers.forget(partition.name)
+        old.append(partition.drop())
+    state.partitions, state.tasks = restored.partitions, restored.tasks
+    state.allocator, state.incarnations = restored.allocator, restored.incarnations
+    state.staged.pop(client, None)
+    for lane in state.waiters.lanes():
+        if not lane.startswith("\0"):
+            state.touch(lane)
+    return p.Cleared(request.id, p.pack_indexes(state.frozen.keep(np.concatenate(old))))
+
+
+def _check_staged(state: PlaneState, client: str, indexes: p.Indexes) -> None:
+    staged = np.concatenate([np.empty(0, dtype=np.int64), *state.staged.get(client, ())])
+    others = np.setdiff1d(indexes, staged)
+    if len(others) and others[0] < state.allocator.next_index:
+        raise CheckpointError(
+            "the saved samples' indexes are in use here, and no others were set aside for them. Load the storage part "
+            "of the checkpoint first, with the same client."
+        )

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The saved form of a control plane: plain data. Arrays are raw little-endian bytes, one entry per row.
+
+It lies in checkpoints: add fields with a default, never rename or renumber.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+FORMAT = 1
+
+
+class SavedBatch(msgspec.Struct):
+    """A ledger entry. ``consumes`` None: all of ``indexes``."""
+
+    rank: int | None
+    batch_index: int
+    number: int
+    indexes: bytes
+    token: str
+    owned: int
+    consumes: bytes | None = None
+    padding: bytes | None = None
+    dp_size: int | None = None
+
+
+class SavedRank(msgspec.Struct):
+    """Batches drawn for a rank, settled or not, as runs [start, stop); and which one an unnamed fetch means."""
+
+    rank: int | None
+    starts: list[int]
+    stops: list[int]
+    next_index: int | None = None
+
+
+class SavedLedger(msgspec.Struct):
+    entries: list[SavedBatch]
+    ranks: list[SavedRank]
+    count: int
+    resets: int
+
+
+class SavedConsumer(msgspec.Struct):
+    """``given`` int32 and ``consumed`` bool, one per row."""
+
+    task: str
+    given: bytes
+    consumed: bytes
+    ledger: SavedLedger
+    ended: str | None = None
+    dropped: int = 0
+    over_at: int | None = None
+    told: list[int] = []
+
+
+class SavedField(msgspec.Struct):
+    """``has`` bool per row; ``shapes`` int32 [rows, ndim], where rows differ. ``written`` False: only asked for."""
+
+    name: str
+    written: bool
+    has: bytes
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    is_nested: bool = False
+    is_non_tensor: bool = False
+    ndim: int | None = None
+    mixed: bool = False
+    shapes: bytes | None = None
+
+
+class SavedPartition(msgspec.Struct):
+    """Rows are samples and pre-allocated ones (``state`` uint8). What a writer had reserved is not among them;
+
+    ``missing_free`` counts those of its rows that were pre-allocated.
+    """
+
+    name: str
+    incarnation: int
+    sealed: bool
+    num_samples: int | None
+    num_published: int
+    num_puts: int
+    preallocate: int
+    index: bytes
+    state: bytes
+    put_offset: bytes
+    put_size: bytes
+    put_number: bytes
+    fields: list[SavedField]
+    consumers: list[SavedConsumer]
+    keys: list[str] = []
+    key_indexes: bytes = b""
+    tagged: bytes = b""
+    tags: list[bytes] = []
+    published_ago_s: float | None = None
+    missing_free: int = 0
+
+
+class SavedSampler(msgspec.Struct):
+    """What a sampler remembers; ``kind`` is its class."""
+
+    kind: str
+    state: dict[str, Any]
+
+
+class SavedTask(msgspec.Struct):
+    """``sampler`` None: the task draws with the queue's own."""
+
+    name: str
+    spec: Any = None
+    dp_size: int | None = None
+    tail: str | None = None
+    sampler: SavedSampler | None = None
+
+
+class SavedQueue(msgspec.Struct):
+    format: int
+    next_index: int
+    incarnations: int
+    partitions: list[SavedPartition]
+    tasks: list[SavedTask]
+    sampler: SavedSampler
