@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from transfer_queue import BatchMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from tensordict import TensorDict
 
 
@@ -41,6 +42,20 @@ class TQBatch:
     def pin_memory(self) -> TQBatch:
         """The pair with its values in page-locked memory."""
         return TQBatch(self.data.pin_memory(), self.meta, self.place)
+
+    def select(self, positions: list[int]) -> TQBatch:
+        """The pair of these rows."""
+        # Nested tensors that are ragged in several dimensions can't be indexed by a list.
+        ragged: dict[str, Any] = {
+            name: column
+            for name, column in self.data.items()
+            if getattr(column, "is_nested", False) and getattr(column, "layout", None) is torch.strided
+        }
+        data = self.data.exclude(*ragged)[positions]
+        for name, column in ragged.items():
+            rows = column.unbind()
+            data.set(name, torch.nested.as_nested_tensor([rows[position] for position in positions]))
+        return TQBatch(data, self.meta.select_samples(positions), self.place)
 
     # Unpacking goes by __getitem__ alone. With __iter__ Lightning would walk in after the batch size, and a BatchMeta
     # iterates over BatchMetas of one row, for ever.

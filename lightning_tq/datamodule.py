@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
+from lightning_tq.books import Ack
 from lightning_tq.callbacks.bookkeeper import Bookkeeper
+from lightning_tq.callbacks.finders import refuse_finders
+from lightning_tq.callbacks.checkpoint import restore_beside
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.connection import Connection
 from lightning_tq.feed import Feed, Place
 from lightning_tq.loader import StreamLoader, stream_loader
 from lightning_tq.producers import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
-from lightning_tq.ranks import on_first_rank, quiet_known_warnings
-from lightning_tq.run import LabelledStreams, Run, check_tasks, stage_streams
-from lightning_tq.stream import Stream
+from lightning_tq.ranks import on_first_rank, quiet_known_warnings, resumed_from
+from lightning_tq.run import LabelledStreams, Run, check_ends, check_tasks, stage_streams
+from lightning_tq.stream import Stream, sampler_modules
 from lightning_tq.topology import Rank, Topology, trainer_topology
-from transfer_queue import BaseSampler, TransferQueueClient
+from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
 Streams = Stream | list[Stream] | None
@@ -47,6 +50,7 @@ class TQDataModule(LightningDataModule):
         dp_rank: Rank | None = None,
         dp_size: int | None = None,
         keep_alive: bool = True,
+        ack: Ack = "auto",
     ) -> None:
         """Args:
             train: What training reads.
@@ -59,6 +63,9 @@ class TQDataModule(LightningDataModule):
             dp_rank: Data-parallel rank, or a function of the Trainer that tells it. Default: the strategy knows.
             dp_size: Data-parallel groups, for strategies that count every process as one.
             keep_alive: Keep the queue between fit, validate, test and predict. False: it ends with each of them.
+            ack: When a trained batch is settled, so that the queue may let go of it: once a checkpoint holds its
+                optimizer step ("checkpoint"), at the end of that step ("step"), or "never". "auto": the first where
+                the Trainer saves checkpoints or was resumed from one, else the second.
         Raises:
             InvalidRequestError: streams that can't be right; is a ValueError.
             ConfigError: a queue configuration that can't be right.
@@ -67,12 +74,15 @@ class TQDataModule(LightningDataModule):
         self._streams = {
             "train": _as_list(train), "val": _as_list(val), "test": _as_list(test), "predict": _as_list(predict)
         }  # fmt: skip
+        if ack not in get_args(Ack):
+            raise InvalidRequestError(f"ack must be one of {', '.join(map(repr, get_args(Ack)))}, got {ack!r}.")
         check_tasks([stream for streams in self._streams.values() for stream in streams])
         self._queue_config = as_queue_config(queue)
         self._producers = list(producers or [])
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._keep_alive = keep_alive
+        self._ack = ack
         self._connection = Connection()
         self._address: str | None = None
         self._group: ProducerGroup | None = None
@@ -85,9 +95,8 @@ class TQDataModule(LightningDataModule):
     def open(self) -> None:
         """Start or join the queue now, in this process. ``setup`` does it by itself; call it to put data before a run,
         or when ranks are spawned (they join, and the queue outlives them). Idempotent."""
-        samplers = [stream.sampler for streams in self._streams.values() for stream in streams]
-        modules = {type(sampler).__module__ for sampler in samplers if isinstance(sampler, BaseSampler)}
-        self._connection.open(self._queue_config, sorted(modules), self._address)
+        streams = [stream for streams in self._streams.values() for stream in streams]
+        self._connection.open(self._queue_config, sampler_modules(streams), self._address)
         self._address = self._connection.address
         if self._address != self._places_of:
             self._places.clear()  # positions in another queue mean nothing in this one
@@ -146,25 +155,26 @@ class TQDataModule(LightningDataModule):
         """Open the queue on the first rank, join it on the others, and prepare what this stage reads."""
         trainer, entry = self._own_trainer(), str(getattr(stage, "value", stage))
         quiet_known_warnings()
+        refuse_finders(trainer)
         self._end_run()
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
         self._address = on_first_rank(trainer, lambda: self._prepare(entry, topology, streams))
         self.open()
-        self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client)
+        self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client, self._ack)
         self._run.start(streams, self._places, self._connection.conf)
         self._keep_books(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: LabelledStreams) -> str:
         """What the first rank does before any other may fetch. Returns the queue's address."""
+        check_ends(streams, topology.dp_size)
         self.open()
+        checkpoint = resumed_from(self._own_trainer())
+        if entry == "fit" and checkpoint is not None:
+            restore_beside(self.client, checkpoint)
         for _, stream in streams.values():
-            sampler = stream.sampler or "RankAwareSampler"
-            if isinstance(sampler, BaseSampler):
-                sampler = sampler.for_ranks(topology.dp_size)
-                sampler.check(stream.batch_size, topology.dp_size)
-            self.client.register_task(stream.task, sampler, topology.dp_size, stream.tail)
+            stream.register(self.client, topology.dp_size)
         assert self._group is not None
         self._group.start(self.address, entry)
         return self.address
@@ -212,6 +222,11 @@ class TQDataModule(LightningDataModule):
     def dp_size(self) -> int:
         """Data-parallel ranks of the run."""
         return self._current_run().topology.dp_size
+
+    @property
+    def topology(self) -> Topology:
+        """This process' place among the data-parallel ranks of the run."""
+        return self._current_run().topology
 
     def train_feed(self) -> Feed:
         """The training stream at work in this process."""

@@ -4,21 +4,37 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning_tq.batch import TQBatch
 from lightning_tq.stream import Stream
 from lightning_tq.topology import Topology
-from transfer_queue import EndOfPartitionError, StreamingDataset
+from transfer_queue import BatchMeta, EndOfPartitionError, StreamingDataset
 from transfer_queue.errors import InvalidRequestError
 
 Place = dict[str, Any]
-"""A position in a stream, as ``StreamingDataset.state_dict`` says it."""
+"""A position in a stream, as ``StreamingDataset.state_dict`` says it, and the epoch in which its iterator began."""
+
+_PLACE = {"partition_id", "batch_index", "micro_batch"}
+
+
+class Handed(NamedTuple):
+    """What was handed out and isn't trained yet."""
+
+    place: Place
+    """Where the stream goes on behind it."""
+    whole: list[BatchMeta]
+    """The last micro-batch of each batch that ends with it, or before it with one that was screened out."""
 
 
 class Host(Protocol):
     """What a feed needs to know of the run it is part of."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that goes on."""
 
     def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
         """Name of the partition that an iterator starting now (or so many epochs later) reads."""
@@ -43,7 +59,7 @@ class FeedDataset(StreamingDataset):
 
 
 class Feed:
-    """One stream of one stage. ``places`` outlives feeds: it holds, per label, what was trained."""
+    """One stream of one stage. ``places`` outlives feeds: per label, the place behind the last optimizer step."""
 
     def __init__(
         self,
@@ -70,10 +86,26 @@ class Feed:
         self.trained = 0
         """How many of those were trained (train only)."""
         self.batches_done = 0
-        """Whole batches of the partition that were trained, all micro-batches of them."""
+        """Whole batches of the partition that were trained, all micro-batches of them, and aren't settled yet."""
+        self.unstepped = 0
+        """Micro-batches that were trained since the last optimizer step."""
+        self.screen: Callable[[TQBatch], TQBatch | None] | None = None
+        """Looks at each batch before it is handed out: what remains of it, or None to go on to the next one."""
         self.resumed = False
         """Did the live iterator start from a checkpoint's position? Then less than an epoch is left for it."""
+        self.settled: Callable[[str], int] | None = None
+        """How many first batches of a partition nobody will ask for again."""
+        self.on_whole: Callable[[BatchMeta], None] | None = None
+        """Told of each batch all of whose micro-batches were trained."""
         self._restored = False
+        self._handed: deque[Handed] = deque()
+        self._trained_to: Place | None = None
+        self._begun: Place = {}
+        self._shape = {
+            "batch_size": stream.batch_size,
+            "micro_batch_size": stream.micro_size,
+            "dp_size": topology.dp_size,
+        }
         self._places = places
         self._host = host
         self._reading: Reading | None = None
@@ -107,7 +139,7 @@ class Feed:
 
     @property
     def place(self) -> Place | None:
-        """Behind what was trained."""
+        """Behind what is in an optimizer step."""
         return self._places.get(self.label)
 
     # ---- iterators ----
@@ -120,26 +152,54 @@ class Feed:
 
     def begin(self, epochs_ahead: int = 0) -> None:
         """Move the cursor to where an iterator that starts now begins."""
-        name = self._host.partition_of(self.stage, self.stream, epochs_ahead)
+        name, place = self._host.partition_of(self.stage, self.stream, epochs_ahead), self.place
+        if self._is_unfinished(place) and not epochs_ahead:
+            assert place is not None
+            name = place["partition_id"]  # the template may say another name by now: of a later step, or version
         if self.partition not in (None, name):
             self.left.append(str(self.partition))
         self.partition = name
-        self.taken = self.trained = 0
+        self.taken = self.trained = self.unstepped = self.batches_done = 0
+        self._handed.clear()
+        self._trained_to = None
         self.resumed = self._restored
-        place = self.place
+        settled = 0 if self.replay or self.settled is None else self.settled(name)
         if self.replay or place is None or place["partition_id"] != name:
-            self.batches_done = 0
-            self.dataset.step(name)
+            place = {"partition_id": name, "batch_index": settled, "micro_batch": 0}
         else:
-            self.batches_done = place["batch_index"] if self.resumed else self.batches_done
-            self.dataset.load_state_dict(place)
+            self._check_place(place, settled)
+            self.batches_done = place["batch_index"] - settled
+        self._begun = {"epoch": self._host.epoch + epochs_ahead, **self._shape}
+        self.dataset.load_state_dict(place)
+
+    def _is_unfinished(self, place: Place | None) -> bool:
+        """Does a checkpoint say that the epoch which goes on began in the place's partition?"""
+        return self._restored and not self.replay and place is not None and place.get("epoch") == self._host.epoch
+
+    def _check_place(self, place: Place, settled: int) -> None:
+        changed = {name: place[name] for name, now in self._shape.items() if place.get(name, now) != now}
+        if changed and self._restored:
+            was = ", ".join(f"{name}={value}" for name, value in changed.items())
+            now = ", ".join(f"{name}={self._shape[name]}" for name in changed)
+            raise InvalidRequestError(
+                f"the checkpoint stands in partition {place['partition_id']!r} at batch {place['batch_index']} of "
+                f"stream {self.label!r}, which was read with {was}; now it is {now}, so batches are numbered anew. "
+                f"Go on with the same sizes until the partition ends, or resume from the end of an epoch."
+            )
+        if settled > place["batch_index"]:
+            raise InvalidRequestError(
+                f"the checkpoint stands at batch {place['batch_index']} of partition {place['partition_id']!r}, but "
+                f"batches before {settled} were acknowledged when a later checkpoint was saved, and are gone. Resume "
+                f"from the last checkpoint, or start another queue from what TQCheckpoint saved beside this one; "
+                f"TQDataModule(ack='never') keeps every batch."
+            )
 
     def next_item(self, reading: Reading) -> TQBatch:
         """Wait for a batch. Raises what ended the run meanwhile; StopIteration at the end of the stream."""
         self._host.check()
         started = self.waiting_since = time.perf_counter()
         try:
-            data, meta = self._next(reading)
+            batch = self._next(reading)
         except StopIteration:
             self._host.check()  # a stopped stream ends, too
             reading.close()
@@ -149,13 +209,30 @@ class Feed:
             self.waiting_since = None
             self.waited_s += time.perf_counter() - started
         self.taken += 1
-        return TQBatch(data, meta, self.dataset.state_dict())
+        return batch
 
-    def _next(self, reading: Reading) -> Any:
+    def _next(self, reading: Reading) -> TQBatch:
+        whole: list[BatchMeta] = []
+        while True:
+            data, meta = self._next_pair(reading)
+            place = {**self.dataset.state_dict(), **self._begun}
+            if place["micro_batch"] == 0:
+                whole.append(meta)
+            batch = TQBatch(data, meta, place)
+            left = batch if self.screen is None else self.screen(batch)
+            if left is not None:
+                if self.stage == "train":  # the others aren't told what became of a batch
+                    self._handed.append(Handed(place, whole))
+                return left
+
+    def _next_pair(self, reading: Reading) -> Any:
         try:
-            return next(reading.items)
+            items = reading.items  # begins, at the first one
+            if self.taken == self.stream.num_batches:  # here, not in the loader: what is screened out doesn't count
+                raise StopIteration
+            return next(items)
         except StopIteration:
-            if self.taken or not (self.resumed and self.stage == "train" and "epoch" in self.stream.variables):
+            if self.taken or not (self.resumed and self.stage == "train" and self.stream.variables):
                 raise
         # Resumed at the very end of an epoch: Lightning asks before it counts that epoch as done, and asks only once.
         self._host.check()
@@ -175,18 +252,44 @@ class Feed:
 
     # ---- what was trained ----
 
-    def mark_trained(self, batch: Any) -> None:
-        """The Trainer is done with this batch. Something else than a TQBatch (a hook replaced it) can't be placed."""
+    def mark_trained(self, batch: Any, stepped: bool = True) -> None:
+        """The Trainer is done with this batch, or with the oldest one it has, where a hook made something else of it.
+
+        Args:
+            stepped: Its gradient is in an optimizer step. False: it will be, with that of the batches that follow.
+        """
         self.trained += 1
         self._restored = False
-        if isinstance(batch, TQBatch) and batch.place is not None:
-            self._places[self.label] = batch.place
-            self.batches_done += batch.place["micro_batch"] == 0
+        handed = self._take_handed(batch)
+        if handed is not None:
+            self._trained_to = handed.place
+            self.unstepped += 1
+            for meta in handed.whole:
+                self.batches_done += 1
+                if self.on_whole is not None:
+                    self.on_whole(meta)
+        if stepped:
+            self.mark_stepped()
+
+    def _take_handed(self, batch: Any) -> Handed | None:
+        place = batch.place if isinstance(batch, TQBatch) else None
+        while self._handed:
+            handed = self._handed.popleft()
+            if place is None or handed.place is place:
+                return handed
+        return None
+
+    def mark_stepped(self) -> None:
+        """What was trained so far is in an optimizer step, or never will be."""
+        if self._trained_to is not None:
+            self._places[self.label], self._trained_to = self._trained_to, None
+        self.unstepped = 0
 
     def restore(self, place: Place) -> None:
         """The next iterator goes on there, if it reads that partition."""
-        if set(place) != {"partition_id", "batch_index", "micro_batch"}:
+        if not set(place) >= _PLACE:
             raise InvalidRequestError(f"can't resume stream {self.label!r} from {place!r}: not a position in a stream.")
+        self._trained_to = None
         self._places[self.label] = dict(place)
         self._restored = True
 

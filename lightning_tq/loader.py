@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from lightning_tq.batch import TQBatch
 from lightning_tq.feed import Feed, FeedDataset
 from transfer_queue import StreamingDataLoader
@@ -17,10 +19,9 @@ def stream_loader(feed: Feed) -> StreamLoader:
     return StreamLoader(
         feed.dataset,
         num_workers=stream.num_workers,
-        pin_memory=stream.pin_memory,
+        pin_memory=stream.pin_memory and torch.accelerator.is_available(),  # torch would warn where there is none
         multiprocessing_context=stream.multiprocessing_context,
         persistent_workers=stream.persistent_workers,
-        num_batches=stream.num_batches,
     )
 
 
@@ -38,6 +39,11 @@ class StreamLoader(StreamingDataLoader):
         assert isinstance(dataset, FeedDataset)
         assert dataset.feed is not None, "a feed stays in the process that made it"
         return dataset.feed
+
+    def __len__(self) -> int:
+        if self.feed.stream.num_batches is None:
+            raise TypeError("this stream has no known length; give Stream(num_batches=...) if you know it.")
+        return self.feed.stream.num_batches
 
     def __iter__(self) -> Iterator[TQBatch]:  # type: ignore[override]
         return self.feed.read(super().__iter__)

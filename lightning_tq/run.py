@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_tq.books import Ack, Books, keeps_checkpoints
+from lightning_tq.callbacks.publish_weights import policy_version
 from lightning_tq.feed import Feed, Place, Reading
+from lightning_tq.peers import peer_looks
 from lightning_tq.stream import Stream
 from lightning_tq.topology import Topology
 from lightning_tq.watch import Watch
 from transfer_queue import TransferQueueClient
-from transfer_queue.errors import InvalidRequestError, TransferQueueError
+from transfer_queue.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -43,18 +44,19 @@ class Run:
         switch: PartitionSwitch,
         producers: ProducerGroup | None,
         client: TransferQueueClient,
+        ack: Ack = "auto",
     ) -> None:
         self.trainer = trainer
         self.topology = topology
         self.switch = switch
         self.feeds: dict[str, Feed] = {}
+        self.books: list[Books] = []
         self._client = client
+        self._ack = ack
         self._producers = producers
-        self._parent = os.getppid()
-        self._watches_parent = multiprocessing.parent_process() is not None or trainer.local_rank > 0
         self._told: set[str] = set()
-        self._left: list[str] = []
-        self._watch = Watch([self._producer_failed, self._terminated, self._orphaned], [self._hint])
+        self._left: dict[str, int] = {}
+        self._watch = Watch([self._producer_failed, self._terminated, *peer_looks(trainer)], [self._hint])
 
     def start(self, streams: LabelledStreams, places: MutableMapping[str, Place], conf: Any) -> None:
         """Make the feeds, and begin to watch."""
@@ -62,6 +64,10 @@ class Run:
             self.feeds[label] = Feed(
                 label, stage, stream, self.topology, places, self, self._watch.stopped.is_set, conf
             )
+        for feed in self.of_stage("train"):
+            feed.settled = lambda partition, feed=feed: settled(self._client, partition, feed.stream.task)
+            keeps = keeps_checkpoints(self.trainer) if self._ack == "auto" else self._ack == "checkpoint"
+            self.books.append(Books(feed, self._client, self.topology, keeps, never=self._ack == "never"))
         self._watch.start()
 
     def of_stage(self, stage: str) -> list[Feed]:
@@ -75,11 +81,16 @@ class Run:
 
     # ---- what feeds ask ----
 
-    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
+    @property
+    def epoch(self) -> int:
         # Not current_epoch: after a resume at the end of an epoch it lags behind until training starts.
         progress: Any = self.trainer.fit_loop.epoch_progress.current
-        epoch = progress.processed + epochs_ahead
-        return self.switch.partition(stream, epoch=epoch, global_step=self.trainer.global_step, stage=stage)
+        return int(progress.processed)
+
+    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
+        epoch, step = self.epoch + epochs_ahead, self.trainer.global_step
+        version = policy_version(self.trainer)
+        return self.switch.partition(stream, epoch=epoch, global_step=step, policy_version=version, stage=stage)
 
     def replays(self, stage: str) -> bool:
         overfit: float = getattr(self.trainer, "overfit_batches", 0)
@@ -107,27 +118,26 @@ class Run:
             )
 
     def _report_dropped(self, feed: Feed) -> None:
-        if not self.trainer.is_global_zero:
-            return
-        partition = self._client.get_stats()["partitions"].get(feed.partition, {})
-        dropped = partition.get("tasks", {}).get(feed.stream.task, {}).get("dropped", 0)
-        if dropped:
-            self._warn_once(
-                f"dropped {feed.partition} {feed.stream.task}",
-                f"{dropped} samples of partition {feed.partition!r} could not fill a last round of task "
-                f"{feed.stream.task!r} and were left over (tail policy).",
-            )
+        told = dropped_text(self._client, feed) if self.trainer.is_global_zero else None
+        if told is not None:
+            self._warn_once(f"dropped {feed.partition} {feed.stream.task}", told)
 
     # ---- partitions ----
 
     def finished_partitions(self) -> list[str]:
-        """Partitions that feeds have moved away from and none reads now; each is reported once."""
+        """Partitions that feeds have moved away from and none reads now; each is reported once.
+
+        Where checkpoints are kept, after one that was saved since: a run resumed from an earlier one reads them again.
+        """
+        saves = sum(books.saves for books in self.books)
         for feed in self.feeds.values():
-            self._left.extend(feed.left)
+            self._left.update(dict.fromkeys(feed.left, saves))
             feed.left.clear()
         current = {feed.partition for feed in self.feeds.values()}
-        finished = [name for name in dict.fromkeys(self._left) if name not in current]
-        self._left = [name for name in self._left if name in current]
+        kept = any(books.keeps for books in self.books)
+        finished = [name for name, at in self._left.items() if name not in current and (saves > at or not kept)]
+        for name in finished:
+            del self._left[name]
         return finished
 
     # ---- what the watch looks at ----
@@ -137,13 +147,6 @@ class Run:
 
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None
-
-    def _orphaned(self) -> BaseException | None:
-        if not self._watches_parent or os.getppid() == self._parent:
-            return None
-        return TransferQueueError(
-            f"the process that started this rank (pid {self._parent}) is gone: rank {self.trainer.global_rank} ends."
-        )
 
     def _hint(self) -> None:
         for feed in self._waiting():
@@ -172,6 +175,24 @@ class Run:
             logger.warning(text)
 
 
+def dropped_text(client: TransferQueueClient, feed: Feed) -> str | None:
+    """What a partition that a feed has read to its end left over; None: nothing."""
+    partition = client.get_stats()["partitions"].get(feed.partition, {})
+    dropped = partition.get("tasks", {}).get(feed.stream.task, {}).get("dropped", 0)
+    if not dropped:
+        return None
+    return (
+        f"{dropped} samples of partition {feed.partition!r} could not fill a last round of task {feed.stream.task!r} "
+        f"and were left over (tail policy)."
+    )
+
+
+def settled(client: TransferQueueClient, partition: str, task: str) -> int:
+    """How many of a partition's first batches were acknowledged, so that the task can't ask for them again."""
+    tasks = client.get_stats()["partitions"].get(partition, {}).get("tasks", {})
+    return int(tasks.get(task, {}).get("settled", 0))
+
+
 def stage_streams(entry: str, streams: Mapping[str, Sequence[Stream]]) -> LabelledStreams:
     """What an entry point ("fit", "validate", ...) reads.
 
@@ -186,6 +207,16 @@ def stage_streams(entry: str, streams: Mapping[str, Sequence[Stream]]) -> Labell
         for number, stream in enumerate(streams[stage]):
             found[stage if len(streams[stage]) == 1 else f"{stage}{number}"] = (stage, stream)
     return found
+
+
+def check_ends(streams: LabelledStreams, dp_size: int) -> None:
+    """Raises InvalidRequestError where training would end on one rank before the others, who then wait for ever."""
+    for label, (stage, stream) in streams.items():
+        if stage == "train" and stream.tail == "uneven_ok" and dp_size > 1:
+            raise InvalidRequestError(
+                f"stream {label!r}: tail='uneven_ok' would end the stream on one of {dp_size} ranks before the others, "
+                f"which would wait for it in their next collective. Use 'drop' or 'pad'."
+            )
 
 
 def check_tasks(streams: Sequence[Stream]) -> None:

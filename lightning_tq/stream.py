@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transfer_queue import BaseSampler
 from transfer_queue.errors import InvalidRequestError
 
-VARIABLES = ("epoch", "global_step", "stage")
+if TYPE_CHECKING:
+    from transfer_queue import TransferQueueClient
+
+VARIABLES = ("epoch", "global_step", "policy_version", "stage")
 """What a partition template may use."""
 
 
@@ -20,8 +24,9 @@ class Stream:
     """Samples of one task, batch after batch, out of the partitions that a template names."""
 
     partition: str
-    """Partition, or a template of it: "train@{epoch}". May use {epoch}, {global_step} and {stage} ("train", "val", ...)
-    as they are when an iterator starts; a running one never changes partition."""
+    """Partition, or a template of it: "train@{epoch}". May use {epoch}, {global_step}, {policy_version} (of the weights
+    that PublishWeights handed out last; without it the global step) and {stage} ("train", "val", ...), as they are when
+    an iterator starts; a running one never changes partition."""
     task: str
     """Name of the consumer. Each task sees every sample of a partition, independently of other tasks."""
     fields: list[str]
@@ -42,6 +47,10 @@ class Stream:
     replay: bool | None = None
     """Whether an iterator that comes back to its partition reads it from the first batch again (true), or goes on
     behind what was trained (false). Default: false for training, true for validation, test and prediction."""
+    clear_consumed: bool | list[str] = False
+    """Training only: forget samples, for good, once they are trained and every task that reads the partition is done
+    with them, so that a partition without end takes bounded memory. A list names tasks that must be done, too, though
+    they may begin later. False: samples stay until their partition is cleared."""
     num_workers: int = 0
     """DataLoader worker processes. 0 is right for most: a thread fetches ahead in any case."""
     persistent_workers: bool = False
@@ -55,7 +64,7 @@ class Stream:
     timeout_s: float | None = None
     """Longest wait for one batch before BatchTimeoutError. Default: wait, and report every 30 s what for."""
     pin_memory: bool = False
-    """Copy batches into page-locked memory, for faster transfer to an accelerator."""
+    """Copy batches into page-locked memory, for faster transfer to an accelerator; without one it does nothing."""
     sampling_config: dict[str, Any] | None = None
     """More keywords for the sampler, with every fetch."""
 
@@ -69,6 +78,7 @@ class Stream:
             raise InvalidRequestError(f"timeout_s must be above 0, or None to wait, got {self.timeout_s!r}.")
         if self.persistent_workers and not self.num_workers:
             raise InvalidRequestError("persistent_workers needs num_workers of at least 1, got num_workers=0.")
+        _check_clearing(self.clear_consumed, bool(self.replay))
         if not isinstance(self.sampler, (BaseSampler, str, type(None))):
             raise InvalidRequestError(f"sampler must be a sampler, a built-in's name or None, got {self.sampler!r}.")
 
@@ -101,6 +111,18 @@ class Stream:
                 f"is a part. Lower it, or leave it out."
             )
 
+    def register(self, client: TransferQueueClient, dp_size: int) -> None:
+        """Tell the queue how the task draws, for so many data-parallel ranks.
+
+        Raises:
+            InvalidRequestError: the sampler can't draw such batches.
+        """
+        sampler = self.sampler or "RankAwareSampler"
+        if isinstance(sampler, BaseSampler):
+            sampler = sampler.for_ranks(dp_size)
+            sampler.check(self.batch_size, dp_size)
+        client.register_task(self.task, sampler, dp_size, self.tail)
+
     @property
     def micro_size(self) -> int:
         """Rows of what the loader yields."""
@@ -114,11 +136,25 @@ class Stream:
         except ValueError as error:
             raise InvalidRequestError(f"partition template {self.partition!r} is malformed: {error}.") from error
 
-    def partition_at(self, *, epoch: int, global_step: int, stage: str) -> str:
-        """The partition's name at this point of a run."""
-        return self.partition.format(epoch=epoch, global_step=global_step, stage=stage)
+    def partition_at(self, *, epoch: int, global_step: int, stage: str, policy_version: int | None = None) -> str:
+        """The partition's name at this point of a run. ``policy_version``: by default the global step."""
+        version = global_step if policy_version is None else policy_version
+        return self.partition.format(epoch=epoch, global_step=global_step, policy_version=version, stage=stage)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         raise InvalidRequestError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_clearing(tasks: object, replay: bool) -> None:
+    if not isinstance(tasks, bool) and not (isinstance(tasks, list) and all(isinstance(t, str) and t for t in tasks)):
+        raise InvalidRequestError(f"clear_consumed must be true, false or a list of tasks, got {tasks!r}.")
+    if tasks is not False and replay:
+        raise InvalidRequestError("a stream that is read again (replay) can't forget what was read: clear_consumed.")
+
+
+def sampler_modules(streams: Iterable[Stream]) -> list[str]:
+    """Modules that a queue must allow for the samplers of these streams."""
+    samplers = (stream.sampler for stream in streams)
+    return sorted({type(sampler).__module__ for sampler in samplers if isinstance(sampler, BaseSampler)})

@@ -39,43 +39,93 @@ def trainer_topology(trainer: Trainer, dp_rank: Rank | None = None, dp_size: int
     """What the Trainer's strategy says; valid from ``setup`` on, not before.
 
     Args:
-        dp_rank: A number, or a function of the Trainer: for strategies that report no groups.
+        dp_rank: A number, or a function of the Trainer: for strategies that report no groups. Makes this a collective:
+            all ranks compare what they said.
         dp_size: Alone, neighbouring ranks form a group: rank r is in group r // (world_size / dp_size).
     Raises:
         InvalidRequestError: numbers that don't fit the world's size.
     """
-    told = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-    return _topology(trainer, trainer.strategy, told, (trainer.global_rank, trainer.world_size), dp_rank, dp_size)
+    return _topology(trainer, dp_rank, dp_size)
 
 
 def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | None = None) -> Topology:
-    """The same for Fabric, after ``fabric.launch()``."""
-    told = getattr(fabric.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-    return _topology(fabric, fabric.strategy, told, (fabric.global_rank, fabric.world_size), dp_rank, dp_size)
+    """The same for Fabric, after ``fabric.launch()``; a function gets the Fabric.
+
+    Raises:
+        InvalidRequestError: numbers that don't fit the world's size, or ``launch()`` is still to come.
+    """
+    if fabric.world_size > 1 and not fabric._launched:
+        raise InvalidRequestError(
+            f"this Fabric has {fabric.world_size} processes and isn't launched yet, so none of them knows its rank. "
+            f"Call fabric.launch() first."
+        )
+    return _topology(fabric, dp_rank, dp_size)
 
 
-def _topology(
-    owner: Any, strategy: Any, told: dict[str, Any], world: tuple[int, int], dp_rank: Rank | None, dp_size: int | None
-) -> Topology:
-    if dp_rank is None and dp_size is None:
-        return Topology(int(told["rank"]), int(told["num_replicas"]), _is_first_of_mesh(strategy))
-    global_rank, world_size = world
-    size = int(told["num_replicas"]) if dp_size is None else dp_size
+def _topology(owner: Trainer | Fabric, dp_rank: Rank | None, dp_size: int | None) -> Topology:
+    global_rank, world_size = owner.global_rank, owner.world_size
+    told_rank, told_size = _told(owner.strategy, global_rank, world_size)
+    size = told_size if dp_size is None else dp_size
     if size < 1 or world_size % size:
         raise InvalidRequestError(
             f"dp_size {size} doesn't divide the {world_size} processes of this run. Every data-parallel group has "
             f"equally many ranks."
         )
     peers = world_size // size
-    if dp_rank is None:
+    if dp_rank is not None:
+        rank = dp_rank(owner) if callable(dp_rank) else dp_rank
+        return Topology(rank, size, _is_first_that_said(rank, size, global_rank, world_size))
+    if dp_size is not None:
         return Topology(global_rank // peers, size, global_rank % peers == 0)
-    rank = dp_rank(owner) if callable(dp_rank) else dp_rank
-    return Topology(rank, size, peers == 1 or global_rank % peers == 0)
+    return Topology(told_rank, size, peers == 1 or _is_first_of_group(owner.strategy, global_rank % peers == 0))
 
 
-def _is_first_of_mesh(strategy: Any) -> bool:
+def _is_first_that_said(rank: int, size: int, global_rank: int, world_size: int) -> bool:
+    """Is this the lowest rank of those that named this group? A collective where there are process groups."""
+    import torch.distributed as dist
+
+    if world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return global_rank % (world_size // size) == 0
+    ranks: list[int] = [0] * world_size
+    dist.all_gather_object(ranks, rank)
+    if any(ranks.count(each) != world_size // size for each in range(size)):
+        raise InvalidRequestError(
+            f"the {world_size} processes said dp_rank {ranks}: with dp_size {size} each rank from 0 to {size - 1} must "
+            f"be said {world_size // size} times. Where several processes share their batches, give dp_size, too."
+        )
+    return ranks.index(rank) == global_rank
+
+
+def _told(strategy: Any, global_rank: int, world_size: int) -> tuple[int, int]:
+    """(dp_rank, dp_size) by what a strategy says of itself."""
+    from lightning.pytorch.strategies import ParallelStrategy
+
+    peers = _deepspeed_peers(strategy)
+    if peers > 1:
+        return global_rank // peers, max(1, world_size // peers)
+    if getattr(type(strategy), "distributed_sampler_kwargs", None) is ParallelStrategy.distributed_sampler_kwargs:
+        return global_rank, world_size  # what it inherits there counts the devices of one node
+    told = getattr(strategy, "distributed_sampler_kwargs", None)
+    return (int(told["rank"]), int(told["num_replicas"])) if told else (0, 1)
+
+
+def _deepspeed_peers(strategy: Any) -> int:
+    """Ranks that share a batch under DeepSpeed: neighbours, as many as its configuration says.
+
+    Its strategy counts every process as a replica, whatever the configuration says of tensor and sequence parallelism.
+    """
+    if not any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
+        return 1
+    config = getattr(strategy, "config", None)
+    if not isinstance(config, dict):
+        return 1
+    tensor = (config.get("tensor_parallel") or {}).get("autotp_size")
+    return int(tensor or 1) * int(config.get("sequence_parallel_size") or 1)
+
+
+def _is_first_of_group(strategy: Any, is_first_neighbour: bool) -> bool:
     mesh = getattr(strategy, "device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()
-    if mesh is None or "tensor_parallel" not in names:
-        return True
-    return bool(mesh["tensor_parallel"].get_local_rank() == 0)
+    if mesh is None or "data_parallel" not in names:
+        return is_first_neighbour
+    return all(mesh[name].get_local_rank() == 0 for name in names if name != "data_parallel")

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from lightning_tq.peers import RankGoneError
+
 _LOOK_EVERY_S = 0.2
+_STUCK_AFTER_S = 60.0
 
 
 class Watch:
@@ -16,12 +21,16 @@ class Watch:
     """
 
     def __init__(
-        self, looks: Sequence[Callable[[], BaseException | None]], hints: Sequence[Callable[[], None]] = ()
+        self,
+        looks: Sequence[Callable[[], BaseException | None]],
+        hints: Sequence[Callable[[], None]] = (),
+        stuck_after_s: float = _STUCK_AFTER_S,
     ) -> None:
         self.stopped = threading.Event()
         """Streams end once this is set."""
         self._looks = looks
         self._hints = hints
+        self._stuck_after_s = stuck_after_s
         self._error: BaseException | None = None
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -37,9 +46,19 @@ class Watch:
                 if error is not None:
                     self._error = error
                     self.stopped.set()
+                    self._insist(error)
                     return
             for hint in self._hints:
                 hint()
+
+    def _insist(self, error: BaseException) -> None:
+        """A main thread in a collective with a rank that is gone may never ask; then only the process can end."""
+        if isinstance(error, RankGoneError) and not self._end.wait(self._stuck_after_s):
+            sys.stderr.write(
+                f"error: {error} This process took no notice within {self._stuck_after_s:g} s, so it is ended.\n"
+            )
+            sys.stderr.flush()
+            os._exit(1)
 
     def check(self) -> None:
         """Raise what has ended the run, once noticed."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.batch import TQBatch
+from lightning_tq.books import rewind
 
 if TYPE_CHECKING:
     from lightning_tq.run import Run
@@ -20,7 +21,12 @@ class Bookkeeper(Callback):
     def __init__(self, run: Callable[[], Run | None]) -> None:
         self._run = run
 
+    # ---- what was trained ----
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Here and not at the end of the batch before: other callbacks may still have needed its samples, and every
+        # rank has asked for this batch by now, so none still looks for where to begin.
+        self._settle()
         _tell_batch_size(trainer, batch)
 
     def on_train_batch_end(
@@ -29,9 +35,37 @@ class Bookkeeper(Callback):
         run = self._run()
         if run is None:
             return
-        for feed in run.of_stage("train"):
-            feed.mark_trained(batch)
+        stepped = not trainer.fit_loop._should_accumulate()
+        for books in run.books:
+            books.trained(batch, stepped)
         run.check()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        run = self._run()
+        for books in run.books if run is not None else ():
+            books.epoch_over()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        run = self._run()
+        for books in run.books if run is not None else ():
+            rewind(checkpoint, books.unstepped)
+            books.dumped()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        run = self._run()
+        for books in run.books if run is not None else ():
+            books.end(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._settle()
+
+    def _settle(self) -> None:
+        run = self._run()
+        for books in run.books if run is not None else ():
+            books.settle()
+
+    # ---- rows of a batch ----
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from lightning.pytorch import Trainer
 from producing import FIELDS
@@ -20,6 +25,8 @@ from tests.own_processes import own_processes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+Rows = list[tuple[str, str, list[int]]]
+"""What a rank was given: (stage, partition, indexes) per batch."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,6 +70,38 @@ def data() -> Iterator[Callable[..., TQDataModule]]:
     yield make
     for datamodule in made:
         datamodule.close()
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, list[Rows]]]]:
+    """``run_ranks("script.py", ..., "LOGS", ...)``: exit code, what it wrote, and what each rank noted under LOGS."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+
+    def run(script: str, *args: str) -> tuple[int, str, list[Rows]]:
+        output = tmp_path / "output"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / script), *(str(logs) if arg == "LOGS" else arg for arg in args)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "TMPDIR": str(tmp_path)},
+                start_new_session=True,
+            )
+            code = process.wait(170)
+        ranks = [
+            [tuple(json.loads(line)) for line in path.read_text().splitlines()] for path in sorted(logs.glob("rank*"))
+        ]
+        return code, output.read_text(), ranks
+
+    yield run
+    marker = str(tmp_path)
+    # The launcher kills the ranks that are left within seconds; servers and producers notice at once.
+    left = [each for each in psutil.process_iter(["cmdline", "environ"]) if marker in str(each.info)]
+    _, alive = psutil.wait_procs(left, timeout=20)
+    for process in alive:
+        process.send_signal(signal.SIGKILL)
+    assert alive == []
 
 
 @pytest.fixture

@@ -65,3 +65,46 @@ def produce_epochs(epochs: int, train: int, val: int) -> None:
             client.put(rows(count, start=100 * part), partition_id=f"train@{epoch}")
         client.seal_partition(f"train@{epoch}")
         fill(client, f"val@{epoch}", val)
+
+
+def produce_on_policy(partition: str, steps: int) -> None:
+    """Four rows per step, made once the weights of that step are there, and tagged with their version."""
+    from lightning_tq import WeightsReader
+
+    client, reader = tq.get_client(), WeightsReader()
+    for step in range(steps):
+        version = reader.latest(least=step, timeout_s=30).version
+        client.put(rows(4, start=4 * step), partition_id=partition, tags=[{"policy_version": version}] * 4)
+
+
+def produce_paced(partition: str) -> None:
+    """Two rows at a time until training ends, each pair by the weights that leave was given for, or newer ones."""
+    from lightning_tq import Pacer, WeightsReader
+
+    client, pacer, reader = tq.get_client(), Pacer(), WeightsReader()
+    try:
+        while True:
+            least = pacer.admit(2, timeout_s=30)
+            version = reader.latest(least=least, timeout_s=30).version
+            with pacer.turn(timeout_s=30):
+                client.put(rows(2), partition_id=partition, tags=[{"policy_version": version}] * 2)
+    except tq.EndOfPartitionError:
+        return
+
+
+def produce_sizes(train: list[int], val: list[int]) -> None:
+    """Per epoch so many rows of train@0, val@0, train@1, ...: one by one, and sealed when readers wait already."""
+    client = tq.get_client()
+    for epoch, counts in enumerate(zip(train, val, strict=True)):
+        for name, count in zip(("train", "val"), counts, strict=True):
+            for number in range(count):
+                client.put(rows(1, start=number), partition_id=f"{name}@{epoch}")
+            client.seal_partition(f"{name}@{epoch}")
+
+
+def fill_all(client: tq.TransferQueueClient) -> None:
+    """40 rows of train@0 to train@2, 120 of train, 4 of val; all sealed."""
+    for epoch in range(3):
+        fill(client, f"train@{epoch}", 40, start=1000 * epoch)
+    fill(client, "train", 120, start=5000)
+    fill(client, "val", 4)

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 from conftest import HERE, ROOT
 from omegaconf import OmegaConf
+from recorders import Recorder
 
-from lightning_tq.cli import main, names_a_data_class
+from lightning_tq import TQCLI, TQDataModule
+from lightning_tq.cli import main
+from lightning_tq.trainer_cli import names_a_data_class
 
 RUN: dict[str, Any] = {
     "trainer": {
@@ -29,13 +32,14 @@ RUN: dict[str, Any] = {
             "partition": "train@{epoch}", "task": "learn", "fields": ["x", "text"], "batch_size": 4,
             "sampler": {"class_path": "transfer_queue.GRPOGroupNSampler", "init_args": {"n_samples_per_prompt": 2}},
         },
-        "val": [{"partition": "val@{epoch}", "task": "evaluate", "fields": ["x"], "batch_size": 4}],
+        "val": [{"partition": "val@{epoch}", "task": "evaluate", "fields": ["x", "text"], "batch_size": 4}],
         "test": {"partition": "val@0", "task": "examine", "fields": ["x", "text"], "batch_size": 4},
+        "predict": {"partition": "val@0", "task": "foresee", "fields": ["x", "text"], "batch_size": 2},
         "queue": {"units": 1, "memory": "64MiB"},
         "producers": [
             {
                 "target": "producing:produce_epochs", "args": {"epochs": 1, "train": 12, "val": 4},
-                "stages": ["fit", "test"],
+                "stages": ["fit", "validate", "test", "predict"],
             }
         ],
     },
@@ -67,31 +71,53 @@ def given(tmp_path: Path) -> list[str]:
     return [line.split('"')[1] for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
 
 
-def test_fit_and_test_run_a_file_twice_in_one_place(config: Callable[..., str], tmp_path: Path) -> None:
+def test_a_file_may_be_run_twice_in_one_place(config: Callable[..., str], tmp_path: Path) -> None:
     path = config({"model.init_args.log_dir": str(tmp_path), "data.val": None})
     assert main(["fit", "--config", path]) == 0
     assert main(["fit", "--config", path, "--trainer.limit_train_batches", "2"]) == 0
     assert given(tmp_path) == ["train"] * 3 + ["train"] * 2
-    assert main(["test", "--config", path]) == 0
-    assert given(tmp_path)[5:] == ["test"]
 
 
-def test_the_debug_configuration_runs_from_the_command_line(tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "lightning_tq", "fit", "--config", "configs/debug.yaml",
-         f"--trainer.default_root_dir={tmp_path}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert "max_epochs=2` reached" in process.stderr
+def test_validate_test_and_predict_read_their_streams(config: Callable[..., str], tmp_path: Path) -> None:
+    path = config({"model.init_args.log_dir": str(tmp_path)})
+    assert [main([command, "--config", path]) for command in ("validate", "test", "predict")] == [0, 0, 0]
+    assert given(tmp_path) == ["val", "test", "predict", "predict"]
+
+
+def printed_config(path: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", path, "--print_config"])
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_print_config_shows_is_a_configuration_that_comes_to_the_same(
+    config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = printed_config(config(), capsys)
+    again = tmp_path / "again.yaml"
+    again.write_text(shown)
+    assert printed_config(str(again), capsys) == shown
+    conf = OmegaConf.create(shown)
+    assert (conf.data.queue.units, conf.data.queue.put_timeout_s) == (1, 60.0)
+    assert conf.data.train.sampler == {
+        "class_path": "transfer_queue.GRPOGroupNSampler", "init_args": {"n_samples_per_prompt": 2, "dp_size": 1},
+    }  # fmt: skip
+
+
+def test_a_program_of_ones_own_fixes_the_model_and_takes_its_arguments_as_options(
+    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = OmegaConf.load(config())
+    conf.model = {"fail_at": 7}
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    cli = TQCLI(Recorder, args={"trainer": conf.trainer, "model": conf.model, "data": conf.data}, run=False)
+    assert (cli.model.fail_at, type(cli.datamodule)) == (7, TQDataModule)
 
 
 def test_values_may_refer_to_others_of_the_file(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     path = config({"data.train.micro_batch_size": "${data.train.batch_size}"})
-    with pytest.raises(SystemExit) as exit_:
-        main(["fit", "--config", path, "--print_config"])
-    assert exit_.value.code == 0
-    assert re.search(r"train:(?s:.*)micro_batch_size: 4", capsys.readouterr().out)
+    assert re.search(r"train:(?s:.*)micro_batch_size: 4", printed_config(path, capsys))
 
 
 def test_a_data_section_may_name_a_class_of_its_own(config: Callable[..., str], tmp_path: Path) -> None:
@@ -128,7 +154,14 @@ def test_a_data_section_may_name_a_class_of_its_own(config: Callable[..., str], 
         ({"data.train.micro_batch_size": 9}, "micro_batch_size 9 is larger than batch_size 4"),
         ({"data.train.tail": "keep"}, "data.train.tail: Expected one of ['drop', 'pad', 'uneven_ok']"),
         ({"model.init_args.failat": 1}, "model: recorders.Recorder has no option 'failat'; did you mean 'fail_at'?"),
-        ({"model.class_path": "recorders.Recoder"}, "model: module 'recorders' has no attribute 'Recoder'"),
+        (
+            {"model.class_path": "recorders.Recoder"},
+            "model: module 'recorders' has no attribute 'Recoder'; did you mean 'Recorder'?",
+        ),
+        (
+            {"trainer.callbacks": [{"class_path": "lightning_tq.PartitionSwich"}]},
+            "trainer.callbacks: module 'lightning_tq' has no attribute 'PartitionSwich'; did you mean",
+        ),
     ],
 )
 def test_a_mistake_in_a_configuration_is_one_line_that_helps(
@@ -139,6 +172,49 @@ def test_a_mistake_in_a_configuration_is_one_line_that_helps(
     assert exit_.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-2].startswith(f"error: {says}"), lines
+
+
+def test_an_option_is_not_guessed_from_its_beginning(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config(), "--trainer.max_epoch", "3"])
+    assert capsys.readouterr().err.startswith("error: unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["fti"], "unknown command 'fti'; did you mean 'fit'?"),
+        ([], "no command was given: one of fit, validate, test, predict, status."),
+        (["fit", "--config", "nowhere.yaml"], "config: File does not exist: '"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_in_a_line(
+    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(args)
+    except SystemExit as exit_:
+        code = int(str(exit_.code))
+    assert code == 2
+    assert capsys.readouterr().err.startswith(f"error: {says}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"data.train.sampler": "RankAwreSampler"}, 2, "error: Could not find sampler 'RankAwreSampler'. Did you mean"),
+        ({"data.queue": "ipc:///nowhere/controller"}, 1, "error: no queue at ipc:///nowhere/controller: there is no"),
+    ],
+)
+def test_what_the_queue_refuses_is_said_without_a_traceback(
+    config: Callable[..., str], capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int, says: str
+) -> None:
+    assert main(["fit", "--config", config(changes)]) == code
+    said = capfd.readouterr().err
+    assert says in said
+    assert "Traceback" not in said
 
 
 def test_a_failed_producer_is_an_exit_code_and_its_traceback(

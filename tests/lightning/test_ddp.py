@@ -3,54 +3,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from conftest import HERE, ROOT
+from conftest import Rows
 
 pytestmark = pytest.mark.timeout(120)
 
-Rows = list[tuple[str, str, list[int]]]
-
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Any]:
+def run(run_ranks: Any) -> Any:
     """``run("ddp", ...)``: the script's exit code, what it wrote, and what each rank was given."""
-    logs = tmp_path / "logs"
-    logs.mkdir()
-
-    def run(*args: str) -> tuple[int, str, list[Rows]]:
-        output = tmp_path / "output"
-        with output.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, str(HERE / "ddp_script.py"), args[0], str(logs), *args[1:]],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "TMPDIR": str(tmp_path)},
-                start_new_session=True,
-            )
-            code = process.wait(100)
-        ranks = [
-            [tuple(json.loads(line)) for line in path.read_text().splitlines()] for path in sorted(logs.glob("rank*"))
-        ]
-        return code, output.read_text(), ranks
-
-    yield run
-    marker = str(tmp_path)
-    # The launcher kills the ranks that are left within seconds; servers and producers notice at once.
-    left = [each for each in psutil.process_iter(["cmdline", "environ"]) if marker in str(each.info)]
-    _, alive = psutil.wait_procs(left, timeout=20)
-    for process in alive:
-        process.send_signal(signal.SIGKILL)
-    assert alive == []
+    return lambda strategy, *args: run_ranks("ddp_script.py", strategy, "LOGS", *args)
 
 
 def given(ranks: list[Rows], stage: str, partition: str) -> list[list[list[int]]]:

@@ -125,8 +125,7 @@ def test_overfit_batches_repeats_the_same_batches(data: Make, trainer: MakeTrain
     dm = data(train=stream("train"), val=stream("val", task="evaluate"))
     indexes, _ = fill(dm.client, "train", 40), fill(dm.client, "val", 8)
     model = Recorder()
-    with pytest.warns(UserWarning, match="overfit"):
-        trainer(max_epochs=3, overfit_batches=2, num_sanity_val_steps=0).fit(model, datamodule=dm)
+    trainer(max_epochs=3, overfit_batches=2, num_sanity_val_steps=0).fit(model, datamodule=dm)
     assert model.indexes() == indexes[:8] * 3
 
 

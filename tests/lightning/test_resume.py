@@ -66,13 +66,27 @@ def test_an_end_of_epoch_checkpoint_goes_on_with_the_next_epoch(
 def test_an_endless_stream_resumes_behind_the_last_trained_batch(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    dm = data(train=stream("train"))
+    dm = data(train=stream("train"), ack="never")
     indexes = fill(dm.client, "train", 40)
     fitted = trainer(max_epochs=-1, max_steps=5, callbacks=[Save(tmp_path)])
     fitted.fit(Recorder(), datamodule=dm)
     model = Recorder()
     trainer(max_epochs=-1, max_steps=6).fit(model, datamodule=dm, ckpt_path=tmp_path / "step=2.ckpt")
     assert model.indexes() == indexes[8:24]
+
+
+def test_an_older_checkpoint_is_refused_once_a_later_one_let_its_batches_go(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 40)
+    trainer(max_epochs=-1, max_steps=5, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    other = TQDataModule(train=stream("train"))
+    with pytest.raises(ValueError, match="batches before 5 were acknowledged when a later checkpoint was saved"):
+        trainer(max_steps=6).fit(Recorder(), datamodule=other, ckpt_path=tmp_path / "step=2.ckpt")
+    model = Recorder()
+    trainer(max_steps=6).fit(model, datamodule=other, ckpt_path=tmp_path / "step=5.ckpt")
+    assert len(model.indexes()) == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
@@ -83,7 +97,7 @@ def test_a_checkpoint_of_the_last_batch_or_of_validation_goes_on_with_the_next_e
         def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"validated{trainer.current_epoch}.ckpt")
 
-    dm = data(train=stream("train@{epoch}", **options), val=stream("val@{epoch}", task="evaluate"))
+    dm = data(train=stream("train@{epoch}", **options), val=stream("val@{epoch}", task="evaluate"), ack="never")
     indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(3)]
     for epoch in range(3):
         fill(dm.client, f"val@{epoch}", 4)

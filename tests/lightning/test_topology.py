@@ -7,42 +7,127 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 from lightning_tq import Topology, fabric_topology, trainer_topology
 from transfer_queue.errors import InvalidRequestError
 
 
-def told(rank: int, world: int, **kwargs: Any) -> Any:
-    """A Trainer, as far as topology looks at one."""
-    return SimpleNamespace(global_rank=rank, world_size=world, strategy=object(), **kwargs)
+def at(rank: int, world: int, strategy: Any) -> Any:
+    """A Trainer on one of several ranks, as far as topology looks at one."""
+    return SimpleNamespace(global_rank=rank, world_size=world, strategy=strategy)
+
+
+def telling(rank: int, num_replicas: int) -> Any:
+    """A strategy that says which replica it is."""
+    return SimpleNamespace(distributed_sampler_kwargs={"num_replicas": num_replicas, "rank": rank})
+
+
+def started(strategy: Any, rank: int, world: int) -> Any:
+    """One of Lightning's own, as it is after its processes have started, two on each node."""
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.set_global_rank(rank)
+    strategy.cluster_environment.set_world_size(world)
+    strategy.num_nodes = world // 2
+    return strategy
+
+
+class DeepSpeedStrategy(ParallelStrategy):  # type: ignore[misc]
+    """Stands for Lightning's, which needs deepspeed: every process is a replica, whatever the configuration says."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+DeepSpeedStrategy.__abstractmethods__ = frozenset()
+
+
+def installed_deepspeed(config: dict[str, Any]) -> Any:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    from lightning.pytorch.strategies import DeepSpeedStrategy as Installed
+
+    return Installed(config=config)
+
+
+class Plugged(ParallelStrategy):  # type: ignore[misc]  # a third party's, that leaves the groups to its base class
+    parallel_devices = (torch.device("cpu"),) * 2
+    global_rank = 3
+
+
+Plugged.__abstractmethods__ = frozenset()
 
 
 def test_a_single_device_is_the_only_rank() -> None:
-    assert trainer_topology(told(0, 1, distributed_sampler_kwargs=None)) == Topology(0, 1, True)
+    assert trainer_topology(at(0, 1, SingleDeviceStrategy("cpu"))) == Topology(0, 1, True)
+    assert trainer_topology(Trainer(accelerator="cpu", devices=1, logger=False)) == Topology(0, 1, True)
 
 
 def test_the_strategy_knows_the_groups() -> None:
-    kwargs = {"num_replicas": 2, "rank": 1}
-    assert trainer_topology(told(3, 4, distributed_sampler_kwargs=kwargs)) == Topology(1, 2, True)
+    assert [trainer_topology(at(rank, 4, telling(rank // 2, 2))) for rank in range(4)] == [
+        Topology(0, 2, True), Topology(0, 2, False), Topology(1, 2, True), Topology(1, 2, False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
+def test_every_process_of_all_nodes_is_a_rank_of_its_own_under_ddp_and_fsdp(strategy: Any) -> None:
+    found = [trainer_topology(at(rank, 4, started(strategy(), rank, 4))) for rank in range(4)]
+    assert found == [Topology(rank, 4, True) for rank in range(4)]
+
+
+def test_a_strategy_that_counts_one_nodes_devices_only_is_not_believed() -> None:
+    assert Plugged.distributed_sampler_kwargs.fget(Plugged) == {"num_replicas": 2, "rank": 3}
+    assert trainer_topology(at(3, 4, Plugged.__new__(Plugged))) == Topology(3, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        ({"zero_optimization": {"stage": 3}}, [0, 1, 2, 3]),
+        ({"tensor_parallel": {"autotp_size": 2}}, [0, 0, 1, 1]),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 2}, [0, 0, 1, 1]),
+        ({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}, [0, 0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("strategy", [DeepSpeedStrategy, installed_deepspeed])
+def test_deepspeed_ranks_that_split_a_model_or_a_sequence_share_their_batches(
+    strategy: Any, config: dict[str, Any], groups: list[int]
+) -> None:
+    found = [trainer_topology(at(rank, 4, started(strategy(config), rank, 4))) for rank in range(4)]
+    assert [each.dp_rank for each in found] == groups
+    assert {each.dp_size for each in found} == {max(groups) + 1}
+    assert [each.is_reader for each in found] == [rank == groups.index(group) for rank, group in enumerate(groups)]
 
 
 def test_dp_size_alone_makes_groups_of_neighbours_with_one_reader_each() -> None:
-    kwargs = {"num_replicas": 4, "rank": 0}
-    found = [trainer_topology(told(r, 4, distributed_sampler_kwargs=kwargs), dp_size=2) for r in range(4)]
+    found = [trainer_topology(at(rank, 4, telling(rank, 4)), dp_size=2) for rank in range(4)]
     assert found == [Topology(0, 2, True), Topology(0, 2, False), Topology(1, 2, True), Topology(1, 2, False)]
 
 
 def test_dp_rank_may_be_a_function_of_the_trainer() -> None:
-    trainer = told(3, 4, distributed_sampler_kwargs={"num_replicas": 4, "rank": 3})
+    trainer = at(3, 4, telling(3, 4))
     assert trainer_topology(trainer, dp_rank=lambda each: each.global_rank % 2, dp_size=2).dp_rank == 1
 
 
 @pytest.mark.parametrize(("options", "says"), [({"dp_size": 3}, "doesn't divide"), ({"dp_rank": 4}, "ranks go from 0")])
 def test_numbers_that_cannot_be_are_refused(options: dict[str, int], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
-        trainer_topology(told(0, 4, distributed_sampler_kwargs={"num_replicas": 4, "rank": 0}), **options)
+        trainer_topology(at(0, 4, telling(0, 4)), **options)
 
 
 def test_fabric_has_the_same() -> None:
     assert fabric_topology(Fabric(accelerator="cpu", devices=1)) == Topology(0, 1, True)
+
+
+def test_a_fabric_must_be_launched_before_its_ranks_are_known() -> None:
+    with pytest.raises(InvalidRequestError, match=r"Call fabric.launch\(\) first"):
+        fabric_topology(Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn"))

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trained batches are settled: inside a checkpoint, or at the end of their step; what nobody needs any more goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import stream
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from producing import fill
+from recorders import Recorder
+
+from lightning_tq import PartitionSwitch, TQDataModule
+from lightning_tq.books import rewind
+from lightning_tq.status.look import take_look
+
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+State = tuple[int, int, int]
+
+
+class Watched(Callback):
+    """(batches settled, batches open, samples held) of a partition at the start of each training batch."""
+
+    def __init__(self, dm: TQDataModule, partition: str = "train") -> None:
+        self.dm = dm
+        self.partition = partition
+        self.seen: list[State] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.append(state(self.dm, self.partition))
+
+
+def state(dm: TQDataModule, partition: str = "train", task: str = "learn") -> State:
+    found = dm.client.get_stats()["partitions"][partition]
+    return found["tasks"][task]["settled"], found["tasks"][task]["in_flight"], found["samples"]
+
+
+def test_without_checkpoints_a_batch_is_settled_at_the_end_of_its_step(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", micro_batch_size=2, prefetch_batches=0))
+    fill(dm.client, "train", 16)
+    watched = Watched(dm)
+    trainer(callbacks=[watched]).fit(Recorder(), datamodule=dm)
+    # Micro-batches of 2 in batches of 4; Lightning fetches one ahead.
+    assert [settled for settled, _, _ in watched.seen] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert state(dm) == (4, 0, 16)
+
+
+def test_an_accumulated_batch_is_settled_with_the_step_that_takes_it(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 28)
+    watched = Watched(dm)
+    trainer(callbacks=[watched], accumulate_grad_batches=3).fit(Recorder(), datamodule=dm)
+    assert [settled for settled, _, _ in watched.seen] == [0, 0, 0, 3, 3, 3, 6]
+    assert state(dm) == (7, 0, 28)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["thread", "workers"])
+def test_with_checkpoints_a_batch_is_settled_when_one_holds_it(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    dm = data(train=stream("train", **options))
+    fill(dm.client, "train", 32)
+    watched = Watched(dm)
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
+    trainer(callbacks=[watched, saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+    assert [settled for settled, _, _ in watched.seen] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert state(dm) == (6, 2, 32)
+
+
+def test_nothing_is_settled_when_told_so(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), ack="never")
+    fill(dm.client, "train", 12)
+    trainer().fit(Recorder(), datamodule=dm)
+    assert state(dm) == (0, 3, 12)
+
+
+def test_batches_are_settled_at_their_step_when_told_so_whatever_is_saved(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train"), ack="step")
+    fill(dm.client, "train", 12)
+    watched = Watched(dm)
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)
+    trainer(callbacks=[watched, saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+    assert [settled for settled, _, _ in watched.seen] == [0, 1, 2]
+
+
+def test_what_is_read_again_is_not_settled(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", replay=True), val=stream("val", task="evaluate"))
+    indexes, val = fill(dm.client, "train", 8), fill(dm.client, "val", 4)
+    model = Recorder()
+    trainer(max_epochs=2).fit(model, datamodule=dm)
+    assert model.indexes() == indexes * 2
+    assert model.indexes("val") == val * 3  # of the sanity check, too
+    assert (state(dm), state(dm, "val", "evaluate")) == ((0, 2, 8), (0, 1, 4))
+
+
+def test_a_fit_without_a_checkpoint_begins_behind_what_was_settled(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 40)
+    trainer(max_steps=3).fit(Recorder(), datamodule=dm)
+    model = Recorder()
+    trainer().fit(model, datamodule=TQDataModule(train=stream("train")))
+    assert model.indexes() == indexes[12:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_consumed_samples_are_cleared_behind_a_stream_without_end(
+    data: Make, trainer: MakeTrainer, workers: int
+) -> None:
+    dm = data(train=stream("train", clear_consumed=True, num_workers=workers))
+    indexes = fill(dm.client, "train", 80)
+    watched, model = Watched(dm), Recorder()
+    trainer(callbacks=[watched]).fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+    assert [held for _, _, held in watched.seen] == list(range(80, 0, -4))
+    assert state(dm) == (20, 0, 0)
+    assert [(unit["samples"], unit["live_nbytes"]) for unit in asyncio.run(take_look(dm.client)).units] == [(0, 0)]
+
+
+def test_samples_that_another_task_still_reads_stay(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", clear_consumed=["judge"]))
+    fill(dm.client, "train", 8)
+    trainer().fit(Recorder(), datamodule=dm)
+    assert state(dm) == (2, 0, 8)  # the other one hasn't begun
+    dm.client.get_meta(["x"], 4, "train", task_name="judge")
+    assert dm.client.clear_consumed("train", ["learn", "judge"]) == 4
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_samples_behind_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train", clear_consumed=True))
+    indexes = fill(dm.client, "train", 32)
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
+    trainer(callbacks=[saves], enable_checkpointing=True, max_steps=5).fit(Recorder(), datamodule=dm)
+    assert state(dm)[2] == 20
+    model = Recorder()
+    other = TQDataModule(train=stream("train", clear_consumed=True))
+    again = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
+    resumed = trainer(callbacks=[again], enable_checkpointing=True)
+    resumed.fit(model, datamodule=other, ckpt_path=saves.best_model_path)
+    assert model.indexes() == indexes[12:]
+
+
+def test_finished_partitions_are_cleared_once_a_checkpoint_is_behind_them(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    for epoch in range(4):
+        fill(dm.client, f"train@{epoch}", 8)
+    there: list[list[str]] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            there.append(dm.client.get_partition_list())
+
+    saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
+    callbacks = [PartitionSwitch(), Look(), saves]
+    trainer(max_epochs=4, callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+    # Saved after batches 3 and 6, which are the first of epoch 1 and the second of epoch 2.
+    first = [next(int(name[-1]) for name in names) for names in there]
+    assert first == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_a_clear_that_nobody_may_want_is_refused() -> None:
+    with pytest.raises(ValueError, match="can't forget what was read"):
+        stream("train", clear_consumed=True, replay=True)
+    with pytest.raises(ValueError, match="clear_consumed must be true, false or a list of tasks"):
+        stream("train", clear_consumed="judge")
+    with pytest.raises(ValueError, match="ack must be one of 'auto', 'checkpoint', 'step', 'never', got 'always'"):
+        TQDataModule(train=stream("train"), ack="always")  # type: ignore[arg-type]
+
+
+def test_batches_without_a_step_are_taken_out_of_a_checkpoint() -> None:
+    def counts(done: int) -> dict[str, int]:
+        return {"ready": done + 1, "started": done + 1, "processed": done + 1, "completed": done}
+
+    progress = {"total": counts(9), "current": counts(4), "is_last_batch": False}
+    rewind({"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}, 2)
+    assert progress == {"total": counts(7), "current": counts(2), "is_last_batch": False}

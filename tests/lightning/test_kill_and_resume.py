@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that is killed at random steps and resumed trains the same samples in the same order as one that isn't."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HERE, ROOT
+from producing import fill_all
+from resume_script import newest
+
+import transfer_queue as tq
+
+pytestmark = pytest.mark.timeout(280)
+
+Line = list[Any]
+"""[optimizer step, partition, indexes] of a micro-batch"""
+
+
+class Training:
+    """Runs of one training in a folder, each in a process of its own."""
+
+    def __init__(self, folder: Path, **plan: Any) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.plan = {"devices": 1, "save_queue": False, "clear_finished": True, "folder": str(folder), **plan}
+        self.kept: list[list[Line]] = [[] for _ in range(self.plan["devices"])]
+
+    def run(self, kill: tuple[int, str] | None = None) -> int:
+        """Until it ends, or is killed. Keeps the lines of steps that are in no checkpoint so far."""
+        for notes in self.folder.glob("rank*"):
+            notes.unlink()
+        found = newest(self.folder)
+        since = 0 if found is None else int(found.stem.split("=")[1])
+        self.kept = [[line for line in rank if line[0] < since] for rank in self.kept]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+        environment["TMPDIR"] = str(self.folder.parent)
+        with (self.folder.parent / "output").open("a") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "resume_script.py"), json.dumps({**self.plan, "kill": kill})],
+                env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(60)
+            finally:
+                process.kill()  # one that hangs
+        for rank, lines in enumerate(self.kept):
+            notes = self.folder / f"rank{rank}.jsonl"
+            lines += [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+        return code
+
+    def weights(self) -> Any:
+        return json.loads((self.folder / "weights.json").read_text())
+
+
+def torn(training: Training, rng: random.Random, batches: int, kills: int = 2) -> list[tuple[int, str]]:
+    """Kills it that often, at random points, then lets it go on to its end. Where it was killed."""
+    points = []
+    for _ in range(kills):
+        points.append((rng.randrange(1, batches), rng.choice(["training", "saved", "training", "validation"])))
+        code = training.run(points[-1])
+        if code == 0:  # less was left to train than that
+            return points
+        assert code == -signal.SIGKILL, (code, points, (training.folder.parent / "output").read_text()[-3000:])
+    assert training.run() == 0, (points, (training.folder.parent / "output").read_text()[-3000:])
+    return points
+
+
+SINGLE: dict[str, dict[str, Any]] = {
+    "epochs, micro-batches, accumulation": {
+        "stream": {"partition": "train@{epoch}", "batch_size": 4, "micro_batch_size": 2},
+        "trainer": {"max_epochs": 3, "accumulate_grad_batches": 3, "val_check_interval": 7},
+        "save_every": 2,
+    },
+    "steps, workers, known length": {
+        "stream": {"partition": "train", "batch_size": 6, "micro_batch_size": 4, "num_workers": 2, "num_batches": 10,
+                   "clear_consumed": True},
+        "trainer": {"max_epochs": 4},
+        "save_every": 3,
+    },
+    "steps in the name of the partition": {
+        "stream": {"partition": "train@{epoch}", "batch_size": 5, "num_workers": 1, "prefetch_batches": 4},
+        "trainer": {"max_epochs": 3, "accumulate_grad_batches": 2, "check_val_every_n_epoch": 1},
+        "save_every": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def seed() -> int:
+    """TQ_TEST_SEED repeats a run."""
+    found = int(os.environ.get("TQ_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"TQ_TEST_SEED={found}")
+    return found
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, name: str, seed: int) -> None:
+    check_equal(tmp_path, seed, devices=1, **SINGLE[name])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_training_of_two_ranks_goes_on_as_if_nothing_had_been(tmp_path: Path, seed: int, workers: int) -> None:
+    stream = {"partition": "train@{epoch}", "batch_size": 4, "micro_batch_size": 2, "num_workers": workers}
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    check_equal(tmp_path, seed, devices=2, stream=stream, trainer=trainer, save_every=2, kills=1)
+
+
+def check_equal(tmp_path: Path, seed: int, kills: int = 2, **plan: Any) -> None:
+    address = str(tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})["address"])
+    os.environ.pop("TQ_ADDRESS", None)
+    fill_all(tq.get_client())
+    plan["queue"] = {"address": address}
+    stream = plan.pop("stream")
+    whole = Training(tmp_path / "whole", stream={**stream, "task": "whole", "clear_consumed": False}, **plan)
+    whole.plan |= {"save_every": 0, "clear_finished": False}
+    assert whole.run() == 0, (tmp_path / "output").read_text()[-3000:]
+    parts = Training(tmp_path / "parts", stream={**stream, "task": "parts"}, **plan)
+    points = torn(parts, random.Random(seed), len(whole.kept[0]), kills)
+    assert parts.kept == whole.kept, (seed, points)
+    assert parts.weights() == whole.weights(), (seed, points)

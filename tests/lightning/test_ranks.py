@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gloo ranks under each strategy: equal batches within a data-parallel group, disjoint ones over the groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Rows
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def batches(group: int, groups: int, count: int) -> list[list[int]]:
+    """Micro-batches of one row out of batches of two: group g of G gets pairs g, g + G, g + 2 G, ... of a partition."""
+    return [[pair + row] for pair in range(2 * group, count, 2 * groups) for row in range(2)]
+
+
+def in_order(ranks: list[Rows]) -> list[Rows]:
+    """Rows by their place in their partition instead of their index, of which puts leave some out."""
+    indexes: dict[str, set[int]] = {}
+    for _, partition, rows in (row for rank in ranks for row in rank):
+        indexes.setdefault(partition, set()).update(rows)
+    place = {index: at for rows in indexes.values() for at, index in enumerate(sorted(rows))}
+    return [[(stage, partition, [place[row] for row in rows]) for stage, partition, rows in rank] for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "groups", "readers"),
+    [
+        ("ddp_spawn", [0, 1], [0, 1]),
+        ("ddp_fork", [0, 1], [0, 1]),
+        ("ddp", [0, 1, 2, 3], [0, 1, 2, 3]),
+        ("model_parallel", [0, 0, 1, 1], [0, 2]),  # 2 x 2, sharded: steps are collectives of peers and of groups
+        ("across", [0, 1, 0, 1], [0, 1]),  # the same groups by dp_rank and dp_size of the user's
+    ],
+)
+def test_peers_get_the_same_batches_and_groups_share_the_rest(
+    run_ranks: Any, tmp_path: Path, strategy: str, groups: list[int], readers: list[int]
+) -> None:
+    code, output, ranks = run_ranks("ranks_script.py", strategy, str(len(groups)), "LOGS")
+    assert code == 0, output
+    size = max(groups) + 1
+    expected = []
+    for group in groups:
+        rows = []
+        for epoch in range(2):
+            rows += [("train", f"train@{epoch}", row) for row in batches(group, size, 24)]
+            rows += [("val", f"val@{epoch}", row) for row in batches(group, size, 8)]
+        expected.append(rows)
+    assert in_order(ranks) == expected
+    told = [json.loads((tmp_path / "logs" / f"topology{rank}.json").read_text()) for rank in range(len(groups))]
+    assert told == [[group, size, rank in readers] for rank, group in enumerate(groups)]

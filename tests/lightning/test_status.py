@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-tq status``: the numbers of a running queue, from outside, without a trace in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, stream
+from producing import FIELDS, rows
+from rich.console import Console
+
+import transfer_queue as tq
+from lightning_tq import TQDataModule
+from lightning_tq.cli import main
+from lightning_tq.status.look import Look, report
+from lightning_tq.status.tables import tables
+
+pytestmark = pytest.mark.timeout(120)
+
+TASK = {"ready": {"x": 6}, "consumed": 4, "in_flight": 1, "settled": 0, "ended": None, "dropped": 0}
+PARTITION = {
+    "samples": 10, "published": 14, "held": 0, "sealed": False, "num_samples": None, "keys": 0, "fields": ["x"],
+    "tasks": {"learn": TASK}, "abandoned": None,
+}  # fmt: skip
+UNIT = {
+    "unit": "unit0", "samples": 10, "values": 10, "live_nbytes": 1 << 20, "held_nbytes": 3 << 19, "blocks": 1,
+    "capacity_bytes": 1 << 28, "parked": 0, "parked_nbytes": 0, "arena_nbytes": 1 << 21, "recyclable_nbytes": 0,
+    "leased_nbytes": 0, "pins": 0, "attached": 2,
+}  # fmt: skip
+
+
+def look(at: float, partition: dict[str, Any], **task: Any) -> Look:
+    tasks = {"learn": {**TASK, **task}}
+    partitions = {"train": {**PARTITION, "tasks": tasks, **partition}}
+    return Look({"partitions": partitions, "waiting": [], "capacity": None}, [UNIT], at)
+
+
+def rates(now: Look, before: Look | None) -> tuple[Any, Any]:
+    partition = report("a", now, before)["partitions"]["train"]
+    return partition["put_per_s"], partition["tasks"]["learn"]["consumed_per_s"]
+
+
+def test_rates_are_differences_of_two_looks() -> None:
+    before = look(10.0, {"published": 10, "samples": 10}, consumed=0)
+    assert rates(look(12.0, {"published": 14, "samples": 14}, consumed=8), before) == (2.0, 4.0)
+    assert rates(look(12.0, {}), None) == (None, None)
+
+
+def test_clearing_what_was_consumed_does_not_lower_the_rate() -> None:
+    before = look(10.0, {"published": 10, "samples": 10}, consumed=4)
+    assert rates(look(12.0, {"published": 10, "samples": 2}, consumed=0), before) == (0.0, 2.0)
+
+
+def test_a_partition_that_began_anew_has_no_rate() -> None:
+    before = look(10.0, {"published": 10, "samples": 10}, consumed=4)
+    assert rates(look(12.0, {"published": 3, "samples": 3}, consumed=0), before) == (None, None)
+
+
+def drawn(report_: dict[str, Any]) -> list[str]:
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(tables(report_))
+    return [" ".join(line.split()) for line in capture.get().splitlines() if line.strip()]
+
+
+def test_the_tables_show_samples_by_task_who_waits_and_what_units_hold() -> None:
+    waiting = [
+        {"partition": "train", "task": "learn", "client": "c", "waited_s": 3.21, "writer": False, "fields": ["x", "y"],
+         "wanted": 8, "ready": 6, "lacking": {"y": 2}},
+        {"partition": "train", "task": None, "client": "Rollout.7", "waited_s": 1.0, "writer": True, "wanted": 5},
+    ]  # fmt: skip
+    stats = {
+        "partitions": {"train": PARTITION, "val": {**PARTITION, "tasks": {}, "sealed": True, "num_samples": 10}},
+        "waiting": waiting, "capacity": 20,
+    }  # fmt: skip
+    assert drawn(report("ipc:///q", Look(stats, [UNIT], 1.0))) == [
+        "ipc:///q: 20 of 20 samples in 2 partitions, 2 requests waiting",
+        "partition samples put/s task ready in flight consumed per s",
+        "train open 10 learn 6 1 4",
+        "val sealed 10 of 10 nobody reads it",
+        "waits partition for wants ready lacks",
+        "task learn train 3.2 s 8 6 y of 2",
+        "a put of Rollout.7 train 1.0 s 5 room: clear samples",
+        "unit samples live held of arena attached",
+        "unit0 10 1.0 MiB 1.5 MiB 256 MiB 2.0 MiB 2",
+    ]
+
+
+def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
+    stats = look(1.0, {"abandoned": "rewards"}, dropped=3).stats
+    shown = drawn(report("a", Look(stats, [{**UNIT, "parked": 2, "parked_nbytes": 2048}], 1.0)))
+    assert shown[2] == "train producers of 'rewards' died 10 learn 6 1 4 3"
+    assert shown[4].endswith("2.0 MiB 2 2 (2.0 KiB)")
+
+
+# ---- the command ----
+
+
+def status(*args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lightning_tq", "status", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def queue(data: Callable[..., TQDataModule]) -> TQDataModule:
+    """Ten samples in it."""
+    dm = data(train=stream())
+    dm.client.put(rows(10), partition_id="train")
+    return dm
+
+
+def test_json_is_the_queue_as_it_knows_itself(queue: TQDataModule) -> None:
+    reader = threading.Thread(target=_wait_for_rewards, args=[queue.client])
+    reader.start()
+    while not queue.client.get_stats()["waiting"]:
+        pass
+    process = status(queue.address, "--json")
+    out, err = process.communicate(timeout=90)
+    queue.client.clear_partition("train")
+    reader.join()
+    assert (process.returncode, err) == (0, "")
+    told = json.loads(out)
+    train = told["partitions"]["train"]
+    assert (told["address"], train["samples"], train["put_per_s"]) == (queue.address, 10, 0.0)
+    assert train["tasks"]["score"] == {
+        "ready": {"x,reward": 0}, "consumed": 0, "in_flight": 0, "settled": 0, "ended": None, "dropped": 0,
+        "consumed_per_s": 0.0,
+    }  # fmt: skip
+    (waiting,) = told["waiting"]
+    assert (waiting["task"], waiting["wanted"], waiting["lacking"]) == ("score", 4, {"reward": 10})
+    assert [(unit["samples"], unit["capacity_bytes"]) for unit in told["units"]] == [(10, None)]
+
+
+def _wait_for_rewards(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(tq.EndOfPartitionError):
+        client.fetch(["x", "reward"], 4, "train", "score", wait_s=100)
+
+
+def test_looking_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule) -> None:
+    before = queue.client.get_stats()
+    process = status(env={"TQ_ADDRESS": queue.address})
+    out, err = process.communicate(timeout=90)
+    assert (process.returncode, err) == (0, "")
+    assert f"{queue.address}: 10 samples in 1 partition, 0 requests waiting" in out
+    assert queue.client.get_stats() == before
+    assert queue.client.get_meta(FIELDS, 10, "train", task_name="learn").size == 10
+
+
+def test_watching_ends_quietly_with_ctrl_c(queue: TQDataModule) -> None:
+    process = status(queue.address, "--watch", "0.05", "--json")
+    assert process.stdout is not None
+    looks = [json.loads(process.stdout.readline()) for _ in range(3)]
+    assert [each["partitions"]["train"]["samples"] for each in looks] == [10, 10, 10]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_watching_a_queue_that_ends_says_so(queue: TQDataModule) -> None:
+    process = status(queue.address, "--watch", "0.05", "--json")
+    assert process.stdout is not None
+    process.stdout.readline()
+    address = queue.address
+    queue.close()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.startswith("error: ")
+    assert address in err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "no queue was named"),
+        (["elsewhere"], "'elsewhere' is no address"),
+        (["ipc:///nowhere/controller"], "no queue at ipc:///nowhere/controller"),
+    ],
+)
+def test_no_queue_is_an_error_in_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", *args]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith(f"error: {says}")
+
+
+def test_its_options_need_neither_a_trainer_nor_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from lightning_tq.cli import main; assert main(['status', 'nowhere']) == 2; "
+        "assert not {'torch', 'lightning', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a Trainer is told, it trains exactly the samples it says, in order, and warns of nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import stream
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from producing import fill
+from recorders import Recorder
+from tqdm import tqdm
+
+from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule
+from transfer_queue.errors import InvalidRequestError
+
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+TRAIN_ROWS, VAL_ROWS = 40, 8
+EPOCH_ROWS = 16
+
+
+def upto(*rows: int) -> list[int]:
+    """Rows in order, up to each of these: one list per partition that is read."""
+    return [row for count in rows for row in range(count)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options, and what is trained and validated by them.
+
+    "train" has 40 rows, "train@0" and so on 16 each, "val" 8; batches have 4. Rows are numbered by partition.
+    """
+
+    name: str
+    options: dict[str, Any]
+    train: list[int]
+    val: list[int] = field(default_factory=list)
+    steps: int | None = None
+    """Optimizer steps. Default: a step per batch."""
+    stream: dict[str, Any] = field(default_factory=dict)
+    by_epoch: bool = False
+    """Read "train@{epoch}"."""
+
+
+CASES = [
+    Case("limit_train_batches", {"limit_train_batches": 3, "max_epochs": 2}, upto(24), val=upto(8, 8)),
+    Case("limit_val_batches", {"limit_val_batches": 1, "max_epochs": 2}, upto(40), val=upto(4)),
+    Case("limits by epoch", {"limit_train_batches": 3, "max_epochs": 2}, upto(12, 12), val=upto(8, 8), by_epoch=True),
+    Case("no validation", {"limit_val_batches": 0}, upto(40)),
+    Case("max_steps", {"max_steps": 5, "max_epochs": -1}, upto(20)),
+    Case("max_steps over epochs", {"max_steps": 6, "max_epochs": -1}, upto(16, 8), val=upto(8), by_epoch=True),
+    Case("max_epochs", {"max_epochs": 3}, upto(16, 16, 16), val=upto(8, 8, 8), by_epoch=True),
+    Case("int interval", {"val_check_interval": 4}, upto(40), val=upto(8, 8, 8)),  # and at the end of the stream
+    Case("float interval", {"val_check_interval": 0.5}, upto(40), val=upto(8, 8), stream={"num_batches": 10}),
+    Case(
+        "interval over epochs",
+        {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 2},
+        upto(16, 16),
+        val=upto(8, 8),
+        by_epoch=True,
+    ),
+    Case(
+        "every second epoch",
+        {"check_val_every_n_epoch": 2, "max_epochs": 3},
+        upto(16, 16, 16),
+        val=upto(8),
+        by_epoch=True,
+    ),
+    Case("sanity check", {"num_sanity_val_steps": 1}, upto(40), val=upto(4, 8)),
+    Case("whole sanity check", {"num_sanity_val_steps": -1}, upto(40), val=upto(8, 8)),
+    Case("fast_dev_run", {"fast_dev_run": True}, upto(4), val=upto(4)),
+    Case("fast_dev_run of 3", {"fast_dev_run": 3}, upto(12), val=upto(8)),
+    Case("overfit_batches", {"overfit_batches": 2, "max_epochs": 3}, upto(8, 8, 8), val=upto(8, 8, 8)),
+    Case("accumulation", {"accumulate_grad_batches": 3}, upto(40), val=upto(8), steps=4),
+    Case(
+        "accumulation of limited", {"accumulate_grad_batches": 3, "limit_train_batches": 5}, upto(20), upto(8), steps=2
+    ),
+    Case(
+        "accumulation of micro-batches", {"accumulate_grad_batches": 2}, upto(40), upto(8), 10, {"micro_batch_size": 2}
+    ),
+    Case(
+        "reloading", {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}, upto(16, 16), upto(8, 8), by_epoch=True
+    ),
+    Case("length", {"max_epochs": 2}, upto(24), val=upto(8, 8), stream={"num_batches": 3}),
+    Case("workers", {}, upto(40), val=upto(8), stream={"num_workers": 2}),
+    Case(
+        "persistent workers and pinned memory",
+        {"max_epochs": 2, "use_distributed_sampler": True},
+        upto(16, 16),
+        val=upto(8, 8),
+        stream={"num_workers": 2, "persistent_workers": True, "pin_memory": True},
+        by_epoch=True,
+    ),
+    Case("pinned memory without workers", {}, upto(40), val=upto(8), stream={"pin_memory": True}),
+    Case("detect_anomaly and inference_mode", {"detect_anomaly": True, "inference_mode": False}, upto(40), upto(8)),
+    Case("gradient clipping", {"gradient_clip_val": 0.1, "profiler": "simple"}, upto(40), val=upto(8)),
+]
+
+
+class Loaders(Callback):
+    """Notes whether the Trainer uses the loaders that it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+        self.used: list[Any] = []
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        own = trainer.datamodule.train_dataloader
+
+        def noting() -> Any:
+            self.given.append(own())
+            return self.given[-1]
+
+        trainer.datamodule.train_dataloader = noting
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.used.append(trainer.train_dataloader)
+
+
+def numbers(model: Recorder, stage: str, partitions: dict[str, list[int]]) -> list[int]:
+    """Rows that the model was given, by their number in their partition."""
+    return [partitions[name].index(index) for name, batch in model.seen[stage] for index in batch]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_exactly_the_samples_that_the_options_name_are_used_without_a_warning(
+    case: Case, data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "train@{epoch}" if case.by_epoch else "train"
+    dm = data(train=stream(name, **case.stream), val=stream("val", task="evaluate"))
+    sizes = {"train": TRAIN_ROWS, "val": VAL_ROWS}
+    if case.by_epoch:
+        sizes = {"val": VAL_ROWS, **{f"train@{epoch}": EPOCH_ROWS for epoch in range(3)}}
+    partitions = {name: fill(dm.client, name, count) for name, count in sizes.items()}
+    model = Recorder()
+    with caplog.at_level(logging.WARNING):
+        run = trainer(**{"num_sanity_val_steps": 0, **case.options})
+        run.fit(model, datamodule=dm)
+    assert numbers(model, "train", partitions) == case.train
+    assert numbers(model, "val", partitions) == case.val
+    assert run.global_step == (len(model.seen["train"]) if case.steps is None else case.steps)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_the_loader_is_used_as_it_is(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    for epoch in range(2):
+        fill(dm.client, f"train@{epoch}", 8)
+    loaders = Loaders()
+    trainer(max_epochs=2, use_distributed_sampler=True, callbacks=[loaders]).fit(Recorder(), datamodule=dm)
+    assert len(loaders.given) == 1
+    assert all(used is loaders.given[0] for used in loaders.used)
+
+
+def test_what_max_time_left_is_trained_by_the_next_fit(data: Make, trainer: MakeTrainer) -> None:
+    class Slow(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            threading.Event().wait(0.05)
+            return super().training_step(batch, batch_idx)
+
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", TRAIN_ROWS)
+    model = Slow()
+    trainer(max_time=timedelta(seconds=0.3), max_epochs=-1).fit(model, datamodule=dm)
+    assert 0 < len(model.indexes()) < TRAIN_ROWS
+    trainer().fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+
+
+def test_a_share_of_an_unknown_length_is_refused_by_lightning(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    fill(dm.client, "train", 8)
+    with pytest.raises(MisconfigurationException, match="val_check_interval"):
+        trainer(val_check_interval=0.5, num_sanity_val_steps=0).fit(Recorder(), datamodule=dm)
+
+
+# ---- entry points ----
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2}, {"micro_batch_size": 2}], ids=["thread", "workers", "micro"]
+)
+def test_other_entry_points_read_all_of_their_partition_each_time(
+    data: Make, trainer: MakeTrainer, entry: str, options: dict[str, Any]
+) -> None:
+    stage = {"validate": "val"}.get(entry, entry)
+    dm = data(**{stage: stream("samples", task="examine", **options)})
+    indexes = fill(dm.client, "samples", 10)
+    model, run = Recorder(), trainer()
+    results = [getattr(run, entry)(model, datamodule=dm) for _ in range(2)]
+    assert model.indexes(stage) == indexes * 2
+    if entry == "predict":
+        assert [[index for batch in result for index in batch] for result in results] == [indexes, indexes]
+    else:
+        assert [result[0][f"{stage}_mean"] for result in results] == [4.5, 4.5]  # by rows: batches of 4, 4 and 2
+
+
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_limits_hold_for_other_entry_points(data: Make, trainer: MakeTrainer, entry: str) -> None:
+    stage = {"validate": "val"}.get(entry, entry)
+    dm = data(**{stage: stream("samples", task="examine")})
+    indexes = fill(dm.client, "samples", 40)
+    model = Recorder()
+    getattr(trainer(**{f"limit_{stage}_batches": 3}), entry)(model, datamodule=dm)
+    assert model.indexes(stage) == indexes[:12]
+
+
+def test_one_trainer_fits_validates_tests_and_predicts_on_one_queue(data: Make, trainer: MakeTrainer) -> None:
+    names = ("train", "val", "test", "predict")
+    dm = data(**{name: stream(name, task=name) for name in names})
+    indexes = {name: fill(dm.client, name, 8) for name in names}
+    model, run = Recorder(), trainer(num_sanity_val_steps=0)
+    for entry in ("fit", "validate", "test", "predict"):
+        getattr(run, entry)(model, datamodule=dm)
+    assert {name: model.indexes(name) for name in names} == {**indexes, "val": indexes["val"] * 2}
+
+
+# ---- callbacks of Lightning ----
+
+
+def test_checkpoints_every_few_steps_hold_the_place_behind_their_step(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", TRAIN_ROWS)
+    model = Recorder()
+    keeps = ModelCheckpoint(tmp_path / "kept", filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer(callbacks=[keeps], enable_checkpointing=True).fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+    saved = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert saved == ["step=4.ckpt", "step=8.ckpt"]
+    places = [torch.load(tmp_path / "kept" / name, weights_only=True)["TQDataModule"] for name in saved]
+    assert [place["positions"]["train"]["batch_index"] for place in places] == [4, 8]
+
+
+# Lightning's words on resuming, which say nothing of the data.
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning", "ignore:Be aware that when using:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning", "ignore:.*ckpt_path=.last.:UserWarning")
+@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+def test_a_checkpoint_on_an_exception_goes_on_where_training_failed(
+    trainer: MakeTrainer, tmp_path: Path, a_queue: Any, kind: str
+) -> None:
+    kept = tmp_path / "kept"
+    keeps: Callback = OnExceptionCheckpoint(kept, filename="failed")
+    if kind == "ModelCheckpoint":
+        keeps = ModelCheckpoint(kept, filename="{step}", every_n_train_steps=100, save_on_exception=True)
+    dm = TQDataModule(train=stream("train"))
+    indexes = fill(a_queue, "train", TRAIN_ROWS)
+    first, second = Recorder(fail_at=5), Recorder()
+    with pytest.raises(ValueError, match="failed as told"):
+        trainer(callbacks=[keeps], enable_checkpointing=True).fit(first, datamodule=dm)
+    (saved,) = kept.iterdir()
+    trainer().fit(second, datamodule=dm, ckpt_path=saved)
+    assert first.indexes() == indexes[:24]  # the sixth batch was given to it and not trained
+    assert second.indexes() == indexes[20:]
+    dm.close()
+
+
+@pytest.fixture
+def a_queue() -> Any:
+    """A queue that outlives a failed fit."""
+    import transfer_queue as tq
+
+    tq.init()
+    yield tq.get_client()
+    tq.close()
+
+
+def test_early_stopping_ends_after_the_epoch_that_brought_nothing(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train@{epoch}"), val=stream("val", task="evaluate"))
+    train = [fill(dm.client, f"train@{epoch}", EPOCH_ROWS) for epoch in range(4)]
+    fill(dm.client, "val", VAL_ROWS)
+    model = Recorder()
+    stopping = EarlyStopping("val_mean", patience=1)  # val_mean never changes
+    trainer(max_epochs=4, num_sanity_val_steps=0, callbacks=[stopping]).fit(model, datamodule=dm)
+    assert model.indexes() == train[0] + train[1]
+
+
+def test_early_stopping_in_an_epoch_leaves_the_batch_fetched_ahead_to_the_next_fit(
+    data: Make, trainer: MakeTrainer
+) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    train, _ = fill(dm.client, "train", TRAIN_ROWS), fill(dm.client, "val", VAL_ROWS)
+    model = Recorder()
+    stopping = EarlyStopping("val_mean", patience=1)
+    options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    trainer(callbacks=[stopping], **options).fit(model, datamodule=dm)
+    assert model.indexes() == train[:16]
+    trainer(**options).fit(model, datamodule=dm)
+    assert model.indexes() == train
+
+
+@pytest.mark.parametrize("num_batches", [None, 10], ids=["unknown length", "known length"])
+@pytest.mark.parametrize("bar", ["tqdm", "rich"])
+def test_progress_bars_show_samples_ready_and_the_wait(
+    data: Make, trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bar: str,
+    num_batches: int | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread would stay
+    shown: Callback = TQDMProgressBar(refresh_rate=1)
+    if bar == "rich":
+        shown = RichProgressBar(refresh_rate=1, console_kwargs={"force_terminal": True, "width": 200})
+    dm = data(train=stream("train", num_batches=num_batches), val=stream("val", task="evaluate"))
+    indexes, _ = fill(dm.client, "train", TRAIN_ROWS), fill(dm.client, "val", VAL_ROWS)
+    model = Recorder()
+    trainer(enable_progress_bar=True, callbacks=[shown, QueueMonitor()]).fit(model, datamodule=dm)
+    assert model.indexes() == indexes
+    written = capsys.readouterr()
+    text = written.out + written.err
+    assert "queue/ready" in text
+    assert "queue/wait_s" in text
+    assert ("10/10" if num_batches else {"tqdm": "10/?", "rich": "10/--"}[bar]) in text
+
+
+@pytest.mark.parametrize("finder", [BatchSizeFinder(), LearningRateFinder()])
+def test_callbacks_that_try_things_out_on_real_samples_are_refused(
+    data: Make, trainer: MakeTrainer, finder: Callback
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", TRAIN_ROWS)
+    model = Recorder()
+    with pytest.raises(InvalidRequestError, match=f"{type(finder).__name__} tries out .* use up samples of the queue"):
+        trainer(callbacks=[finder]).fit(model, datamodule=dm)
+    assert model.indexes() == []
+
+
+# ---- logging ----
+
+
+def test_what_is_logged_without_a_batch_size_is_weighted_by_rows(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    fill(dm.client, "train", 10)  # batches of 4, 4 and 2
+    fill(dm.client, "val", 6)
+    run = trainer(num_sanity_val_steps=0)
+    run.fit(Recorder(), datamodule=dm)
+    assert float(run.callback_metrics["rows_mean"]) == 4.5
+    assert float(run.callback_metrics["val_mean"]) == 2.5
+
+
+def test_everything_at_once(data: Make, trainer: MakeTrainer, tmp_path: Path) -> None:
+    dm = data(
+        train=stream("train@{epoch}", micro_batch_size=2, num_workers=2, persistent_workers=True),
+        val=[stream("val@{global_step}", task="a"), stream("val", task="b")],
+    )
+    train = [fill(dm.client, f"train@{epoch}", EPOCH_ROWS) for epoch in range(2)]
+    val = {name: fill(dm.client, name, 4) for name in ("val@2", "val@4", "val@6", "val@8", "val")}
+    model = Recorder()
+    keeps = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_last=True)
+    run = trainer(
+        max_epochs=2, val_check_interval=4, accumulate_grad_batches=2, num_sanity_val_steps=0,
+        callbacks=[PartitionSwitch(), QueueMonitor(), keeps], enable_checkpointing=True,
+    )  # fmt: skip
+    run.fit(model, datamodule=dm)
+    assert (model.indexes(), run.global_step) == (train[0] + train[1], 8)
+    assert model.indexes("val") == [i for step in (2, 4, 6, 8) for i in val[f"val@{step}"] + val["val"]]
