@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The units' shared memory among real processes: who dies lets go of what he held, who can't map it gets frames."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from transfer_queue.storage.copying import Copies
+from transfer_queue.transport.modes import run_blocking
+
+CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}
+ROWS, WIDTH = 128, 4096  # one run of 64 rows, 1 MiB of int32, for each of the two units
+WAIT_S = 10.0
+
+
+def batch(first: int = 0) -> TensorDict:
+    numbers = np.arange(first, first + ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
+    return TensorDict({"x": torch.from_numpy(numbers)}, batch_size=[ROWS])  # torch.arange may hang in a fork
+
+
+def holds(data: TensorDict, first: int) -> bool:
+    """Is this ``batch(first)`` as it comes back? By NumPy: torch may hang in a fork."""
+    return bool(np.array_equal(data["x"].values().numpy().reshape(ROWS, WIDTH), batch(first)["x"].numpy()))
+
+
+def units() -> list[Any]:
+    return list(run_blocking(tq.get_client().storage_manager.stats()))
+
+
+def summed(field: str) -> int:
+    return sum(getattr(unit, field) for unit in units())
+
+
+def until(wanted: Callable[[], Any]) -> bool:
+    """Has it come true within the time a server needs to notice?"""
+    deadline, clock = time.monotonic() + WAIT_S, threading.Event()
+    while not wanted():
+        if time.monotonic() > deadline:
+            return False
+        clock.wait(0.02)
+    return True
+
+
+def nothing_held() -> bool:
+    return (summed("pins"), summed("leased_nbytes"), summed("arena_nbytes"), summed("values")) == (0, 0, 0, 0)
+
+
+def ended(process: Any) -> int:
+    process.join(WAIT_S)
+    return int(process.exitcode)
+
+
+def mappings() -> list[str]:
+    """Of this process, of arenas."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "transfer-queue-arena" in line]
+
+
+@pytest.fixture(autouse=True)
+def nothing_held_before_and_after(client):
+    assert until(nothing_held), units()
+    yield
+    for partition in client.get_partition_list():
+        client.clear_partition(partition)
+    assert until(nothing_held), units()
+
+
+def look_and_wait(meta: Any, line: Any) -> None:
+    view = tq.get_client().get_data(meta, copy=False)
+    line.send(int(view["x"].values()[-1]))
+    line.recv()  # for ever
+
+
+def test_what_a_killed_process_looked_at_is_recycled_when_its_samples_are_cleared(client, name, fork):
+    meta = client.put(batch(), partition_id=name)
+    here, there = multiprocessing.get_context("fork").Pipe()
+    reader = fork(look_and_wait, meta, there)
+    assert here.poll(WAIT_S)
+    here.recv()
+    client.clear_samples(meta)
+    assert summed("pins") == 2, "one of each unit"
+    assert summed("arena_nbytes") >= ROWS * WIDTH * 4
+    reader.kill()
+    assert ended(reader) == -signal.SIGKILL
+    assert until(nothing_held), units()
+
+
+def put_and_die_while_it_is_copied(partition: str) -> None:
+    client = tq.get_client()
+    for _ in range(4):  # then memory is leased ahead, too
+        client.clear_samples(client.put(batch(), partition_id=partition))
+
+    def die(self: Copies) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Copies.finish = die  # type: ignore[method-assign]
+    client.put(batch(), partition_id=partition)
+
+
+def test_memory_that_a_killed_writer_leased_is_given_back_and_nothing_of_its_put_is_seen(client, name, fork):
+    assert ended(fork(put_and_die_while_it_is_copied, name)) == -signal.SIGKILL
+    assert until(nothing_held), units()
+    assert client.get_stats()["partitions"][name]["samples"] == 0
+
+
+def work_with_little_address_space(partition: str, nbytes: int, line: Any) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, used + nbytes))
+    client = tq.get_client()
+    meta = client.put(batch(7), partition_id=partition)
+    line.send((holds(client.get_data(meta), 7), client.storage_manager.paths(), meta.global_indexes))
+
+
+def test_a_process_without_room_for_the_mapping_puts_and_gets_in_frames(client, name, fork):
+    here, there = multiprocessing.get_context("fork").Pipe()
+    assert ended(fork(work_with_little_address_space, name, 256 << 20, there)) == 0
+    same, paths, indexes = here.recv()
+    assert same
+    assert paths == ["frames", "frames"]
+    data = client.get_data(tq.BatchMeta(indexes, [name] * ROWS, {"x": {"dtype": torch.int32, "shape": (WIDTH,)}}))
+    assert holds(data, 7)
+    assert client.storage_manager.paths() == ["arena", "arena"]
+
+
+def read_in_a_fork(meta: Any, line: Any) -> None:
+    client = tq.get_client()
+    line.send((holds(client.get_data(meta), 0), client.storage_manager.paths(), summed("attached")))
+
+
+def test_a_fork_maps_the_arena_for_itself_and_leaves_its_parents_alone(client, name, fork):
+    meta = client.put(batch(), partition_id=name)
+    client.get_data(meta)
+    before = summed("attached")
+    here, there = multiprocessing.get_context("fork").Pipe()
+    assert ended(fork(read_in_a_fork, meta, there)) == 0
+    same, paths, attached = here.recv()
+    assert (same, paths, attached) == (True, ["arena", "arena"], before + 2)
+    assert until(lambda: summed("attached") == before), units()
+    assert holds(client.get_data(meta), 0)
+
+
+def test_workers_of_a_loader_read_from_the_arena_and_let_go_of_it(client, queue, name):
+    for number in range(4):
+        client.put(batch(number), partition_id=name)
+    client.seal_partition(name)
+    before = summed("attached")
+    dataset = tq.StreamingDataset(queue, ROWS, ROWS, ["x"], name, "train", 0)
+    firsts = [
+        int(data["x"].values()[0])
+        for data, _ in tq.StreamingDataLoader(dataset, num_workers=2, multiprocessing_context="fork")
+    ]
+    assert firsts == [0, 1, 2, 3]
+    gc.collect()
+    assert until(lambda: summed("attached") == before), units()
+    assert summed("pins") == 0
+
+
+def test_where_the_configuration_says_so_nothing_is_mapped(script):
+    process = script(
+        "import torch, transfer_queue as tq\n"
+        "from pathlib import Path\n"
+        "from tensordict import TensorDict\n"
+        "from transfer_queue.transport.modes import run_blocking\n"
+        "tq.init({'backend': {'SimpleStorage': {'arena': False}}})\n"
+        "client = tq.get_client()\n"
+        "data = TensorDict({'x': torch.arange(1 << 20).view(64, -1)}, batch_size=[64])\n"
+        "meta = client.put(data, partition_id='p')\n"
+        "assert torch.equal(client.get_data(meta)['x'].values().view(64, -1), data['x'])\n"
+        "units = run_blocking(client.storage_manager.stats())\n"
+        "assert {unit.attached for unit in units} == {unit.arena_nbytes for unit in units} == {0}, units\n"
+        "assert set(client.storage_manager.paths()) == {'frames'}\n"
+        "assert 'transfer-queue-arena' not in Path('/proc/self/maps').read_text()\n"
+        "tq.close()\n",
+        env={"TQ_ADDRESS": ""},
+    )
+    output = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+
+
+def test_after_close_and_the_last_view_this_process_maps_no_arena(script):
+    process = script(
+        "import gc, torch, transfer_queue as tq\n"
+        "from pathlib import Path\n"
+        "from tensordict import TensorDict\n"
+        "maps = lambda: 'transfer-queue-arena' in Path('/proc/self/maps').read_text()\n"
+        "tq.init()\n"
+        "client = tq.get_client()\n"
+        "data = TensorDict({'x': torch.arange(1 << 20).view(64, -1)}, batch_size=[64])\n"
+        "meta = client.put(data, partition_id='p')\n"
+        "view = client.get_data(meta, copy=False)['x'].values()\n"
+        "tq.close()\n"
+        "assert torch.equal(view.view(64, -1), data['x'])\n"
+        "assert maps()\n"
+        "del view, client\n"
+        "gc.collect()\n"
+        "assert not maps()\n",
+        env={"TQ_ADDRESS": ""},
+    )
+    output = process.communicate(timeout=60)
+    assert process.returncode == 0, output
