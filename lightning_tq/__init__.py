@@ -8,14 +8,21 @@ from typing import Any
 
 _MODULES = {
     "lightning_tq.batch": ("TQBatch",),
+    "lightning_tq.callbacks.checkpoint": ("TQCheckpoint",),
     "lightning_tq.callbacks.partition_switch": ("PartitionSwitch",),
+    "lightning_tq.callbacks.publish_weights": ("PublishWeights",),
     "lightning_tq.callbacks.queue_monitor": ("QueueMonitor",),
-    "lightning_tq.cli": ("TQCLI",),
+    "lightning_tq.callbacks.staleness": ("StaleSamplesError", "StalenessGuard"),
+    "lightning_tq.callbacks.write_back": ("WriteBack", "put_back"),
     "lightning_tq.datamodule": ("TQDataModule",),
+    "lightning_tq.fabric": ("FabricLoader",),
+    "lightning_tq.pacing": ("Pacer",),
     "lightning_tq.producers": ("Producer", "ProducerError", "ProducerGroup"),
     "lightning_tq.queue_config": ("QueueConfig",),
     "lightning_tq.stream": ("Stream",),
+    "lightning_tq.trainer_cli": ("TQCLI",),
     "lightning_tq.topology": ("Topology", "fabric_topology", "trainer_topology"),
+    "lightning_tq.weights": ("Weights", "WeightsReader"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -13,6 +13,7 @@ from lightning_tq.topology import Topology
 from transfer_queue import BatchMeta, TransferQueueClient
 
 if TYPE_CHECKING:
+    from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
 
 logger = logging.getLogger(__name__)
@@ -104,11 +105,11 @@ class Books:
         self._clear(dict.fromkeys([*self._cleared, *due]))
         self._cleared = list(due)
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, owner: Trainer | Fabric) -> None:
         """Training is over: what is through is settled on all ranks. A collective."""
         self.settle()
         if self._feed.stream.clear_consumed and not self._never:
-            trainer.strategy.barrier("lightning_tq_settled")
+            owner.strategy.barrier("lightning_tq_settled")
             self._clear(dict.fromkeys(self._cleared))
 
     def _clear(self, partitions: Mapping[str, None]) -> None:
@@ -144,12 +145,20 @@ def keeps_checkpoints(trainer: Trainer) -> bool:
     return False
 
 
-def rewind(checkpoint: dict[str, Any], batches: int) -> None:
-    """Take batches of an accumulation that no step has taken yet out of a checkpoint's counts.
+def put_right(checkpoint: dict[str, Any], unstepped: int, known_length: bool) -> None:
+    """Make the counts in a checkpoint say what a run that goes on from it has yet to do.
 
-    Their gradients aren't in the checkpoint, so a resumed run trains them again.
+    Args:
+        unstepped: Batches of an accumulation that no step has taken. Their gradients aren't in the checkpoint.
+        known_length: Did the Trainer know the number of batches? Else it would count on from an epoch that is over.
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]) if batches else ():
+    total, current = progress["total"], progress["current"]
+    # Saved at the end of a batch: it counts as processed, and as completed when the checkpoint is loaded.
+    at_batch_end = total["completed"] == total["processed"] - 1
+    if progress["is_last_batch"] and at_batch_end and not known_length:
+        unstepped = 0  # the last batch of an epoch always steps
+        progress["current"] = {"ready": 0, "completed": -1, "started": 0, "processed": 0}
+    for counts in (total, current) if unstepped else ():
         for name in counts:
-            counts[name] = max(0, counts[name] - batches)
+            counts[name] -= unstepped

@@ -1,139 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``lightning-tq`` command: a LightningCLI whose data is a TQDataModule, configured by YAML and options."""
+"""The ``lightning-tq`` command: hands over to a Trainer's subcommands, or to ``status``, which needs no Trainer."""
 
 from __future__ import annotations
 
-import os
+import difflib
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
-from jsonargparse import set_parsing_settings
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from omegaconf import DictConfig, OmegaConf
-
-# Imported so that a configuration may name them without their module.
-from lightning_tq.callbacks.partition_switch import PartitionSwitch  # noqa: F401
-from lightning_tq.callbacks.queue_monitor import QueueMonitor  # noqa: F401
-from lightning_tq.cli_errors import explain, known_keys
-from lightning_tq.datamodule import TQDataModule
-from lightning_tq.producers import ProducerError
-from transfer_queue import ConfigError
-from transfer_queue.errors import InvalidRequestError, LaunchError
-
-_DESCRIPTION = """Train, validate, test or predict with data that is streamed from a queue.
-
-    lightning-tq fit --config run.yaml --trainer.max_epochs 3
-
-A configuration has the sections trainer, model (class_path and init_args of a LightningModule) and data (the streams,
-the queue, the producers). "lightning-tq fit --help" explains all options, "lightning-tq fit --data.train.help" those
-of a stream, "--data.queue.help" those of the queue, "--data.producers.help" those of a producer."""
-
-
-class TQArgumentParser(LightningArgumentParser):
-    """Says what is wrong in a line or two, not in the terms of type checking."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:  # a part of a configuration, tried as one of several types
-            super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        text = explain(message, known_keys(parser))
-        sys.stderr.write(f"error: {text}\ntip: {parser.prog.replace(' [options]', '')} --help explains every option.\n")
-        sys.exit(2)
-
-
-class TQCLI(LightningCLI):
-    """LightningCLI with a TQDataModule; a subclass of it where the configuration names one by data.class_path."""
-
-    def __init__(self, **options: Any) -> None:
-        """Args:
-        options: Of LightningCLI. Without ``model_class`` the configuration names the model by class_path.
-        """
-        os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's calls, not the user's
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        given = options.get("args") or sys.argv[1:]
-        fixed_model = "model_class" in options
-        defaults = {
-            "model_class": LightningModule,
-            "datamodule_class": TQDataModule,
-            "subclass_mode_model": not fixed_model,
-            "subclass_mode_data": names_a_data_class(given),
-            "seed_everything_default": 0,  # what Lightning takes anyway, with a warning
-            # A second run in the same place must not fail for the first one's copy of the configuration.
-            "save_config_kwargs": {"overwrite": True},
-            # parser_mode only works at the top; it resolves ${...} within a file.
-            "parser_kwargs": {"parser_mode": "omegaconf", "prog": "lightning-tq", "description": _DESCRIPTION},
-        }
-        super().__init__(**{**defaults, **options})
-
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = TQArgumentParser(**kwargs)
-        parser.add_argument(
-            "-c", "--config", action="config", help="YAML file; may be given several times, later ones win."
-        )
-        return parser
-
-    def instantiate_classes(self) -> None:
-        try:
-            super().instantiate_classes()
-        except (ConfigError, InvalidRequestError) as error:
-            self.parser.error(str(error))
-        except ValueError as error:
-            if not str(error).startswith("Does not validate against"):
-                raise  # a model's own
-            self.parser.error(str(error))
-
-
-def names_a_data_class(args: Sequence[str]) -> bool:
-    """Does the command line, or a file that it names, choose a class for data?"""
-    if any(arg.startswith(("--data.class_path", "--data.init_args")) for arg in args):
-        return True
-    sections = [OmegaConf.select(conf, path) for conf in _configs(args) for path in ("data", "*.data")]
-    return any(isinstance(section, DictConfig) and "class_path" in section for section in sections)
-
-
-def _configs(args: Sequence[str]) -> Iterator[Any]:
-    values = {"--data": "data: ", "--config": "", "-c": ""}
-    for position, arg in enumerate(args):
-        name, _, value = arg.partition("=")
-        if name not in values:
-            continue
-        value = value or "".join(args[position + 1 : position + 2])
-        conf = _loaded(value)
-        if conf is not None:
-            yield OmegaConf.create({"data": conf}) if name == "--data" else conf
-
-
-def _loaded(value: str) -> Any:
-    if not Path(value).is_file():
-        return None  # the parser says so
-    return OmegaConf.load(value)
+_COMMANDS = ("fit", "validate", "test", "predict", "status")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, 1 for a run that failed, 2 for a configuration that can't be right.
+    """Run the command. Returns the exit code: 0, 1 for a run that failed, 2 for options that can't be right.
 
     Args:
-        args: Command line without the program's name, which becomes this process' own. Default: as it is.
+        args: Command line without the program's name. Default: this process' own.
     """
-    if args is not None:
-        sys.argv = [sys.argv[0], *args]  # what ranks that are started anew are given
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # a configuration may name modules beside it
-    try:
-        cli = TQCLI()
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except (LaunchError, ProducerError) as error:  # they carry what the other process said
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    if isinstance(cli.datamodule, TQDataModule):
-        cli.datamodule.close()
-    return 0
+    given = sys.argv[1:] if args is None else list(args)
+    first = given[0] if given else ""
+    if first == "status":
+        from lightning_tq.status import command
+
+        return command.main(given[1:])
+    if not first.startswith("-") and first not in _COMMANDS:
+        return _refuse(first)
+    from lightning_tq import trainer_cli
+
+    return trainer_cli.run(args)
+
+
+def _refuse(command: str) -> int:
+    near = difflib.get_close_matches(command, _COMMANDS, 1)
+    what = f"unknown command {command!r}" if command else "no command was given"
+    meant = f"; did you mean {near[0]!r}?" if near else f": one of {', '.join(_COMMANDS)}."
+    sys.stderr.write(f"error: {what}{meant}\ntip: lightning-tq --help explains them.\n")
+    return 2
 
 
 if __name__ == "__main__":

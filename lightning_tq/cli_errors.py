@@ -13,6 +13,7 @@ from typing import Any
 
 _UNKNOWN_HERE = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.]+)", re.IGNORECASE)
 _UNKNOWN_IN_CLASS = re.compile(r"^Option '([\w.]+)' is not accepted")
+_NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _KEY = re.compile(r'^Parser key "([^"]+)":?')
 _CLASS = re.compile(r"^(?:- )?Problem with given class_path '([^']+)':")
 _FRAME = ("Does not validate against", "Subtypes:", "Errors:", "Given value")
@@ -31,7 +32,8 @@ def explain(message: str, known: Iterable[str]) -> str:
     for line in (raw.strip() for raw in message.splitlines()):
         if key := _KEY.match(line):
             path.append(key[1])
-        elif cls := _CLASS.match(line):
+            line = line[key.end() :].strip()
+        if cls := _CLASS.match(line):
             classes.append(cls[1])
         elif line and not line.startswith(_FRAME):
             where = f"{'.'.join(path)}: " if path else ""
@@ -46,6 +48,8 @@ def _reason(line: str, classes: list[str], known: list[str]) -> str:
     if key := _UNKNOWN_HERE.search(line):
         wrong, names = _first_unknown(key[1], known)
         return f"unknown key {wrong!r}{_did_you_mean(wrong.rpartition('.')[2], names)}"
+    if missing := _NO_ATTRIBUTE.search(line):
+        return line + _did_you_mean(missing[2], dir(import_module(missing[1])))
     return re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("a typing.Literal", "one of ")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_tq.batch import TQBatch
+from lightning_tq.books import Ack, Books
 from lightning_tq.connection import Connection
 from lightning_tq.feed import Feed, Reading
 from lightning_tq.loader import stream_loader
@@ -15,7 +16,7 @@ from lightning_tq.peers import peer_looks
 from lightning_tq.producers import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.ranks import on_first_rank
-from lightning_tq.run import dropped_text
+from lightning_tq.run import dropped_text, settled
 from lightning_tq.stream import Stream, sampler_modules
 from lightning_tq.topology import Rank, fabric_topology
 from lightning_tq.watch import Watch
@@ -30,29 +31,6 @@ logger = logging.getLogger(__name__)
 _STATE = {"epoch", "position"}
 
 
-def fabric_loader(
-    fabric: Fabric,
-    stream: Stream,
-    queue: QueueConfig | Mapping[str, Any] | str | None = None,
-    producers: Sequence[Producer] = (),
-    dp_rank: Rank | None = None,
-    dp_size: int | None = None,
-) -> FabricLoader:
-    """Start or join the queue on the first rank, join it on the others. A collective, after ``fabric.launch()``.
-
-    Args:
-        stream: What to read.
-        queue: As of a TQDataModule: how to start the queue, or where to join it.
-        producers: Processes to run beside it, on the first rank, until the loader is closed.
-        dp_rank: Data-parallel rank, or a function of the Fabric that tells it. Default: the strategy knows.
-        dp_size: Data-parallel groups, for strategies that count every process as one.
-    Raises:
-        InvalidRequestError: a stream that can't be right, or ``launch()`` is still to come.
-        TransferQueueError: no queue answers there, or it can't be started; the same error on every rank.
-    """
-    return FabricLoader(fabric, stream, queue, producers, dp_rank, dp_size)
-
-
 class FabricLoader:
     """``for data, meta in loader``: micro-batches on Fabric's device. Each pass over it is an epoch, from 0 on.
 
@@ -65,15 +43,31 @@ class FabricLoader:
         self,
         fabric: Fabric,
         stream: Stream,
-        queue: QueueConfig | Mapping[str, Any] | str | None,
-        producers: Sequence[Producer],
-        dp_rank: Rank | None,
-        dp_size: int | None,
+        queue: QueueConfig | Mapping[str, Any] | str | None = None,
+        producers: Sequence[Producer] = (),
+        dp_rank: Rank | None = None,
+        dp_size: int | None = None,
+        ack: Ack = "auto",
     ) -> None:
-        if "global_step" in stream.variables:
+        """Start or join the queue on the first rank, join it on the others. A collective, after ``fabric.launch()``.
+
+        Args:
+            stream: What to read.
+            queue: As of a TQDataModule: how to start the queue, or where to join it.
+            producers: Processes to run beside it, on the first rank, until the loader is closed.
+            dp_rank: Data-parallel rank, or a function of the Fabric that tells it. Default: the strategy knows.
+            dp_size: Data-parallel groups, for strategies that count every process as one.
+            ack: When a batch is settled, so that the queue may let go of it: when the loop asks for the next one
+                ("step"), once a ``state_dict`` holds it ("checkpoint"), or "never". "auto": the second from the first
+                ``state_dict`` or ``load_state_dict`` on, the first until then.
+        Raises:
+            InvalidRequestError: a stream that can't be right, or ``launch()`` is still to come.
+            TransferQueueError: no queue answers there, or it can't be started; the same error on every rank.
+        """
+        if not {"epoch", "stage"} >= set(stream.variables):
             raise InvalidRequestError(
-                f"partition template {stream.partition!r} uses {{global_step}}, which Fabric doesn't count. Use "
-                f"{{epoch}}, the number of the pass over the loader."
+                f"partition template {stream.partition!r} uses what Fabric doesn't count. Use {{epoch}}, the number of "
+                f"the pass over the loader."
             )
         self.epoch = 0
         """Number of the pass that goes on, or of the last one."""
@@ -101,6 +95,9 @@ class FabricLoader:
         self._feed = Feed(
             "train", "train", stream, self.topology, {}, self, self._watch.stopped.is_set, self._connection.conf
         )
+        self._feed.settled = lambda partition: settled(self.client, partition, stream.task)
+        self._books = Books(self._feed, self.client, self.topology, ack == "checkpoint", never=ack == "never")
+        self._ack = ack
         self._loader = stream_loader(self._feed)
         self._watch.start()
 
@@ -116,9 +113,15 @@ class FabricLoader:
 
     def __iter__(self) -> Iterator[TQBatch]:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        for batch in self._loader:
-            self._feed.mark_trained(batch)  # a loop of one's own fetches nothing ahead: what it has, it trains
+        batches = iter(self._loader)
+        batch = next(batches, None)
+        # A rank begins behind what others have settled, so none may settle before all have begun.
+        self._fabric.barrier("lightning_tq_begun")
+        while batch is not None:
+            self._books.trained(batch, stepped=True)  # nothing is fetched ahead of it: what the loop has, it trains
             yield batch.to(self._fabric.device)
+            batch = next(batches, None)
+            self._books.settle()
 
     def __len__(self) -> int:
         """Micro-batches of a pass. Raises TypeError where ``Stream.num_batches`` doesn't say it."""
@@ -128,12 +131,15 @@ class FabricLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Behind the batch that was handed out last. Plain data, the same on every rank."""
+        if self._ack != "step":
+            self._books.dumped()
         return {"epoch": self.epoch, "position": dict(self._feed.place or {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass goes on there, in that epoch; it is an empty one where that epoch was read to its end."""
         if set(state) != _STATE:
             raise InvalidRequestError(f"can't resume from {dict(state)!r}: not a FabricLoader's state.")
+        self._books.keeps = self._ack != "step"
         self._next_epoch = self.epoch = int(state["epoch"])
         if state["position"]:
             self._feed.restore(state["position"])
@@ -168,5 +174,6 @@ class FabricLoader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
+            self._books.end(self._fabric)
             self._fabric.barrier("lightning_tq_close")  # the queue may end now: nobody must still be reading
         self.close()

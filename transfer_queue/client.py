@@ -37,6 +37,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     clear_partition = blocking(AsyncTransferQueueClient.async_clear_partition)
     get_partition_list = blocking(AsyncTransferQueueClient.async_get_partition_list)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
+    get_storage_stats = blocking(AsyncTransferQueueClient.async_get_storage_stats)
     get_consumption_status = blocking(AsyncTransferQueueClient.async_get_consumption_status)
     get_production_status = blocking(AsyncTransferQueueClient.async_get_production_status)
     check_consumption_status = blocking(AsyncTransferQueueClient.async_check_consumption_status)

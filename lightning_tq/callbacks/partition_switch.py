@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PartitionSwitch(Callback):
-    """Steps streams from partition to partition, as their templates say: per epoch, between training and validation.
+    """Steps streams from partition to partition, as their templates say: per epoch, per version of the policy, ...
 
     A name is decided when an iterator starts; a running iterator is never switched. A partition is finished once its
     stream has moved on to another. Without this callback TQDataModule adds one that clears nothing.
@@ -28,9 +28,9 @@ class PartitionSwitch(Callback):
         """
         self.clear_finished = clear_finished
 
-    def partition(self, stream: Stream, *, epoch: int, global_step: int, stage: str) -> str:
+    def partition(self, stream: Stream, *, epoch: int, global_step: int, policy_version: int, stage: str) -> str:
         """The partition for an iterator that starts now. Override for names of your own; must agree on all ranks."""
-        return stream.partition_at(epoch=epoch, global_step=global_step, stage=stage)
+        return stream.partition_at(epoch=epoch, global_step=global_step, stage=stage, policy_version=policy_version)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         datamodule_of(trainer, "PartitionSwitch")

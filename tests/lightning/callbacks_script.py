@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,18 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks_script import Sharded
 from recorders import Recorder
 
-from lightning_tq import PublishWeights, StalenessGuard, Stream, TQDataModule, WeightsReader, WriteBack
+from lightning_tq import (
+    PartitionSwitch,
+    Producer,
+    PublishWeights,
+    QueueMonitor,
+    StalenessGuard,
+    Stream,
+    TQDataModule,
+    WeightsReader,
+    WriteBack,
+)
+from transfer_queue import TransferQueueClient
 
 
 class NamesItsRank(Recorder):
@@ -47,7 +61,27 @@ def indexes_by_rank(trainer: Trainer, model: Any) -> list[list[int]]:
     return gathered
 
 
-def write_back(logs: Path) -> tuple[list[Callback], Callable[[Trainer, Any], None]]:
+@dataclass
+class Job:
+    """What is fitted, and what every rank notes at the end of it."""
+
+    note: Callable[[Trainer, Any], None]
+    callbacks: list[Callback]
+    train: str = "train"
+    val: str | None = None
+    fill: Callable[[TransferQueueClient], None] = field(default_factory=lambda: put_samples)
+    options: dict[str, Any] = field(default_factory=lambda: {"max_epochs": 1})
+    producers: list[Producer] = field(default_factory=list)
+
+
+def put_samples(client: TransferQueueClient) -> None:
+    """24 rows; the tags say that rows 8 to 12 and 18 are of a version long ago."""
+    tags = [{"policy_version": -9 if row in (*range(8, 13), 18) else 5} for row in range(24)]
+    client.put(producing.rows(24), partition_id="train", tags=tags)
+    client.seal_partition("train")
+
+
+def write_back(logs: Path) -> Job:
     def note(trainer: Trainer, model: Any) -> None:
         wrote = indexes_by_rank(trainer, model)
         if trainer.is_global_zero:
@@ -57,10 +91,10 @@ def write_back(logs: Path) -> tuple[list[Callback], Callable[[Trainer, Any], Non
             (logs / "ranks").write_text(str([int(rank) for rank in client.get_data(meta)["rank"]]))
             (logs / "wrote").write_text(str(wrote))
 
-    return [WriteBack(["rank"], "train")], note
+    return Job(note, [WriteBack(["rank"], "train")])
 
 
-def staleness(logs: Path) -> tuple[list[Callback], Callable[[Trainer, Any], None]]:
+def staleness(logs: Path) -> Job:
     guard = StalenessGuard(max_staleness=1, drop=True, pace=False)
 
     def note(trainer: Trainer, model: Any) -> None:
@@ -69,12 +103,10 @@ def staleness(logs: Path) -> tuple[list[Callback], Callable[[Trainer, Any], None
         (logs / "trained").write_text(str(trained))
         (logs / "steps").write_text(str(trainer.global_step))
 
-    return [guard], note
+    return Job(note, [guard])
 
 
-def weights(logs: Path) -> tuple[list[Callback], Callable[[Trainer, Any], None]]:
-    publish = PublishWeights()
-
+def weights(logs: Path) -> Job:
     def note(trainer: Trainer, model: Any) -> None:
         whole = {}
         for name, value in model.state_dict().items():
@@ -84,18 +116,62 @@ def weights(logs: Path) -> tuple[list[Callback], Callable[[Trainer, Any], None]]
             equal = all(torch.equal(newest.state_dict[name], whole[name]) for name in whole)
             (logs / "weights").write_text(str((newest.version, sorted(newest.state_dict), equal)))
 
-    return [publish], note
+    return Job(note, [PublishWeights()])
 
 
-JOBS = {"write_back": write_back, "staleness": staleness, "weights": weights}
+def switching(logs: Path) -> Job:
+    """Training partitions by version, validation by step and in the middle of an epoch; Trainer as it is by default."""
+    told: list[str] = []
+    warnings.showwarning = lambda message, *_, **__: told.append(str(message))
+
+    class Loader(Callback):
+        given: Any = None
+        is_used: bool | None = None
+
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            self.given = trainer.datamodule.train_dataloader()
+            trainer.datamodule.train_dataloader = lambda: self.given
+
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            self.is_used = trainer.train_dataloader is self.given
+
+    loader = Loader()
+
+    def fill(client: TransferQueueClient) -> None:
+        for version in (0, 4):
+            producing.fill(client, f"train@{version}", 16)
+        for step in (2, 4, 6, 8):
+            producing.fill(client, f"val@{step}", 8)
+
+    def note(trainer: Trainer, model: Any) -> None:
+        partitions = sorted(trainer.datamodule.client.get_partition_list())
+        seen = {stage: model.seen[stage] for stage in ("train", "val")}
+        (logs / f"rank{trainer.global_rank}").write_text(json.dumps([seen, partitions, loader.is_used, told]) + "\n")
+
+    callbacks = [PublishWeights(every_n_steps=4), PartitionSwitch(), QueueMonitor(), loader]
+    options = {"max_epochs": 2, "val_check_interval": 2}
+    return Job(note, callbacks, "train@{policy_version}", "val@{global_step}", fill, options)
 
 
-def put_samples(datamodule: TQDataModule) -> None:
-    """24 rows; the tags say that rows 8 to 12 and 18 are of a version long ago."""
-    client = datamodule.client
-    tags = [{"policy_version": -9 if row in (*range(8, 13), 18) else 5} for row in range(24)]
-    client.put(producing.rows(24), partition_id="train", tags=tags)
-    client.seal_partition("train")
+def pacing(logs: Path) -> Job:
+    """Two producers that are paced, and put in turn. A sample that is too old would end the training."""
+    oldest: list[float] = []
+
+    class Ages(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            oldest.append(float(trainer.callback_metrics["staleness/max"]))
+
+    def note(trainer: Trainer, model: Any) -> None:
+        noted = json.dumps([oldest, model.indexes()])
+        (logs / f"rank{trainer.global_rank}").write_text(noted + "\n")
+
+    producers = [Producer(target="producing:produce_paced", args={"partition": "train"}, count=2)]
+    callbacks = [PublishWeights(), StalenessGuard(max_staleness=2), Ages()]
+    options = {"max_epochs": -1, "max_steps": 12}
+    return Job(note, callbacks, fill=lambda client: None, options=options, producers=producers)
+
+
+JOBS = {"pacing": pacing, "write_back": write_back, "staleness": staleness, "weights": weights, "switching": switching}
 
 
 def main() -> None:
@@ -109,21 +185,27 @@ def main() -> None:
     model: LightningModule = NamesItsRank()
     if strategy == "model_parallel":
         strategy, model = ModelParallelStrategy(options.devices // 2, 2), ShardedNamesItsRank()
+    job = JOBS[options.job](options.log_dir)
+
+    def stream(partition: str, task: str) -> Stream:
+        return Stream(partition=partition, task=task, fields=producing.FIELDS, batch_size=4, micro_batch_size=2)
+
     datamodule = TQDataModule(
-        train=Stream(partition="train", task="learn", fields=producing.FIELDS, batch_size=4, micro_batch_size=2),
+        train=stream(job.train, "learn"),
+        val=stream(job.val, "evaluate") if job.val else None,
         queue={"units": 1},
+        producers=job.producers,
     )
-    callbacks, note = JOBS[options.job](options.log_dir)
 
     class Filled(Callback):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             if trainer.is_global_zero:
-                put_samples(trainer.datamodule)
+                job.fill(trainer.datamodule.client)
 
     trainer = Trainer(
-        strategy=strategy, devices=options.devices, accelerator="cpu", max_epochs=1, logger=False,
+        strategy=strategy, devices=options.devices, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Filled(), *callbacks, AtEnd(note)], num_sanity_val_steps=0,
+        callbacks=[Filled(), *job.callbacks, AtEnd(job.note)], num_sanity_val_steps=0, **job.options,
     )  # fmt: skip
     trainer.fit(model, datamodule=datamodule)
 

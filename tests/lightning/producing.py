@@ -103,8 +103,9 @@ def produce_sizes(train: list[int], val: list[int]) -> None:
 
 
 def fill_all(client: tq.TransferQueueClient) -> None:
-    """40 rows of train@0 to train@2, 120 of train, 4 of val; all sealed."""
+    """40 rows of train@0 to train@2 and of step@0, step@4, step@8; 120 of train, 4 of val; all sealed."""
     for epoch in range(3):
         fill(client, f"train@{epoch}", 40, start=1000 * epoch)
+        fill(client, f"step@{4 * epoch}", 40, start=1000 * epoch)
     fill(client, "train", 120, start=5000)
     fill(client, "val", 4)

@@ -23,7 +23,7 @@ from lightning_tq import PartitionSwitch, Stream, TQDataModule
 
 
 class Noting(LightningModule):
-    """Appends [optimizer step, partition, indexes] to a file of its rank as it trains."""
+    """Appends [optimizer step, partition, rows] to a file of its rank as it trains."""
 
     def __init__(self, folder: Path, kill: tuple[int, str] | None) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Noting(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         data, meta = batch
-        line = [self.global_step, meta.partition_ids[0], list(meta.global_indexes)]
+        line = [self.global_step, meta.partition_ids[0], data["x"][:, 0].int().tolist()]
         with (self.folder / f"rank{self.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.trained += 1
@@ -77,10 +77,9 @@ def main(text: str) -> None:
         val=Stream(fields=producing.FIELDS, partition="val", task="evaluate", batch_size=2),
         queue=plan["queue"],
     )
-    if plan["queue"].get("units") and newest(folder) is None:
+    if "units" in plan["queue"] and newest(folder) is None and "LOCAL_RANK" not in os.environ:
         datamodule.open()
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            producing.fill_all(datamodule.client)
+        producing.fill_all(datamodule.client)
     model = Noting(folder, kill)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=bool(plan["save_every"]), enable_progress_bar=False,

@@ -16,7 +16,7 @@ from producing import fill
 from recorders import Recorder
 
 from lightning_tq import PartitionSwitch, TQDataModule
-from lightning_tq.books import rewind
+from lightning_tq.books import put_right
 from lightning_tq.status.look import take_look
 
 Make = Callable[..., TQDataModule]
@@ -179,10 +179,24 @@ def test_a_clear_that_nobody_may_want_is_refused() -> None:
         TQDataModule(train=stream("train"), ack="always")  # type: ignore[arg-type]
 
 
-def test_batches_without_a_step_are_taken_out_of_a_checkpoint() -> None:
-    def counts(done: int) -> dict[str, int]:
-        return {"ready": done + 1, "started": done + 1, "processed": done + 1, "completed": done}
+def counts(done: int) -> dict[str, int]:
+    """As at the end of a batch."""
+    return {"ready": done + 1, "completed": done, "started": done + 1, "processed": done + 1}
 
-    progress = {"total": counts(9), "current": counts(4), "is_last_batch": False}
-    rewind({"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}, 2)
-    assert progress == {"total": counts(7), "current": counts(2), "is_last_batch": False}
+
+@pytest.mark.parametrize(
+    ("is_last", "known", "unstepped", "total", "current"),
+    [
+        (False, False, 2, 7, 2),
+        (False, True, 4, 5, 0),
+        (False, True, 0, 9, 4),
+        (True, True, 0, 9, 4),
+        (True, False, 0, 9, -1),
+    ],
+)
+def test_a_checkpoint_counts_steps_and_begins_an_epoch_anew(
+    is_last: bool, known: bool, unstepped: int, total: int, current: int
+) -> None:
+    progress = {"total": counts(9), "current": counts(4), "is_last_batch": is_last}
+    put_right({"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}, unstepped, known)
+    assert progress == {"total": counts(total), "current": counts(current), "is_last_batch": is_last}

@@ -122,3 +122,19 @@ def test_two_of_them_are_refused(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream())
     with pytest.raises(InvalidRequestError, match="one PartitionSwitch decides the partitions, this Trainer has 2"):
         trainer(callbacks=[PartitionSwitch(), PartitionSwitch()]).fit(Recorder(), datamodule=dm)
+
+
+@pytest.mark.timeout(200)
+def test_ranks_switch_and_clear_together_and_keep_the_loader_they_were_given(run_ranks: Any) -> None:
+    code, output, ranks = run_ranks("callbacks_script.py", "switching", "ddp", "2", "LOGS")
+    assert code == 0, output
+    (first,), (second,) = ranks
+    for seen, partitions, loader_is_used, told in (first, second):
+        # 16 rows on two ranks, two at a time: four steps per partition, and a validation after every second
+        assert [name for name, _ in seen["train"]] == ["train@0"] * 4 + ["train@4"] * 4
+        assert [name for name, _ in seen["val"]] == [f"val@{step}" for step in (2, 4, 6, 8) for _ in range(2)]
+        assert (partitions, loader_is_used) == (["train@4", "val@8", "weights"], True)
+        assert [text for text in told if "loader" in text or "sampler" in text or "queue/" in text] == []
+    for stage, count in (("train", 32), ("val", 32)):
+        indexes = [index for rank in (first, second) for _, batch in rank[0][stage] for index in batch]
+        assert len(set(indexes)) == len(indexes) == count

@@ -239,3 +239,13 @@ def test_ranks_drop_together_and_agree_on_how_many(run_ranks: Any, strategy: str
     # Batches of 8 to 9 and of 10 to 11 have nothing left on one rank, so the other leaves out 12 to 15, too.
     assert sorted(index for group in groups for index in group) == [*range(8), 16, 17, 19, 20, 21, 22, 23]
     assert (dropped, steps) == ([9] * devices, 4)
+
+
+@pytest.mark.timeout(200)
+def test_ranks_and_paced_producers_keep_the_bound_together(run_ranks: Any) -> None:
+    code, output, ranks = run_ranks("callbacks_script.py", "pacing", "ddp", "2", "LOGS")
+    assert code == 0, output
+    ((first_ages, first),), ((second_ages, second),) = ranks
+    assert max(first_ages + second_ages) <= 2
+    assert len(first) == len(second) == 24  # twelve steps of two rows
+    assert sorted(first + second) == list(range(min(first + second), min(first + second) + 48))

@@ -101,17 +101,17 @@ def test_what_print_config_shows_is_a_configuration_that_comes_to_the_same(
     conf = OmegaConf.create(shown)
     assert (conf.data.queue.units, conf.data.queue.put_timeout_s) == (1, 60.0)
     assert conf.data.train.sampler == {
-        "class_path": "transfer_queue.GRPOGroupNSampler", "init_args": {"n_samples_per_prompt": 2, "dp_size": 1},
+        "class_path": "transfer_queue.GRPOGroupNSampler", "init_args": {"n_samples_per_prompt": 2},
     }  # fmt: skip
 
 
 def test_a_program_of_ones_own_fixes_the_model_and_takes_its_arguments_as_options(
-    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    conf = OmegaConf.load(config())
-    conf.model = {"fail_at": 7}
+    conf = {**RUN, "model": {"fail_at": 7}}
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    cli = TQCLI(Recorder, args={"trainer": conf.trainer, "model": conf.model, "data": conf.data}, run=False)
+    cli = TQCLI(Recorder, args=conf, run=False)
     assert (cli.model.fail_at, type(cli.datamodule)) == (7, TQDataModule)
 
 

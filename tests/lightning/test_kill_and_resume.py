@@ -22,7 +22,7 @@ import transfer_queue as tq
 pytestmark = pytest.mark.timeout(280)
 
 Line = list[Any]
-"""[optimizer step, partition, indexes] of a micro-batch"""
+"""[optimizer step, partition, rows] of a micro-batch"""
 
 
 class Training:
@@ -87,7 +87,7 @@ SINGLE: dict[str, dict[str, Any]] = {
         "save_every": 3,
     },
     "steps in the name of the partition": {
-        "stream": {"partition": "train@{epoch}", "batch_size": 5, "num_workers": 1, "prefetch_batches": 4},
+        "stream": {"partition": "step@{global_step}", "batch_size": 5, "num_workers": 1, "prefetch_batches": 4},
         "trainer": {"max_epochs": 3, "accumulate_grad_batches": 2, "check_val_every_n_epoch": 1},
         "save_every": 1,
     },
@@ -112,6 +112,23 @@ def test_killed_training_of_two_ranks_goes_on_as_if_nothing_had_been(tmp_path: P
     stream = {"partition": "train@{epoch}", "batch_size": 4, "micro_batch_size": 2, "num_workers": workers}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     check_equal(tmp_path, seed, devices=2, stream=stream, trainer=trainer, save_every=2, kills=1)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_training_killed_with_its_queue_goes_on_from_what_was_saved_beside_the_checkpoint(
+    tmp_path: Path, seed: int, devices: int
+) -> None:
+    stream = {"partition": "train", "task": "learn", "batch_size": 4, "micro_batch_size": 2, "clear_consumed": True}
+    plan = {"devices": devices, "stream": stream, "trainer": {"max_epochs": 1, "accumulate_grad_batches": 3}}
+    plan |= {"queue": {"units": 1}, "save_every": 2}
+    whole = Training(tmp_path / "whole", **{**plan, "save_every": 0})
+    assert whole.run() == 0, (tmp_path / "output").read_text()[-3000:]
+    parts = Training(tmp_path / "parts", **plan, save_queue=True)
+    points = torn(parts, random.Random(seed), len(whole.kept[0]), kills=3 - devices)
+    assert parts.kept == whole.kept, (seed, points)
+    assert parts.weights() == whole.weights(), (seed, points)
+    kept = {path.name for path in parts.folder.glob("*.ckpt*")}  # Lightning keeps those that it resumed from, too
+    assert kept == {f"{path.stem}.ckpt{end}" for path in parts.folder.glob("*.ckpt") for end in ("", ".tq")}
 
 
 def check_equal(tmp_path: Path, seed: int, kills: int = 2, **plan: Any) -> None:

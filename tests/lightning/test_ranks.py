@@ -27,6 +27,11 @@ def in_order(ranks: list[Rows]) -> list[Rows]:
     return [[(stage, partition, [place[row] for row in rows]) for stage, partition, rows in rank] for rank in ranks]
 
 
+def topologies(folder: Path) -> list[Any]:
+    """What each rank said of itself."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("logs/topology*.json"))]
+
+
 @pytest.mark.parametrize(
     ("strategy", "groups", "readers"),
     [
@@ -51,5 +56,14 @@ def test_peers_get_the_same_batches_and_groups_share_the_rest(
             rows += [("val", f"val@{epoch}", row) for row in batches(group, size, 8)]
         expected.append(rows)
     assert in_order(ranks) == expected
-    told = [json.loads((tmp_path / "logs" / f"topology{rank}.json").read_text()) for rank in range(len(groups))]
-    assert told == [[group, size, rank in readers] for rank, group in enumerate(groups)]
+    assert topologies(tmp_path) == [[group, size, rank in readers] for rank, group in enumerate(groups)]
+
+
+def test_the_same_holds_for_a_loop_on_fabric(run_ranks: Any, tmp_path: Path) -> None:
+    code, output, ranks = run_ranks("fabric_script.py", "LOGS")
+    assert code == 0, output
+    assert in_order(ranks) == [
+        [("train", f"train@{epoch}", row) for epoch in range(2) for row in batches(group, 2, 24)]
+        for group in (0, 0, 1, 1)
+    ]
+    assert topologies(tmp_path) == [[0, 2, True], [0, 2, False], [1, 2, True], [1, 2, False]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from producing import fill
@@ -87,6 +88,39 @@ def test_an_older_checkpoint_is_refused_once_a_later_one_let_its_batches_go(
     model = Recorder()
     trainer(max_steps=6).fit(model, datamodule=other, ckpt_path=tmp_path / "step=5.ckpt")
     assert len(model.indexes()) == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 10}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
+def test_a_checkpoint_within_an_accumulation_goes_on_behind_the_last_step(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    class Steps(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            steps.append((self.global_step, batch_idx, list(batch.meta.global_indexes)))
+            return super().training_step(batch, batch_idx)
+
+    class SaveEach(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{len(steps)}.ckpt")
+
+    steps: list[tuple[int, int, list[int]]] = []
+    dm = data(train=stream("train@{epoch}", micro_batch_size=2, **options), ack="never")
+    for epoch in range(2):
+        fill(dm.client, f"train@{epoch}", 20)
+    common = {"max_epochs": 2, "accumulate_grad_batches": 3}
+    whole = Steps()
+    torch.manual_seed(0)
+    whole.layer.reset_parameters()
+    trainer(callbacks=[SaveEach()], **common).fit(whole, datamodule=dm)
+    expected, steps = steps, []
+    assert [step for step, _, _ in expected] == [0] * 3 + [1] * 3 + [2] * 3 + [3] + [4] * 3 + [5] * 3 + [6] * 3 + [7]
+    for saved in (1, 5, 9, 10, 11, 18):
+        steps.clear()
+        model = Steps()
+        trainer(**common).fit(model, datamodule=dm, ckpt_path=tmp_path / f"{saved}.ckpt")
+        in_step = expected[saved][0]  # steps before that of the next batch are in the checkpoint
+        assert steps == [line for line in expected if line[0] >= in_step], saved
+        assert torch.equal(model.layer.weight, whole.layer.weight), saved
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -83,8 +84,8 @@ def test_the_tables_show_samples_by_task_who_waits_and_what_units_hold() -> None
         "waiting": waiting, "capacity": 20,
     }  # fmt: skip
     assert drawn(report("ipc:///q", Look(stats, [UNIT], 1.0))) == [
-        "ipc:///q: 20 of 20 samples in 2 partitions, 2 requests waiting",
-        "partition samples put/s task ready in flight consumed per s",
+        "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 2 requests waiting",
+        "partition samples put/s task ready batches in flight consumed per s",
         "train open 10 learn 6 1 4",
         "val sealed 10 of 10 nobody reads it",
         "waits partition for wants ready lacks",
@@ -100,6 +101,11 @@ def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
     shown = drawn(report("a", Look(stats, [{**UNIT, "parked": 2, "parked_nbytes": 2048}], 1.0)))
     assert shown[2] == "train producers of 'rewards' died 10 learn 6 1 4 3"
     assert shown[4].endswith("2.0 MiB 2 2 (2.0 KiB)")
+
+
+def test_units_that_do_not_answer_are_told_below_what_the_controller_knows() -> None:
+    shown = drawn(report("a", Look(look(1.0, {}).stats, [], 1.0, "storage unit unit0 has ended.")))
+    assert shown[2:] == ["train open 10 learn 6 1 4", "storage: storage unit unit0 has ended."]
 
 
 # ---- the command ----
@@ -152,13 +158,13 @@ def test_looking_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule
     process = status(env={"TQ_ADDRESS": queue.address})
     out, err = process.communicate(timeout=90)
     assert (process.returncode, err) == (0, "")
-    assert f"{queue.address}: 10 samples in 1 partition, 0 requests waiting" in out
+    assert f"{queue.address}: 10 samples in 1 partition, " in out
     assert queue.client.get_stats() == before
     assert queue.client.get_meta(FIELDS, 10, "train", task_name="learn").size == 10
 
 
 def test_watching_ends_quietly_with_ctrl_c(queue: TQDataModule) -> None:
-    process = status(queue.address, "--watch", "0.05", "--json")
+    process = status("--watch", queue.address, "--every", "0.05", "--json")
     assert process.stdout is not None
     looks = [json.loads(process.stdout.readline()) for _ in range(3)]
     assert [each["partitions"]["train"]["samples"] for each in looks] == [10, 10, 10]
@@ -167,8 +173,24 @@ def test_watching_ends_quietly_with_ctrl_c(queue: TQDataModule) -> None:
     assert (process.returncode, err) == (0, "")
 
 
+def test_watching_in_a_terminal_draws_the_tables_again_and_again(queue: TQDataModule) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_tq", "status", "--watch", "--every", "0.05", queue.address], stdout=theirs,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+    )  # fmt: skip
+    os.close(theirs)
+    drawn = b""
+    while drawn.count(b"10 samples in 1 partition") < 3:
+        drawn += os.read(ours, 4096)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    os.close(ours)
+    assert (process.returncode, err) == (0, "")
+
+
 def test_watching_a_queue_that_ends_says_so(queue: TQDataModule) -> None:
-    process = status(queue.address, "--watch", "0.05", "--json")
+    process = status("--watch", queue.address, "--every", "0.05", "--json")
     assert process.stdout is not None
     process.stdout.readline()
     address = queue.address
@@ -185,6 +207,7 @@ def test_watching_a_queue_that_ends_says_so(queue: TQDataModule) -> None:
         ([], "no queue was named"),
         (["elsewhere"], "'elsewhere' is no address"),
         (["ipc:///nowhere/controller"], "no queue at ipc:///nowhere/controller"),
+        (["--watch", "ipc:///nowhere/controller"], "no queue at ipc:///nowhere/controller"),
     ],
 )
 def test_no_queue_is_an_error_in_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from transfer_queue.storage.pieces import Piece, Positions
 from transfer_queue.transport.base import Caller
 
 if TYPE_CHECKING:
+    import msgspec
     from tensordict import TensorDict
 
 DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -146,6 +147,10 @@ class StorageManager(ABC):
     async def take_back(self, number: int, indexes: Sequence[int], client: str = "") -> None:
         """Forget what an open write of this client stored for these samples, where nobody replaced it since."""
         return
+
+    async def stats(self) -> Sequence[msgspec.Struct]:
+        """Numbers of each process that holds values; none where a backend has no such processes."""
+        return []
 
     async def close(self) -> None:
         """Let go of what the manager opened; what is stored stays."""

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from transfer_queue import protocol as p
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
@@ -85,3 +87,7 @@ class Partitions(Puts):
     async def async_get_stats(self) -> dict[str, Any]:
         """Numbers of the whole queue, partition by partition and task by task, and who waits for what."""
         return dict((await self.session.ask(p.GetStats, p.Done)).value)
+
+    async def async_get_storage_stats(self) -> list[dict[str, Any]]:
+        """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none."""
+        return [msgspec.structs.asdict(unit) for unit in await self.storage_manager.stats()]

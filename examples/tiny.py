@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with five weights and a producer for it: what configs/debug.yaml and configs/ddp.yaml run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+import transfer_queue as tq
+
+_PUTS = 4
+
+
+def produce(epochs: int, train: int, val: int) -> None:
+    """Sealed partitions train@0, val@0, train@1, ...: four numbers ``x``, and later their sum ``y``."""
+    client = tq.get_client()
+    for epoch in range(epochs):
+        for partition, count in ((f"train@{epoch}", train), (f"val@{epoch}", val)):
+            client.create_partition(partition, num_samples=count)  # seals itself with the last one
+            for x in torch.randn(count, 4).chunk(_PUTS):
+                meta = client.put(TensorDict({"x": x}, batch_size=[len(x)]), partition_id=partition)
+                client.put(TensorDict({"y": x.sum(dim=1, keepdim=True)}, batch_size=[len(x)]), metadata=meta)
+
+
+class Tiny(LightningModule):
+    """Learns to add. Says at the end how many steps and samples each rank had."""
+
+    def __init__(self, learning_rate: float = 0.1) -> None:
+        """Args:
+        learning_rate: Of plain gradient descent.
+        """
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.learning_rate = learning_rate
+        self.samples = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        data, meta = batch
+        self.samples += meta.size
+        loss = mse_loss(self.layer(data["x"]), data["y"])
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        data, _ = batch
+        self.log("val_loss", mse_loss(self.layer(data["x"]), data["y"]), prog_bar=True, sync_dist=True)
+
+    test_step = validation_step
+
+    def on_train_end(self) -> None:
+        told = f"{self.global_step} optimizer steps, {self.samples} samples"
+        print(f"rank {self.global_rank}: {told}, val_loss {self.trainer.callback_metrics['val_loss']:.4f}", flush=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.layer.parameters(), lr=self.learning_rate)

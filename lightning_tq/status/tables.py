@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of ``lightning-tq status``: a report as something rich can draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Numbers = dict[str, Any]
+
+_SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in flight", "consumed", "per s", "dropped")
+_WAITING = ("waits", "partition", "for", "wants", "ready", "lacks")
+_UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "pins", "attached", "puts waiting")
+_LEFT = {"partition", "", "task", "waits", "lacks", "unit"}
+_LONG = {"", "lacks"}
+_RARE = {"dropped", "spare", "pins", "puts waiting"}
+"""Columns that are left out while they hold nothing."""
+
+
+def tables(report: Numbers) -> RenderableType:
+    """One screen: the queue in a line, samples by partition and task, who waits, the storage units."""
+    parts: list[RenderableType] = [_headline(report), _table(_SAMPLES, list(_sample_rows(report["partitions"])))]
+    if report["waiting"]:
+        parts.append(_table(_WAITING, [_waiting_row(each) for each in report["waiting"]]))
+    if report["units"]:
+        parts.append(_table(_UNITS, [_unit_row(unit) for unit in report["units"]]))
+    if report["units_error"]:
+        parts.append(Text(f"storage: {report['units_error']}", style="red"))
+    return Group(*(line for part in parts for line in (part, Text())))
+
+
+def _headline(report: Numbers) -> Text:
+    partitions = report["partitions"].values()
+    samples = sum(partition["samples"] for partition in partitions)
+    limit = "" if report["capacity"] is None else f" of {report['capacity']:,}"
+    held = sum(unit["held_nbytes"] for unit in report["units"])
+    return Text(
+        f"{report['address']}: {samples:,}{limit} samples in {_count(len(partitions), 'partition')}, {_bytes(held)} "
+        f"held, {_count(len(report['waiting']), 'request')} waiting"
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    empty = {name for at, name in enumerate(columns) if all(str(row[at]) in ("", "0", "0 B") for row in rows)}
+    shown = [at for at, name in enumerate(columns) if name not in _RARE & empty]
+    for name in (columns[at] for at in shown):
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name not in _LONG)
+    for row in rows:
+        table.add_row(*(row[at] for at in shown))
+    return table
+
+
+def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
+    for name, partition in partitions.items():
+        declared = "" if partition["num_samples"] is None else f" of {partition['num_samples']:,}"
+        first: list[str | Text] = [
+            name, _state(partition), f"{partition['samples']:,}{declared}", _rate(partition["put_per_s"])
+        ]  # fmt: skip
+        for number, (task, numbers) in enumerate(partition["tasks"].items()):
+            yield [*(["", "", "", ""] if number else first), task, *_task_row(numbers)]
+        if not partition["tasks"]:
+            yield [*first, Text("nobody reads it", style="dim"), "", "", "", "", ""]
+
+
+def _state(partition: Numbers) -> str | Text:
+    if partition.get("abandoned"):
+        return Text(f"producers of {partition['abandoned']!r} died", style="red")
+    if partition["sealed"]:
+        return "sealed"
+    return f"{partition['held']:,} coming" if partition["held"] else "open"
+
+
+def _task_row(task: Numbers) -> list[str | Text]:
+    ready: Sequence[str] = [f"{count:,}" for count in task["ready"].values()]
+    if len(ready) > 1:  # a task that asked for several sets of fields
+        ready = [f"{count:,} ({fields})" for fields, count in task["ready"].items()]
+    return [
+        "\n".join(ready) or "0",
+        f"{task['in_flight']:,}",
+        f"{task['consumed']:,}" + (" (all)" if task["ended"] else ""),
+        _rate(task["consumed_per_s"]),
+        Text(f"{task['dropped']:,}", style="yellow" if task["dropped"] else ""),
+    ]
+
+
+def _waiting_row(waiting: Numbers) -> list[str | Text]:
+    who = f"a put of {waiting['client']}" if waiting["writer"] else f"task {waiting['task']}"
+    lacking = ", ".join(f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items())
+    if waiting["writer"]:
+        lacking = "room: clear samples"
+    elif not lacking:
+        lacking = waiting.get("refused") or "samples"
+    wanted, ready = waiting.get("wanted"), waiting.get("ready")
+    return [
+        who, waiting["partition"], f"{waiting['waited_s']:.1f} s", "?" if wanted is None else f"{wanted:,}",
+        "" if ready is None else f"{ready:,}", lacking,
+    ]  # fmt: skip
+
+
+def _unit_row(unit: Numbers) -> list[str | Text]:
+    capacity = unit["capacity_bytes"]
+    puts = f"{unit['parked']:,} ({_bytes(unit['parked_nbytes'])})" if unit["parked"] else "0"
+    return [
+        unit["unit"], f"{unit['samples']:,}", _bytes(unit["live_nbytes"]), _bytes(unit["held_nbytes"]),
+        "no limit" if capacity is None else _bytes(capacity), _bytes(unit["arena_nbytes"]),
+        _bytes(unit["recyclable_nbytes"]), f"{unit['pins']:,}", f"{unit['attached']:,}", puts,
+    ]  # fmt: skip
+
+
+def _rate(per_s: float | None) -> str:
+    if per_s is None:
+        return ""
+    return f"{per_s:,.0f}" if per_s >= 10 or not per_s else f"{per_s:.1f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each file under configs/ runs from the command line (grpo.yaml: test_grpo_run.py), and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.own_processes import own_processes
+
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(sys.executable).with_name("lightning-tq")
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def run(config: str, folder: Path, command: str = "fit", **options: object) -> str:
+    """What it prints. Keywords are options with "__" for a dot."""
+    changes = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
+    done = subprocess.run(
+        [COMMAND, command, f"--config=configs/{config}", f"--trainer.default_root_dir={folder}", *changes],
+        cwd=ROOT, capture_output=True, text=True, timeout=140,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert own_processes() == []
+    return done.stdout
+
+
+def test_every_configuration_has_its_test() -> None:
+    tests = Path(__file__).read_text() + Path(__file__).with_name("test_grpo_run.py").read_text()
+    names = [path.name for path in (ROOT / "configs").glob("*.yaml")]
+    assert [name for name in names if f'"{name}"' not in tests and f'configs/{name}"' not in tests] == []
+
+
+def test_debug_trains_two_epochs_of_five_batches_in_two_parts_each(tmp_path: Path) -> None:
+    printed = run("debug.yaml", tmp_path)
+    assert re.findall(r"rank 0: 20 optimizer steps, 80 samples, val_loss 0\.", printed) != []
+
+
+def test_ddp_gives_both_ranks_as_many_steps_and_pads_the_last_round(tmp_path: Path) -> None:
+    printed = run("ddp.yaml", tmp_path, trainer__enable_progress_bar=False)
+    ranks = sorted(re.findall(r"rank (\d): (\d+) optimizer steps, (\d+) samples", printed))
+    assert ranks == [("0", "12", "48"), ("1", "12", "48")]
+
+
+def test_the_student_comes_to_agree_with_the_teacher(tmp_path: Path) -> None:
+    printed = run("distillation.yaml", tmp_path, trainer__max_epochs=2, trainer__logger__init_args__save_dir=tmp_path)
+    told = [float(share) for share in re.findall(r"agreement with the teacher (\S+)%", printed)]
+    assert len(told) == 3, "untrained, and after each epoch"
+    assert told[0] < 30 < 70 < told[2]
+    with (tmp_path / "distillation" / "version_0" / "metrics.csv").open(newline="") as file:
+        assert sum(1 for row in csv.DictReader(file) if row["train/loss"]) == 2 * 3072 // 64

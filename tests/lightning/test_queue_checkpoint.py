@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TQCheckpoint: a queue beside each checkpoint, as long as that is kept; a new queue is filled from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import stream
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from producing import fill
+from recorders import Recorder
+
+from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
+from lightning_tq.callbacks.checkpoint import beside
+from transfer_queue import CheckpointError
+
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def saved(data: Make, trainer: MakeTrainer, folder: Path) -> Callable[..., list[int]]:
+    """Fits some steps with these ModelCheckpoint options and ends the queue. Returns the indexes that there were."""
+
+    def fit(max_steps: int = 5, partitions: int = 1, **options: Any) -> list[int]:
+        dm = data(train=stream("train@{epoch}"))
+        indexes = [index for each in range(partitions) for index in fill(dm.client, f"train@{each}", 40)]
+        callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **options)]
+        trainer(callbacks=callbacks, enable_checkpointing=True, max_steps=max_steps).fit(Recorder(), datamodule=dm)
+        dm.close()
+        return indexes
+
+    return fit
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, {"step=5"}),
+        ({"save_top_k": -1}, {f"step={step}" for step in range(1, 6)}),
+        ({"save_top_k": 2, "monitor": "step", "mode": "max"}, {"step=4", "step=5"}),
+        ({"save_last": True}, {"step=5", "last"}),
+        ({"save_weights_only": True}, set()),
+    ],
+    ids=["one", "all", "two", "last", "weights"],
+)
+def test_as_many_queues_are_kept_as_checkpoints(
+    saved: Callable[..., list[int]], folder: Path, options: dict[str, Any], kept: set[str]
+) -> None:
+    saved(**options)
+    assert {name for name in names(folder) if name.endswith(".tq")} == {f"{name}.ckpt.tq" for name in kept}
+    assert not kept or {name for name in names(folder) if name.endswith(".ckpt")} == {f"{name}.ckpt" for name in kept}
+
+
+@pytest.mark.parametrize("name", ["step=2", "step=5"])
+def test_a_new_queue_is_filled_from_beside_the_checkpoint(
+    saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path, name: str
+) -> None:
+    indexes = saved(save_top_k=-1)
+    model = Recorder()
+    with TQDataModule(train=stream("train@{epoch}"), queue={"units": 2}) as dm:
+        trainer().fit(model, datamodule=dm, ckpt_path=folder / f"{name}.ckpt")
+    assert model.indexes() == indexes[4 * int(name[-1]) :]
+
+
+def test_a_link_to_the_last_checkpoint_is_followed(
+    saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path
+) -> None:
+    indexes = saved(save_last="link")
+    assert (folder / "last.ckpt").is_symlink()
+    model = Recorder()
+    with TQDataModule(train=stream("train@{epoch}")) as dm:
+        trainer().fit(model, datamodule=dm, ckpt_path=folder / "last.ckpt")
+    assert model.indexes() == indexes[20:]
+
+
+def test_what_a_resumed_run_may_still_read_is_in_the_queue_although_finished_partitions_are_cleared(
+    data: Make, trainer: MakeTrainer, folder: Path
+) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(3)]
+    callbacks = [PartitionSwitch(), TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=2)]
+    trainer(callbacks=callbacks, enable_checkpointing=True, max_epochs=3, max_steps=5).fit(Recorder(), datamodule=dm)
+    dm.close()
+    model = Recorder()
+    again = [PartitionSwitch(), TQCheckpoint(), ModelCheckpoint(folder / "again", every_n_train_steps=2)]
+    with TQDataModule(train=stream("train@{epoch}")) as dm:
+        fitted = trainer(callbacks=again, enable_checkpointing=True, max_epochs=3)
+        fitted.fit(model, datamodule=dm, ckpt_path=folder / "step=4.ckpt")
+        assert model.indexes() == indexes[1][4:] + indexes[2]
+        assert dm.client.get_partition_list() == ["train@2"]
+
+
+def test_a_queue_that_is_alive_is_used_as_it_is(data: Make, trainer: MakeTrainer, folder: Path) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 16)
+    callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=2)]
+    trainer(callbacks=callbacks, enable_checkpointing=True, max_steps=3).fit(Recorder(), datamodule=dm)
+    dm.client.create_partition("made since")
+    model = Recorder()
+    other = TQDataModule(train=stream("train"))
+    trainer().fit(model, datamodule=other, ckpt_path=folder / "step=2.ckpt")
+    assert model.indexes() == indexes[8:]
+    assert dm.client.get_partition_list() == ["train", "made since"]
+
+
+def test_an_empty_queue_without_a_saved_one_is_told(
+    data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 16)
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=2)
+    trainer(callbacks=[saves], enable_checkpointing=True, max_steps=2).fit(Recorder(), datamodule=dm)
+    dm.close()
+    model = Recorder()
+    with TQDataModule(train=stream("train")) as new:
+        fill_later(new)
+        trainer(max_steps=3).fit(model, datamodule=new, ckpt_path=folder / "step=2.ckpt")
+    assert "the queue is empty and none was saved beside it" in caplog.text
+    assert len(model.indexes()) == 4
+
+
+def fill_later(dm: TQDataModule) -> None:
+    """Fills the queue once the run has looked at it."""
+    prepare = dm._prepare
+
+    def prepared(*args: Any) -> str:
+        address = prepare(*args)
+        fill(dm.client, "train", 8)
+        return address
+
+    dm._prepare = prepared  # type: ignore[method-assign]
+
+
+def test_a_queue_that_cannot_be_saved_ends_the_run_and_leaves_the_checkpoint_before_it(
+    data: Make, trainer: MakeTrainer, folder: Path
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 16)
+    beside(folder / "step=2.ckpt").mkdir(parents=True)
+    (beside(folder / "step=2.ckpt") / "of somebody else").touch()
+    callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+    with pytest.raises(CheckpointError, match="is there and no checkpoint"):
+        trainer(callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+    assert names(folder) == {"step=1.ckpt", "step=1.ckpt.tq", "step=2.ckpt.tq"}
+
+
+def test_a_checkpoint_elsewhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="s3://bucket/a is no path of this host's file system"):
+        beside("s3://bucket/a")
