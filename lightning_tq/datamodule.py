@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.books import Ack
 from lightning_tq.callbacks.bookkeeper import Bookkeeper
-from lightning_tq.callbacks.finders import refuse_finders
 from lightning_tq.callbacks.checkpoint import restore_beside
+from lightning_tq.callbacks.finders import refuse_finders
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.connection import Connection
 from lightning_tq.feed import Feed, Place
@@ -89,6 +91,8 @@ class TQDataModule(LightningDataModule):
         self._run: Run | None = None
         self._places: dict[str, Place] = {}
         self._places_of: str | None = None
+        if not self._streams["val"]:  # Lightning takes val_dataloader for a promise, before setup
+            warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
 
     # ---- the queue ----
 
@@ -161,6 +165,7 @@ class TQDataModule(LightningDataModule):
         streams = stage_streams(entry, self._streams)
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
         self._address = on_first_rank(trainer, lambda: self._prepare(entry, topology, streams))
+        rank_zero_info(f"Queue: {self._address} (to look into it: lightning-tq status --watch {self._address})")
         self.open()
         self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client, self._ack)
         self._run.start(streams, self._places, self._connection.conf)
@@ -262,13 +267,18 @@ class TQDataModule(LightningDataModule):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """{"positions": {"train": {...}}}: behind the last trained batch. Plain data, the same on every rank."""
-        return {"positions": {label: dict(place) for label, place in self._places.items()}}
+        """{"positions": {"train": {...}}, "left": [...]}: where training goes on behind the last optimizer step, and
+        partitions that are finished and not cleared yet. Plain data, the same on every rank."""
+        positions = {label: dict(place) for label, place in self._places.items()}
+        return {"positions": positions, "left": self._run.left_partitions() if self._run else []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Training goes on behind what the checkpoint's model was trained on, if it reads the same partition."""
+        if self._run is None:
+            return
+        self._run.take_over(state_dict.get("left", []))
         for label, place in state_dict.get("positions", {}).items():
-            if self._run is not None and label in self._run.feeds:
+            if label in self._run.feeds:
                 self._run.feeds[label].restore(place)
 
     def __getstate__(self) -> dict[str, Any]:

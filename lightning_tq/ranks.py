@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import from_wire, to_wire
@@ -45,7 +45,7 @@ def on_first_rank(owner: Trainer | Fabric, action: Callable[[], str]) -> str:
     return result
 
 
-def resumed_from(trainer: Trainer) -> str | os.PathLike[str] | None:
+def resumed_from(trainer: Trainer) -> str | Path | None:
     """The checkpoint that the run which is being set up goes on from."""
     from lightning.pytorch import Trainer
 
@@ -53,7 +53,7 @@ def resumed_from(trainer: Trainer) -> str | os.PathLike[str] | None:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is Trainer._run.__code__:
-            path: str | os.PathLike[str] | None = frame.f_locals.get("ckpt_path")
+            path: str | Path | None = frame.f_locals.get("ckpt_path")
             return path
         frame = frame.f_back
     return trainer.ckpt_path

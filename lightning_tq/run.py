@@ -140,6 +140,14 @@ class Run:
             del self._left[name]
         return finished
 
+    def left_partitions(self) -> list[str]:
+        """Partitions that feeds have moved away from, and that weren't reported as finished so far."""
+        return list(dict.fromkeys([*self._left, *(name for feed in self.feeds.values() for name in feed.left)]))
+
+    def take_over(self, left: Sequence[str]) -> None:
+        """The same of the run that saved the checkpoint from which this one goes on: that is behind them."""
+        self._left.update(dict.fromkeys(left, -1))
+
     # ---- what the watch looks at ----
 
     def _producer_failed(self) -> BaseException | None:

@@ -255,14 +255,18 @@ class Freeze(Request, frozen=True):
     """The state of the whole queue at one moment, to be saved with the values that belong to it.
 
     Until Thaw, or the client's end, these values stay: what is cleared is hidden but not dropped, and who would replace
-    one waits. Waits itself up to ``wait_s`` for those who got leave to replace values before.
+    one waits. Waits itself up to ``wait_s`` for those who got leave to replace values before. ``number``: the client's
+    own, for Thaw.
     """
 
+    number: int
     wait_s: float = 30.0
 
 
 class Thaw(Request, frozen=True):
     """The values are read. The reply names those that were cleared meanwhile: they may be dropped now."""
+
+    number: int
 
 
 class Stage(Request, frozen=True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.batch import TQBatch
-from lightning_tq.books import rewind
+from lightning_tq.books import put_right
 
 if TYPE_CHECKING:
     from lightning_tq.run import Run
@@ -48,7 +48,7 @@ class Bookkeeper(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         run = self._run()
         for books in run.books if run is not None else ():
-            rewind(checkpoint, books.unstepped)
+            put_right(checkpoint, books.unstepped, trainer.num_training_batches != float("inf"))
             books.dumped()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

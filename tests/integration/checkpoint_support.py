@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +75,37 @@ def held(client: tq.TransferQueueClient) -> tuple[int, int]:
     """(samples, values) in all units."""
     stats = asyncio.run(client.storage_manager.stats())
     return sum(unit.samples for unit in stats), sum(unit.values for unit in stats)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    turn = threading.Event()
+    while not condition():
+        turn.wait(0.01)
+
+
+class Busy(threading.Thread):
+    """Does something again and again until told to stop; what it raises is raised by ``stop``."""
+
+    def __init__(self, step: Callable[[int], None]) -> None:
+        super().__init__()
+        self._step, self._over = step, threading.Event()
+        self.rounds = 0
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._step(self.rounds)
+                self.rounds += 1
+        except BaseException as error:
+            self._error = error
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 def numbers(count: int, first: int = 0) -> TensorDict:

@@ -21,6 +21,7 @@ from tests.own_processes import own_processes
 
 PROMISED = {
     "balance": {"items", "parts", "equal_size_ms", "equal_size_spread", "any_size_ms", "any_size_spread"},
+    "callbacks": {"write_back_ms", "publish_in_step_ms", "publish_in_thread_ms", "memcpy_ms"},
     "cluster_frames": {"settings", "torch_threads", "cases"},
     "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "controller_bytes_per_sample"},
     "loader": {"batches", "memcpy_ms", "workers_2"},

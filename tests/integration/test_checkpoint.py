@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,18 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from tests.integration.checkpoint_support import ROWS, every_kind, fetch, held, numbers, rows_of, started, values
+from tests.integration.checkpoint_support import (
+    ROWS,
+    Busy,
+    every_kind,
+    fetch,
+    held,
+    numbers,
+    rows_of,
+    started,
+    values,
+    wait_until,
+)
 from transfer_queue.control.saved import SavedQueue
 
 pytestmark = pytest.mark.timeout(120)
@@ -117,37 +127,6 @@ def test_a_load_replaces_what_the_queue_held_and_answers_who_waits(tmp_path):
         assert held(client) == (11, 11)
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    turn = threading.Event()
-    while not condition():
-        turn.wait(0.01)
-
-
-class Busy(threading.Thread):
-    """Does something again and again until told to stop; what it raises is raised by ``stop``."""
-
-    def __init__(self, step: Callable[[int], None]) -> None:
-        super().__init__()
-        self._step, self._over = step, threading.Event()
-        self.rounds = 0
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            while not self._over.is_set():
-                self._step(self.rounds)
-                self.rounds += 1
-        except BaseException as error:
-            self._error = error
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-
 def row(sample: torch.Tensor, version: int) -> TensorDict:
     """Every field follows from the sample's number and the version."""
     base = sample * 1000 + version
@@ -223,6 +202,22 @@ def test_on_an_event_loop_others_go_on(tmp_path):
 
     with started() as client:
         asyncio.run(main(client))
+
+
+def test_two_saves_with_one_client_at_a_time_are_both_whole(tmp_path):
+    async def main(client: tq.TransferQueueClient) -> None:
+        meta = await client.async_put(every_kind(), partition_id="p")
+        saves = [asyncio.create_task(client.async_save_checkpoint(tmp_path / name)) for name in "ab"]
+        await asyncio.wait(saves, return_when=asyncio.FIRST_COMPLETED)
+        await client.async_clear_samples(meta)
+        await asyncio.gather(*saves)
+        for name in "ab":
+            await client.async_load_checkpoint(tmp_path / name)
+            assert len(await client.async_get_meta(["dense"], partition_id="p", mode="force_fetch")) == ROWS
+
+    with started() as client:
+        asyncio.run(main(client))
+        assert held(client) == (ROWS, ROWS * 12)
 
 
 def test_controller_and_storage_can_be_saved_and_restored_apart(tmp_path):

@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from tests.integration.checkpoint_support import every_kind, fetch, held, numbers, started, values
+from tests.integration.checkpoint_support import ROWS, every_kind, fetch, held, numbers, started, values, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -93,7 +93,7 @@ def test_a_directory_with_something_else_in_it_is_never_replaced_or_removed(fill
     shutil.rmtree(tmp_path / place, ignore_errors=True)
     (tmp_path / place).mkdir()
     (tmp_path / place / "thesis.tex").write_text("mine")
-    with pytest.raises(tq.CheckpointError, match=r"no checkpoint, so it is not replaced|is in the way and not ours"):
+    with pytest.raises(tq.CheckpointError, match=r"holds something else \(thesis.tex\)"):
         filled.save_checkpoint(tmp_path / "c")
     assert (tmp_path / place / "thesis.tex").read_text() == "mine"
 
@@ -136,35 +136,53 @@ def test_without_a_queue_neither_works(tmp_path, monkeypatch, filled):
             verb(tmp_path / "c")
 
 
-SAVER = """
+OTHER = """
 import sys
 import transfer_queue as tq
 
 class Client(tq.TransferQueueClient):
     def save_storage_checkpoint(self, directory):
         super().save_storage_checkpoint(directory)
-        print("written", flush=True)
+        print("stopped", flush=True)
+        sys.stdin.read()
+
+    async def _restore(self, data, shift):
+        print("stopped", flush=True)
         sys.stdin.read()
 
 conf = tq.init()
-client = Client("saver", conf.controller.zmq_info)
+client = Client("other", conf.controller.zmq_info)
 client.initialize_storage_manager("SimpleStorage", conf.backend.SimpleStorage)
-client.save_checkpoint(sys.argv[1])
+getattr(client, sys.argv[1])(sys.argv[2])
 """
+
+
+@contextmanager
+def killed_in_the_middle(verb: str, place: Path) -> Iterator[None]:
+    """Another process does this, until all values are copied; inside it stands still, then it is killed."""
+    command = [sys.executable, "-c", OTHER, verb, str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"stopped\n"
+        yield
+        other.send_signal(signal.SIGKILL)
+
+
+def test_a_loader_killed_in_the_middle_leaves_the_queue_as_it_was(filled, good):
+    with killed_in_the_middle("load_checkpoint", good):
+        assert held(filled)[0] == 8 + ROWS
+        assert values(filled, fetch(filled, 2, 0)) == [0, 1]
+    wait_until(lambda: held(filled) == (8, 8))
+    assert values(filled, fetch(filled, 2, 1)) == [2, 3]
 
 
 def test_a_saver_killed_in_the_middle_leaves_the_earlier_checkpoint_and_a_queue_that_goes_on(filled, tmp_path):
     filled.save_checkpoint(tmp_path / "c")
     filled.put(numbers(3, 100), partition_id="q")
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(tmp_path / "c")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as saver:
-        assert saver.stdout is not None
-        assert saver.stdout.readline() == b"written\n"
+    with killed_in_the_middle("save_checkpoint", tmp_path / "c"):
         filled.clear_partition("q")
         assert held(filled) == (11, 11), "kept for the saver"
-        saver.send_signal(signal.SIGKILL)
-    fetch(filled, 2, 1, timeout_s=30.0)
+    wait_until(lambda: held(filled) == (8, 8))
     filled.load_checkpoint(tmp_path / "c")
     assert values(filled, fetch(filled, 2, 0)) == [0, 1]
     assert sorted(os.listdir(tmp_path)) == ["c", "c.tmp"]

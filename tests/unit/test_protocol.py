@@ -45,8 +45,8 @@ REQUESTS = [
     p.KeysOf(23, "p", INDEXES),
     p.ListKeys(24, "p"),
     p.GetStats(25),
-    p.Freeze(26, 5.0),
-    p.Thaw(27),
+    p.Freeze(26, 1, 5.0),
+    p.Thaw(27, 1),
     p.Stage(28, p.pack_indexes([3, 4])),
     p.Restore(29, b"state", 7),
 ]

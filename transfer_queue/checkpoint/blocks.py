@@ -26,9 +26,9 @@ READ_NBYTES = 32 * 1024 * 1024
 
 def dtype_of(layout: Layout) -> np.dtype[Any]:
     """What the elements are in a .npy file."""
-    if layout.dtype in _NUMPY:
-        return np.dtype(np.dtype(layout.dtype).newbyteorder("<"))
-    return np.dtype(f"<u{layout.itemsize}" if layout.itemsize in (1, 2, 4, 8) else f"V{layout.itemsize}")
+    unsigned = f"u{layout.itemsize}" if layout.itemsize in (1, 2, 4, 8) else f"V{layout.itemsize}"
+    dtype: np.dtype[Any] = np.dtype(layout.dtype if layout.dtype in _NUMPY else unsigned).newbyteorder("<")
+    return dtype
 
 
 class FieldWriter:
@@ -184,34 +184,42 @@ class BlockReader:
                 raise CheckpointError(f"the rows of {self._values.path} don't follow each other.")
         if block.shapes is not None:
             self._shapes = SavedFile(directory, block.shapes).array(INT64, (block.rows, len(block.layout.shape)))
+        self._skip = self._header()
 
     def chunks(self) -> Iterator[tuple[IntArray, Piece]]:
         """(samples, their rows), a few MiB at a time."""
         layout = self._block.layout
-        itemsize = layout.itemsize if layout.kind == "ragged" else 1
-        starts = (np.arange(self._block.rows + 1) * layout.row_nbytes) if self._offsets is None else self._offsets
-        edges = starts * itemsize
+        if self._offsets is None:
+            edges = np.arange(self._block.rows + 1) * layout.row_nbytes
+        else:
+            edges = self._offsets * (layout.itemsize if layout.kind == "ragged" else 1)
         cuts = _cuts(edges)
         sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
-        for (start, stop), data in zip(cuts, self._values.parts(sizes, self._skip()), strict=True):
+        for (start, stop), data in zip(cuts, self._values.parts(sizes, self._skip), strict=True):
             try:
                 piece = Piece.received(layout, stop - start, data, self._side(start, stop))
             except ProtocolError as error:
                 raise CheckpointError(f"{self._values.path} contradicts itself: {error}.") from error
             yield self.samples[start:stop], piece
 
-    def _skip(self) -> int:
-        layout, block = self._block.layout, self._block
-        if layout.kind == "objects":
-            return 0
-        shape = (block.rows, *layout.shape) if self._offsets is None else (int(self._offsets[-1]),)
-        return self._values.header(dtype_of(layout), shape)
+    def _header(self) -> int:
+        """How many bytes come before the values. Raises CheckpointError where the rows don't make the file."""
+        layout, block, nbytes = self._block.layout, self._block, 0
+        end = block.rows if self._offsets is None else int(self._offsets[-1])
+        if layout.kind != "objects":
+            shape = (end, *layout.shape) if layout.kind == "dense" else (end,)
+            nbytes = self._values.header(dtype_of(layout), shape)
+        entry = {"dense": layout.row_nbytes, "ragged": layout.itemsize, "objects": 1}[layout.kind]
+        if nbytes + end * entry != block.values.nbytes:
+            raise CheckpointError(f"{self._values.path} has other rows than its list says.")
+        return nbytes
 
     def _side(self, start: int, stop: int) -> IntArray | None:
         if self._offsets is None:
             return None
         if self._block.layout == OBJECTS:
-            return self._offsets[start : stop + 1] - self._offsets[start]
+            edges: IntArray = self._offsets[start : stop + 1] - self._offsets[start]
+            return edges
         shapes = np.diff(self._offsets[start : stop + 1]) if self._shapes is None else self._shapes[start:stop]
         side: IntArray = np.ascontiguousarray(shapes).reshape(-1)
         return side

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from transfer_queue.checkpoint.manifest import CONTROLLER, METADATA, STORAGE
+from transfer_queue.checkpoint.npy import sync
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
 
 _OURS = {METADATA, CONTROLLER, STORAGE}
@@ -33,12 +37,14 @@ class Staging:
             CheckpointError: something else is there, or somebody else saves to the same place now.
         """
         try:
+            repair(self.target)
             self._check_target()
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._take_over()
+            if self.path.exists():  # what a killed save left behind
+                with _locked(self.path):
+                    _remove(self.path)
             self.path.mkdir()
-            self._lock = os.open(self.path, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _lock(self.path)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -46,35 +52,24 @@ class Staging:
         return self
 
     def _check_target(self) -> None:
-        there = self.target
-        if there.exists() and not is_checkpoint(there) and any(there.iterdir()):
-            raise CheckpointError(f"{there} is there and no checkpoint, so it is not replaced. Name another place.")
-
-    def _take_over(self) -> None:
-        """Remove what a killed save left behind."""
-        if not self.path.exists():
-            return
-        lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It may be the only whole checkpoint: of a save that was killed in the middle of its swap.
-            repair(self.target)
-            _remove(self.path)
-        except BlockingIOError as error:
-            raise CheckpointError(f"somebody else is saving to {self.target} now: {self.path} is in use.") from error
-        finally:
-            os.close(lock)
+        if self.target.exists() and (foreign := _foreign(self.target)):
+            raise CheckpointError(
+                f"{self.target} is there and holds something else ({foreign[0]}), so it is not replaced. Name another "
+                f"place."
+            )
 
     def commit(self) -> None:
         """The files are complete: put them in their place."""
         try:
             old = _beside(self.target, ".old")
             _remove(old)
-            _sync(self.path)
+            for directory, _, files in os.walk(self.path):
+                for name in (*files, "."):
+                    sync(Path(directory) / name)
             if self.target.exists():
                 os.rename(self.target, old)
             os.rename(self.path, self.target)
-            _sync(self.target.parent)
+            sync(self.target.parent)
             _remove(old)
         except OSError as error:
             raise self._failed(error) from error
@@ -82,20 +77,16 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-        if error is None:
-            return
-        if not self.target.exists():
-            repair(self.target)
-        shutil.rmtree(self.path, ignore_errors=True)
+        if error is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                repair(self.target)
+        os.close(self._lock)
         if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> CheckpointError:
-        if isinstance(error, CheckpointError):
-            return error
-        there = "the earlier checkpoint there is as it was" if self.target.exists() else "nothing was left there"
+        there = "the earlier checkpoint there is as it was" if is_checkpoint(self.target) else "nothing was left there"
         return CheckpointError(f"the checkpoint {self.target} could not be written: {error}; {there}.")
 
 
@@ -107,10 +98,14 @@ def is_checkpoint(path: Path) -> bool:
 def repair(target: Path) -> None:
     """Finish a swap that broke off between its two renames: the new checkpoint takes its place, or else the old one."""
     new, old = _beside(target, ".tmp"), _beside(target, ".old")
-    if not target.exists() and old.exists():
-        os.rename(new if is_checkpoint(new) else old, target)
-    if is_checkpoint(target):
-        _remove(old)
+    if target.exists() or not old.exists():
+        return
+    if not is_checkpoint(new):
+        os.rename(old, target)
+        return
+    with _locked(new):
+        os.rename(new, target)
+    _remove(old)
 
 
 def find(target: str | os.PathLike[str]) -> Path:
@@ -122,9 +117,8 @@ def find(target: str | os.PathLike[str]) -> Path:
     path = Path(target).absolute()
     try:
         repair(path)
-    except OSError:
-        if not path.exists():  # else it can be read all the same
-            raise
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} was left by a save that broke off: {error}.") from error
     if not path.is_dir():
         raise CheckpointNotFoundError(f"no checkpoint at {path}: there is no such directory.")
     if not is_checkpoint(path):
@@ -132,20 +126,35 @@ def find(target: str | os.PathLike[str]) -> Path:
     return path
 
 
+@contextmanager
+def _locked(staged: Path) -> Iterator[None]:
+    lock = _lock(staged)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(staged: Path) -> int:
+    """A save that is under way holds it; it falls with its process."""
+    lock = os.open(staged, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise CheckpointError(f"somebody else is saving a checkpoint there now: {staged} is in use.") from error
+    return lock
+
+
 def _remove(path: Path) -> None:
     """A directory of ours; anything else that has its name is left alone."""
     if not path.exists():
         return
-    foreign = {entry.name for entry in path.iterdir()} - _OURS
-    if foreign:
-        raise CheckpointError(f"{path} is in the way and not ours: it holds {sorted(foreign)[:3]}. Move it elsewhere.")
+    if foreign := _foreign(path):
+        raise CheckpointError(f"{path} is in the way and holds something else ({foreign[0]}). Move it elsewhere.")
     shutil.rmtree(path)
 
 
-def _sync(directory: Path) -> None:
-    """Make the names in it last."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _foreign(path: Path) -> list[str]:
+    """Names in this directory that no checkpoint has."""
+    return sorted({entry.name for entry in path.iterdir()} - _OURS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ _DIGITS = 20  # of the number of rows, which is known only when all are written
 
 
 class GrowingFile:
-    """Bytes one after the other. ``close`` makes them last, and tells what was written."""
+    """Bytes one after the other. ``close`` tells what was written; ``sync`` makes it last."""
 
     def __init__(self, path: Path, header: bytes = b"") -> None:
         self._path = path
@@ -40,8 +41,6 @@ class GrowingFile:
         with self._file as file:
             file.seek(0)
             file.write(header)
-            file.flush()
-            os.fsync(file.fileno())
         return DataFile(self._path.name, self._header_nbytes + self._nbytes, self._crc)
 
     def discard(self) -> None:
@@ -100,7 +99,18 @@ def replace_bytes(path: Path, data: bytes) -> None:
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
     write_bytes(beside, data)
+    sync(beside)
     beside.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """What was written to this file, or the names in this directory, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class SavedFile:
@@ -131,7 +141,7 @@ class SavedFile:
         with open(self.path, "rb") as file:
             file.seek(skip)
             for size in sizes:
-                part = np.empty(size, np.uint8)
+                part = np.empty(size if 0 <= size <= self._expected.nbytes else 0, np.uint8)
                 if file.readinto(part.data) != size:
                     raise CheckpointError(f"{self.path} ends too early: its rows take more bytes than it has.")
                 crc = zlib.crc32(part.data, crc)
@@ -162,6 +172,6 @@ class SavedFile:
 
     def array(self, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
         """The whole of a .npy file."""
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         (data,) = self.parts([nbytes], self.header(dtype, shape))
         return data.view(dtype).reshape(tuple(shape))

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,27 @@ from transfer_queue.checkpoint.npy import SavedFile, write_bytes
 from transfer_queue.checkpoint.values import SavedValues
 from transfer_queue.control.saved import SavedQueue
 from transfer_queue.control.snapshot import decode
-from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, InvalidRequestError
+from transfer_queue.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidRequestError,
+    TransferQueueError,
+)
 
 
 class _Format(msgspec.Struct):
     format: int
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, what the disk refuses is a CheckpointError."""
+    try:
+        yield
+    except TransferQueueError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {os.fspath(path)} can't be read: {error}.") from error
 
 
 class Opened:

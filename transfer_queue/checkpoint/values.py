@@ -31,8 +31,16 @@ _MOST_ROWS = 1 << 16
 
 
 async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Files take long, and on an event loop must not hold up everything else."""
-    return function(*args, **kwargs) if is_blocking() else await asyncio.to_thread(function, *args, **kwargs)
+    """Files take long, and on an event loop must not hold up everything else. Who is cancelled waits for the end."""
+    if is_blocking():
+        return function(*args, **kwargs)
+    running = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        # What it works on is put away next, and must not be put away under its hands.
+        await asyncio.wait([running])
+        raise
 
 
 # ---- saving ----
@@ -107,6 +115,9 @@ async def _read(
 
 def _patterns(has: NDArray[np.bool_]) -> Iterator[tuple[list[int], IntArray]]:
     """(fields, samples that have just these), without those that have none."""
+    if has.all():
+        yield list(range(len(has))), np.arange(has.shape[1])
+        return
     patterns, which = np.unique(has, axis=1, return_inverse=True)
     for number in range(patterns.shape[1]):
         fields = patterns[:, number].nonzero()[0].tolist()

@@ -41,13 +41,12 @@ def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Rep
         data = snapshot(state, now)
     except TransferQueueError as error:  # of a sampler
         return p.Failed(request.id, *to_wire(error))
-    # Of a save that this client gave up: nobody else would drop them.
-    state.orphans.append(state.frozen.begin(client, live_indexes(state)))
+    state.frozen.begin(client, request.number, live_indexes(state))
     return p.Frozen(request.id, data)
 
 
 def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:
-    return p.Cleared(request.id, p.pack_indexes(state.frozen.end(client)))
+    return p.Cleared(request.id, p.pack_indexes(state.frozen.end(client, request.number)))
 
 
 def park_rewrite(state: PlaneState, client: str, request: Rewrite, now: float) -> bool:
@@ -139,9 +138,10 @@ def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p
 
 
 def _check_staged(state: PlaneState, client: str, indexes: p.Indexes) -> None:
-    staged = np.concatenate([np.empty(0, dtype=np.int64), *state.staged.get(client, ())])
-    others = np.setdiff1d(indexes, staged)
-    if len(others) and others[0] < state.allocator.next_index:
+    used = indexes[indexes < state.allocator.next_index]
+    staged = np.concatenate([np.full(1, -1, dtype=np.int64), *state.staged.get(client, ())])
+    staged.sort()
+    if (staged[staged.searchsorted(used, side="right") - 1] != used).any():
         raise CheckpointError(
             "the saved samples' indexes are in use here, and no others were set aside for them. Load the storage part "
             "of the checkpoint first, with the same client."

@@ -29,24 +29,22 @@ class _Freeze:
 
 
 class Frozen:
-    """One freeze per client. ``leaves``: writers that were allowed to replace values and haven't said that they did."""
+    """Freezes by client and number. A leave: a writer may replace values, and hasn't said yet what became of that."""
 
     def __init__(self) -> None:
-        self._freezes: dict[str, _Freeze] = {}
+        self._freezes: dict[tuple[str, int], _Freeze] = {}
         self._leaves: dict[str, Counter[tuple[str, bytes]]] = {}
 
-    def begin(self, client: str, indexes: Indexes) -> Indexes:
-        """Returns what may be dropped: of a freeze that the client didn't end."""
-        dropped = self.end(client)
-        self._freezes[client] = _Freeze(np.sort(indexes))
-        return dropped
+    def begin(self, client: str, number: int, indexes: Indexes) -> None:
+        self._freezes[client, number] = _Freeze(np.sort(indexes))
 
-    def end(self, client: str) -> Indexes:
+    def end(self, client: str, number: int) -> Indexes:
         """Returns what was cleared since, and may be dropped now."""
-        freeze = self._freezes.pop(client, None)
+        freeze = self._freezes.pop((client, number), None)
         if freeze is None or not freeze.kept:
             return np.empty(0, dtype=np.int64)
-        return self.keep(np.unique(np.concatenate(freeze.kept)))
+        kept = np.sort(np.concatenate(freeze.kept))  # many times faster than np.unique, which hashes
+        return self.keep(kept[np.diff(kept, prepend=-1) > 0])
 
     def keep(self, cleared: Indexes) -> Indexes:
         """Those of cleared samples whose values may be dropped now; the others are told by ``end``."""
@@ -87,6 +85,7 @@ class Frozen:
         if not mine:
             del self._leaves[client]
 
-    def end_leaves(self, client: str) -> None:
-        """The client has ended."""
+    def client_gone(self, client: str) -> list[Indexes]:
+        """Its freezes and leaves end; returns what ``end`` returns."""
         self._leaves.pop(client, None)
+        return [self.end(*key) for key in list(self._freezes) if key[0] == client]

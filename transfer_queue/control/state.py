@@ -99,8 +99,7 @@ class PlaneState:
 
     def client_gone(self, client: str) -> None:
         """What it kept from being dropped, or stored for a restore, is an orphan now."""
-        self.frozen.end_leaves(client)
-        self.orphans += [self.frozen.end(client), *self.staged.pop(client, ())]
+        self.orphans += [*self.frozen.client_gone(client), *self.staged.pop(client, ())]
 
     def unstage(self, client: str, given_up: Indexes) -> None:
         """These samples won't be restored."""

@@ -14,6 +14,7 @@ from transfer_queue.protocol import Indexes, Tags
 _COLUMN = "tags"
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Tags)
+_list_decoder = msgspec.msgpack.Decoder(list[Tags])
 
 
 class TagStore(Mapping[int, Tags]):
@@ -47,9 +48,14 @@ class TagStore(Mapping[int, Tags]):
         return tagged, packed[tagged].tolist()
 
     def load(self, rows: Rows, packed: Sequence[bytes]) -> None:
-        """Tags of these rows. Raises msgspec.DecodeError for what are none."""
+        """Tags of these rows; the store must be new. Raises msgspec.DecodeError for what are none."""
+        if not len(packed):
+            return
+        _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # a msgpack array of them
+        self._table.add_column(_COLUMN, np.object_, None)
+        column = self._table.column(_COLUMN)
         for row, own in zip(rows.tolist(), packed, strict=True):
-            self.put(row, _decoder.decode(own), merge=False)
+            column[row] = own
 
     def forget(self, rows: Rows) -> None:
         """These rows' samples are gone."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from transfer_queue import protocol as p
 from transfer_queue.checkpoint.directory import Staging
 from transfer_queue.checkpoint.manifest import CONTROLLER, STORAGE
 from transfer_queue.checkpoint.npy import replace_bytes, write_bytes
-from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values
+from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
 from transfer_queue.checkpoint.values import SavedValues, off_loop, save_values
 from transfer_queue.control.saved import SavedQueue
 from transfer_queue.control.snapshot import decode, saved_indexes
@@ -33,6 +34,7 @@ class Checkpoints(Line):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shift = 0
+        self._freezes = itertools.count(1)
 
     async def async_save_checkpoint(
         self, checkpoint_dir: AnyPath, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
@@ -50,7 +52,7 @@ class Checkpoints(Line):
         if not include_storage:
             _log.warning("include_storage=False is ignored: SimpleStorage holds values in memory only, they are saved.")
         staging = Staging(checkpoint_dir)
-        await off_loop(staging.begin)
+        staging.begin()
         with staging:
             async with self._frozen() as state:
                 controller = await off_loop(write_bytes, staging.path / CONTROLLER, state)
@@ -69,8 +71,9 @@ class Checkpoints(Line):
             CheckpointError: foreign, damaged, of a newer version. The queue is as it was.
             StorageFullError: it doesn't fit beside what the queue holds. The queue is as it was.
         """
-        opened = await off_loop(Opened, checkpoint_dir)
-        await self._load(opened.data, opened.state, opened.values)
+        with reading(checkpoint_dir):
+            opened = await off_loop(Opened, checkpoint_dir)
+            await self._load(opened.data, opened.state, opened.values)
 
     async def async_save_controller_checkpoint(self, path: AnyPath) -> None:
         """Save the state of the queue alone, without values, to a file."""
@@ -79,7 +82,8 @@ class Checkpoints(Line):
 
     async def async_load_controller_checkpoint(self, path: AnyPath) -> None:
         """Replace the state of the queue by a saved one, whose values ``load_storage_checkpoint`` has stored."""
-        data = await off_loop(read_state, Path(path))
+        with reading(path):
+            data = await off_loop(read_state, Path(path))
         shift, self._shift = self._shift, 0
         await self._restore(data, shift)
 
@@ -97,26 +101,26 @@ class Checkpoints(Line):
     async def async_load_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
         """Store the values of a checkpoint; ``load_controller_checkpoint`` of the same client makes them visible."""
         directory = Path(checkpoint_dir)
-        saved = decode(await off_loop(read_state, directory / CONTROLLER))
-        self._shift = await self._store(saved, await off_loop(read_values, directory, saved))
+        with reading(directory):
+            saved = decode(await off_loop(read_state, directory / CONTROLLER))
+            self._shift = await self._store(saved, await off_loop(read_values, directory, saved))
 
     # ---- saving ----
 
     @asynccontextmanager
     async def _frozen(self) -> AsyncIterator[bytes]:
         """The queue's state; inside, the values that belong to it stay as they are."""
+        number, wait_s = next(self._freezes), self.session.timeout_s
         try:
-            wait_s = self.session.timeout_s
-            yield (await self.session.ask(p.Freeze, p.Frozen, wait_s, wait_s=wait_s)).state
+            yield (await self.session.ask(p.Freeze, p.Frozen, number, wait_s, wait_s=wait_s)).state
         except BaseException:
             with contextlib.suppress(TransferQueueError):  # the first error is the one to tell
-                await self._thaw()
+                await self._thaw(number)
             raise
-        await self._thaw()
+        await self._thaw(number)
 
-    async def _thaw(self) -> None:
-        cleared = await self.session.ask(p.Thaw, p.Cleared)
-        await self._drop(cleared)
+    async def _thaw(self, number: int) -> None:
+        await self._drop(await self.session.ask(p.Thaw, p.Cleared, number))
 
     async def _save_storage(self, directory: Path) -> None:
         twin = getattr(self, "save_storage_checkpoint", None)

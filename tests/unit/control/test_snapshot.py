@@ -47,9 +47,9 @@ SAVER = "saver"
 
 
 def save(plane: ControlPlane, now: float = 0.0) -> bytes:
-    frozen = ask(plane, SAVER, p.Freeze, now=now)
+    frozen = ask(plane, SAVER, p.Freeze, 1, now=now)
     assert isinstance(frozen, p.Frozen), frozen
-    assert indexes(ask(plane, SAVER, p.Thaw)) == []
+    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == []
     return frozen.state
 
 
@@ -68,15 +68,15 @@ class RestoredMachine(PlaneMachine):
     def restart(self) -> None:
         for client in CLIENTS:
             self.client_gone(client, died=False)
-        state = self.ask("anna", p.Freeze).state
-        assert self.ask("anna", p.Thaw).indexes == b""
+        state = self.ask("anna", p.Freeze, 1).state
+        assert self.ask("anna", p.Thaw, 1).indexes == b""
         self.plane = ControlPlane(PlaneConfig(capacity=self.capacity, producer_grace_s=GRACE_S))
         (answer,) = self.plane.handle("anna", p.Restore(1, state), self.now)
         assert answer.reply == p.Cleared(1, b"")
         self.plane.check_invariants()
-        again = self.ask("anna", p.Freeze).state
+        again = self.ask("anna", p.Freeze, 1).state
         assert msgspec.msgpack.decode(again) == msgspec.msgpack.decode(state), "nothing was lost on the way"
-        self.ask("anna", p.Thaw)
+        self.ask("anna", p.Thaw, 1)
         for partition in self.model.values():  # who produces what isn't saved: processes are others then
             partition.alive.clear()
             partition.died_at.clear()
@@ -195,7 +195,7 @@ class Forgetful(BaseSampler):
 
 def test_a_sampler_that_remembers_what_no_file_can_hold_is_named(make_plane):
     plane = make_plane(sampler=Forgetful())
-    refused(ask(plane, SAVER, p.Freeze), "CheckpointError", "save_checkpoint() must return plain data")
+    refused(ask(plane, SAVER, p.Freeze, 1), "CheckpointError", "save_checkpoint() must return plain data")
     put(plane, 1)
     assert clear(plane, [0]) == [0]
 
@@ -325,29 +325,31 @@ def test_bytes_that_are_no_state_are_refused(plane):
 def test_what_is_cleared_meanwhile_is_hidden_at_once_and_dropped_afterwards(plane):
     put(plane, 4)
     put(plane, 2, partition="q")
-    ask(plane, SAVER, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
     late = put(plane, 1)
     assert clear(plane, [0, 1, *late]) == late
     assert indexes(ask(plane, ACTOR, p.ClearPartition, "q")) == []
     assert batch(plane, 2) == [2, 3]
     assert clear_consumed(plane) == []
-    assert indexes(ask(plane, SAVER, p.Thaw)) == [0, 1, 2, 3, 4, 5]
-    assert indexes(ask(plane, SAVER, p.Thaw)) == []
+    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == [0, 1, 2, 3, 4, 5]
+    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == []
 
 
-def test_two_may_save_at_a_time(plane):
+@pytest.mark.parametrize("other", [(SAVER, 2), (CRITIC, 1)])
+def test_two_may_save_at_a_time(plane, other):
+    client, number = other
     put(plane, 3)
-    ask(plane, SAVER, p.Freeze)
-    ask(plane, CRITIC, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
+    ask(plane, client, p.Freeze, number)
     assert clear(plane, [0]) == []
-    assert indexes(ask(plane, SAVER, p.Thaw)) == []
+    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == []
     assert clear(plane, [1]) == []
-    assert indexes(ask(plane, CRITIC, p.Thaw)) == [0, 1]
+    assert indexes(ask(plane, client, p.Thaw, number)) == [0, 1]
 
 
 def test_what_a_saver_kept_is_dropped_when_it_ends(plane):
     put(plane, 2)
-    ask(plane, SAVER, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
     clear(plane, [1])
     plane.client_gone(SAVER, 0.0)
     assert [part.tolist() for part in plane.take_orphans()] == [[1]]
@@ -356,25 +358,25 @@ def test_what_a_saver_kept_is_dropped_when_it_ends(plane):
 
 def test_a_put_that_replaces_values_waits_until_they_are_read(plane):
     mine = p.pack_indexes(put(plane, 2))
-    ask(plane, SAVER, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
     other = p.pack_indexes(put(plane, 1))
     assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", other, {"x": INT}, 9.0), p.Done), "not being saved"
     assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", mine, {"r": INT}, 9.0), p.Done), "replaces nothing"
     assert ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None
-    assert [type(to.reply) for to in send(plane, SAVER, p.Thaw)] == [p.Cleared, p.Done]
+    assert [type(to.reply) for to in send(plane, SAVER, p.Thaw, 1)] == [p.Cleared, p.Done]
     refused(ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": FLOAT}), "SchemaConflictError")
 
 
 def test_a_put_by_key_that_replaces_values_waits_and_new_keys_and_tags_do_not(plane):
     samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
     publish(plane, samples, "x")
-    ask(plane, SAVER, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
     keyed = {"create": True, "hold": True, "wait_s": 9.0}
     assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["x"]) is None
     assert len(indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["v"], **keyed, writes=["x"]))) == 1
     assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed)) == samples
     assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["r"])) == samples
-    (_, answer) = send(plane, SAVER, p.Thaw)
+    (_, answer) = send(plane, SAVER, p.Thaw, 1)
     assert indexes(answer.reply) == samples
 
 
@@ -382,14 +384,14 @@ def test_a_put_that_waits_for_a_save_holds_up_no_other_put(make_plane):
     plane = make_plane(capacity=3)
     samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
     publish(plane, samples, "x")
-    ask(plane, SAVER, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
     assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], True, True, {}, 9.0, ["x"]) is None
     assert reserve(plane, 2) == [1, 2]
 
 
 def test_a_put_that_waits_for_a_save_in_vain_is_told_so(plane):
     mine = p.pack_indexes(put(plane, 2))
-    ask(plane, SAVER, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
     assert ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None
     assert plane.expire(8.5) == []
     (late,) = plane.expire(9.0)
@@ -406,7 +408,7 @@ def leave(plane: ControlPlane) -> bytes:
 @pytest.mark.parametrize("how", ["publish", "cancel", "end"])
 def test_a_save_waits_for_writers_that_are_replacing_values(plane, how):
     mine = leave(plane)
-    assert ask(plane, SAVER, p.Freeze, 9.0) is None
+    assert ask(plane, SAVER, p.Freeze, 1, 9.0) is None
     assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None, "a save that waits goes first"
     if how == "publish":
         replies = send(plane, REWARDER, p.Publish, "p", mine, {"x": INT})[1:]
@@ -415,12 +417,13 @@ def test_a_save_waits_for_writers_that_are_replacing_values(plane, how):
     else:
         replies = plane.client_gone(REWARDER, 0.0)
     assert [(to.client, type(to.reply)) for to in replies] == [(SAVER, p.Frozen)]
-    assert [(to.client, type(to.reply)) for to in send(plane, SAVER, p.Thaw)] == [(SAVER, p.Cleared), (CRITIC, p.Done)]
+    thawed = send(plane, SAVER, p.Thaw, 1)
+    assert [(to.client, type(to.reply)) for to in thawed] == [(SAVER, p.Cleared), (CRITIC, p.Done)]
 
 
 def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_long_only(plane):
     mine = leave(plane)
-    assert ask(plane, SAVER, p.Freeze, 9.0) is None
+    assert ask(plane, SAVER, p.Freeze, 1, 9.0) is None
     (answer,) = plane.expire(9.0)
     assert isinstance(answer.reply, p.Frozen)
     assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 99.0) is None
@@ -429,8 +432,8 @@ def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_
 
 def test_what_is_being_saved_is_not_taken_back_from_a_writer_that_died(plane):
     samples = put(plane, 2)
-    ask(plane, SAVER, p.Freeze)
+    ask(plane, SAVER, p.Freeze, 1)
     clear(plane, [0])
     assert plane.unpublished(p.unpack_indexes(p.pack_indexes(samples)), ["x"]).tolist() == []
     assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(samples))) == []
-    assert indexes(ask(plane, SAVER, p.Thaw)) == [0]
+    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == [0]

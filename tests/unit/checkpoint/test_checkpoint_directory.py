@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whenever a save is killed, what lies at its place is a whole checkpoint: the earlier one, or the new one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transfer_queue.checkpoint.directory import Staging, find
+from transfer_queue.checkpoint.manifest import CONTROLLER, METADATA
+from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
+
+
+class Killed(BaseException):
+    """The process is gone: nothing of it runs any more."""
+
+
+def save(target: Path, what: str) -> Staging:
+    """All of a save but its end."""
+    staging = Staging(target)
+    staging.begin()
+    (staging.path / CONTROLLER).write_text(what)
+    (staging.path / METADATA).write_text("{}")
+    return staging
+
+
+def what_is_at(target: Path) -> str:
+    return (find(target) / CONTROLLER).read_text()
+
+
+STEPS = [(os, "rename"), (shutil, "rmtree"), (os, "fsync"), (os, "mkdir"), (os, "unlink"), (os, "rmdir")]
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """The process ends instead of its ``number``-th step that changes what lies on the disk; what it did is kept."""
+    done: list[str] = []
+
+    def dying(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if len(done) == number:
+                raise Killed
+            done.append(name)
+            return step(*args, **kwargs)
+
+        return run
+
+    for module, name in STEPS:
+        monkeypatch.setattr(module, name, dying(name, getattr(module, name)))
+    return done
+
+
+def interrupted_save(target: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> bool:
+    """Was it killed?"""
+    with monkeypatch.context() as patched:
+        kill_at(patched, number)
+        staging = None
+        try:
+            staging = save(target, "new")
+            staging.commit()
+        except Killed:
+            return True
+        finally:
+            if staging is not None:
+                os.close(staging._lock)  # as the kernel does for a process that ended
+    return False
+
+
+def test_a_save_that_is_killed_at_any_step_leaves_the_earlier_checkpoint_or_the_new_one(tmp_path, monkeypatch):
+    found, number, killed = set(), 0, True
+    while killed:
+        target = tmp_path / str(number) / "c"
+        with save(target, "earlier") as staging:
+            staging.commit()
+        killed = interrupted_save(target, monkeypatch, number)
+        found.add(what_is_at(target))
+        with save(target, "next") as staging:
+            staging.commit()
+        assert what_is_at(target) == "next"
+        assert os.listdir(target.parent) == ["c"]
+        number += 1
+    assert found == {"earlier", "new"}
+    assert number > 8
+
+
+def test_a_first_save_that_is_killed_at_any_step_leaves_nothing_or_all(tmp_path, monkeypatch):
+    number, killed, found = 0, True, set()
+    while killed:
+        target = tmp_path / str(number) / "c"
+        killed = interrupted_save(target, monkeypatch, number)
+        try:
+            found.add(what_is_at(target))
+        except CheckpointNotFoundError:
+            found.add("nothing")
+        number += 1
+    assert found == {"nothing", "new"}
+
+
+@pytest.mark.parametrize("step", ["rename", "fsync"])
+def test_a_save_whose_disk_refuses_any_step_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, step):
+    target, real, failures = tmp_path / "c", getattr(os, step), 0
+    with save(target, "earlier") as staging:
+        staging.commit()
+    for number in range(2):
+        calls = iter(range(100))
+
+        def refusing(*args: Any, fail_at: int = number, calls: Any = calls) -> Any:
+            if next(calls) == fail_at:
+                raise OSError(5, "Input/output error")
+            return real(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, step, refusing)
+            with (
+                pytest.raises(CheckpointError, match=r"could not be written: .*Input/output error"),
+                save(target, "new") as staging,
+            ):
+                staging.commit()
+        failures += 1
+        assert what_is_at(target) == "earlier"
+        assert os.listdir(tmp_path) == ["c"]
+    assert failures == 2
+
+
+def test_an_error_inside_leaves_nothing_and_comes_out_as_it_is(tmp_path):
+    with pytest.raises(KeyError), save(tmp_path / "c", "new"):
+        raise KeyError("mine")
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_saves_to_one_place_are_told_apart(tmp_path):
+    with save(tmp_path / "c", "first") as first:
+        with pytest.raises(CheckpointError, match="somebody else is saving"):
+            Staging(tmp_path / "c").begin()
+        first.commit()
+    assert what_is_at(tmp_path / "c") == "first"
