@@ -152,8 +152,15 @@ def put_right(checkpoint: dict[str, Any], unstepped: int, known_length: bool) ->
         unstepped: Batches of an accumulation that no step has taken. Their gradients aren't in the checkpoint.
         known_length: Did the Trainer know the number of batches? Else it would count on from an epoch that is over.
     """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    loop = checkpoint["loops"]["fit_loop"]
+    progress, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     total, current = progress["total"], progress["current"]
+    if epochs["current"]["ready"] == epochs["current"]["processed"] == epochs["current"]["completed"] + 1:
+        # At the end of an epoch. With max_steps Lightning would end it once more, and so skip the next one.
+        for counts in epochs.values():
+            counts["completed"] = counts["processed"]
+        progress |= {"current": dict.fromkeys(current, 0), "is_last_batch": False}
+        return
     # Saved at the end of a batch: it counts as processed, and as completed when the checkpoint is loaded.
     at_batch_end = total["completed"] == total["processed"] - 1
     if progress["is_last_batch"] and at_batch_end and not known_length:

@@ -9,15 +9,37 @@ import inspect
 import re
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 _UNKNOWN_HERE = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.]+)", re.IGNORECASE)
 _UNKNOWN_IN_CLASS = re.compile(r"^Option '([\w.]+)' is not accepted")
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _KEY = re.compile(r'^Parser key "([^"]+)":?')
-_CLASS = re.compile(r"^(?:- )?Problem with given class_path '([^']+)':")
+_CLASS = re.compile(r"^Problem with given class_path '([^']+)':")
+_OF_TYPE = re.compile(r"^Expected a <class '([\w.]+)'>$")
 _FRAME = ("Does not validate against", "Subtypes:", "Errors:", "Given value")
 """Beginnings of lines that say how the parser came to its reasons, not what they are."""
+_GENERAL = (
+    "Not a valid subclass of",
+    "Subclass types expect",
+    "a class path ",
+    "a dict with",
+    "Expected a <class 'None",
+)
+"""Of reasons that hold for one of several types, which is seldom the one that was meant."""
+
+
+class _Reason(NamedTuple):
+    path: tuple[str, ...]
+    cls: str | None
+    """Whose options are meant."""
+    text: str
+
+    def weight(self) -> int:
+        """The least is the one to tell."""
+        if self.text.startswith(_GENERAL):
+            return 2
+        return 1 if _OF_TYPE.match(self.text) else 0
 
 
 def known_keys(parser: argparse.ArgumentParser) -> list[str]:
@@ -27,24 +49,41 @@ def known_keys(parser: argparse.ArgumentParser) -> list[str]:
 
 def explain(message: str, known: Iterable[str]) -> str:
     """One sentence out of a report of the parser, or of an exception on the way."""
-    path: list[str] = []
-    classes: list[str] = []
-    for line in (raw.strip() for raw in message.splitlines()):
+    reasons = _reasons(message)
+    if not reasons:
+        return message.strip()
+    least = min(reasons, key=_Reason.weight)
+    where = f"{'.'.join(least.path)}: " if least.path else ""
+    types = [found[1] for each in reasons if each.path == least.path and (found := _OF_TYPE.match(each.text))]
+    if least.weight() == 1:
+        return f"{where}expected {' or '.join(name for name in types if name != 'NoneType')}"
+    return where + _told(least, list(known))
+
+
+def _reasons(message: str) -> list[_Reason]:
+    """Every reason of a report, in its order. Indentation says which key and class one belongs to."""
+    within: list[tuple[int, str, bool]] = []
+    reasons = []
+    for raw in filter(str.strip, message.splitlines()):
+        line, indent = raw.strip().removeprefix("- "), len(raw) - len(raw.lstrip())
+        within = [each for each in within if each[0] < indent]
         if key := _KEY.match(line):
-            path.append(key[1])
+            within.append((indent, key[1], True))
             line = line[key.end() :].strip()
         if cls := _CLASS.match(line):
-            classes.append(cls[1])
+            within.append((indent, cls[1], False))
         elif line and not line.startswith(_FRAME):
-            where = f"{'.'.join(path)}: " if path else ""
-            return where + _reason(line.removeprefix("- "), classes, list(known))
-    return message.strip()
+            classes = [name for _, name, is_key in within if not is_key]
+            path = tuple(name for _, name, is_key in within if is_key)
+            reasons.append(_Reason(path, classes[-1] if classes else None, line))
+    return reasons
 
 
-def _reason(line: str, classes: list[str], known: list[str]) -> str:
-    if (option := _UNKNOWN_IN_CLASS.match(line)) and classes:
-        names = _parameters(classes[-1])
-        return f"{classes[-1]} has no option {option[1]!r}{_did_you_mean(option[1], names)} It has: {', '.join(names)}."
+def _told(reason: _Reason, known: list[str]) -> str:
+    line = reason.text
+    if (option := _UNKNOWN_IN_CLASS.match(line)) and reason.cls:
+        names = _parameters(reason.cls)
+        return f"{reason.cls} has no option {option[1]!r}{_did_you_mean(option[1], names)} It has: {', '.join(names)}."
     if key := _UNKNOWN_HERE.search(line):
         wrong, names = _first_unknown(key[1], known)
         return f"unknown key {wrong!r}{_did_you_mean(wrong.rpartition('.')[2], names)}"

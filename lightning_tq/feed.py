@@ -95,6 +95,8 @@ class Feed:
         """Did the live iterator start from a checkpoint's position? Then less than an epoch is left for it."""
         self.settled: Callable[[str], int] | None = None
         """How many first batches of a partition nobody will ask for again."""
+        self.is_over: Callable[[int], bool] | None = None
+        """Will the Trainer train nothing in this epoch, or so many later?"""
         self.on_whole: Callable[[BatchMeta], None] | None = None
         """Told of each batch all of whose micro-batches were trained."""
         self._restored = False
@@ -197,6 +199,9 @@ class Feed:
     def next_item(self, reading: Reading) -> TQBatch:
         """Wait for a batch. Raises what ended the run meanwhile; StopIteration at the end of the stream."""
         self._host.check()
+        if not self.taken and self._is_over():
+            reading.close()  # resumed from where training had ended: Lightning asks for a batch all the same
+            raise StopIteration
         started = self.waiting_since = time.perf_counter()
         try:
             batch = self._next(reading)
@@ -210,6 +215,9 @@ class Feed:
             self.waited_s += time.perf_counter() - started
         self.taken += 1
         return batch
+
+    def _is_over(self, epochs_ahead: int = 0) -> bool:
+        return self.is_over is not None and self.is_over(epochs_ahead)
 
     def _next(self, reading: Reading) -> TQBatch:
         whole: list[BatchMeta] = []
@@ -232,7 +240,7 @@ class Feed:
                 raise StopIteration
             return next(items)
         except StopIteration:
-            if self.taken or not (self.resumed and self.stage == "train" and self.stream.variables):
+            if self.taken or not (self.resumed and self.stage == "train" and self.stream.variables) or self._is_over(1):
                 raise
         # Resumed at the very end of an epoch: Lightning asks before it counts that epoch as done, and asks only once.
         self._host.check()

@@ -66,6 +66,7 @@ class Run:
             )
         for feed in self.of_stage("train"):
             feed.settled = lambda partition, feed=feed: settled(self._client, partition, feed.stream.task)
+            feed.is_over = self._is_over
             keeps = keeps_checkpoints(self.trainer) if self._ack == "auto" else self._ack == "checkpoint"
             self.books.append(Books(feed, self._client, self.topology, keeps, never=self._ack == "never"))
         self._watch.start()
@@ -86,6 +87,11 @@ class Run:
         # Not current_epoch: after a resume at the end of an epoch it lags behind until training starts.
         progress: Any = self.trainer.fit_loop.epoch_progress.current
         return int(progress.processed)
+
+    def _is_over(self, epochs_ahead: int) -> bool:
+        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
+        last = epochs not in (None, -1) and self.epoch + epochs_ahead >= int(epochs or 0)
+        return last or (steps != -1 and self.trainer.global_step >= steps)
 
     def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
         epoch, step = self.epoch + epochs_ahead, self.trainer.global_step

@@ -124,7 +124,8 @@ class Fetch(Request, frozen=True):
     """The next batch for a consumer, or the one it was given before. Parked up to ``wait_s`` seconds.
 
     ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not. ``first_index``:
-    the batches from there up to this one are drawn first, in their order, where nobody asked for them yet.
+    the batches from there up to this one are drawn first, in their order, where nobody asked for them yet. ``skip``:
+    rows at the start of a batch given before that the caller doesn't need again; they may be cleared.
     """
 
     partition: str
@@ -139,6 +140,7 @@ class Fetch(Request, frozen=True):
     sampler_args: dict[str, Any] = {}
     acks: list[str] = []
     first_index: int | None = None
+    skip: int = 0
 
 
 class Withdraw(Request, frozen=True):

@@ -71,6 +71,7 @@ class StalenessGuard(Callback):
         """Samples dropped in this fit, on all ranks."""
         self._gone = 0  # samples that training is done with, as of the last optimizer step: trained, dropped, left over
         self._since_step = 0  # trained since then
+        self._origin = 0  # of these the ones before the partition that is read now: its rounds are counted from there
         self._done_of: dict[str, int] = {}  # the same since the epoch began, by partition
         self._screened: deque[int] = deque()  # samples on all ranks of each batch that isn't trained yet
         self._version: int | None = None
@@ -84,7 +85,7 @@ class StalenessGuard(Callback):
             return
         feed = datamodule.train_feed()
         self._check(trainer, feed)
-        self.dropped = self._gone = self._since_step = 0
+        self.dropped = self._gone = self._since_step = self._origin = 0
         self._done_of.clear()
         self._screened.clear()
         self._version = None
@@ -95,6 +96,7 @@ class StalenessGuard(Callback):
             self._grants.begin()
             # Of leave that an earlier trainer gave, as much may be under way as it ever gave ahead.
             self._gone = max(0, self._grants.given - self._window(trainer))
+            self._origin = self._grants.given
 
     def _check(self, trainer: Trainer, feed: Feed) -> None:
         if self.pace and feed.replay:
@@ -114,11 +116,11 @@ class StalenessGuard(Callback):
 
     def _check_leave(self, trainer: Trainer, feed: Feed) -> None:
         """Does leave always reach for the whole batches that a step, and Lightning's look-ahead, ask for?"""
-        ranks, per_step = datamodule_of(trainer, "StalenessGuard").dp_size, self._per_step(trainer)
-        per_round = feed.stream.batch_size * ranks
+        per_step, per_round = self._per_step(trainer), self._per_round(trainer)
+        per_item = feed.stream.micro_size * datamodule_of(trainer, "StalenessGuard").dp_size
         looks_ahead = feed.stream.num_batches is None and not isinstance(trainer.limit_train_batches, int)
-        asked = per_step + looks_ahead * feed.stream.micro_size * ranks
-        starts = range(0, math.lcm(per_step, per_round), per_step)
+        asked = per_step + looks_ahead * per_item
+        starts = range(0, math.lcm(per_step, per_round), per_item if self.drop else per_step)
         most = max(math.ceil((start + asked) / per_round) * per_round - start for start in starts)
         least = math.ceil(most / per_step) - 1
         if self.max_staleness < least:
@@ -136,7 +138,7 @@ class StalenessGuard(Callback):
             return
         saved = (checkpoint.get("callbacks") or {}).get(self.state_key)
         if saved is not None and (self._grants is None or self._grants.given):  # the same producers go on
-            self._gone, self._since_step = int(saved["gone"]), int(saved["since_step"])
+            self._gone, self._since_step, self._origin = saved["gone"], saved["since_step"], saved["origin"]
             self._done_of = dict(saved["done_of"])
         self._give(trainer, int(checkpoint["global_step"]))
 
@@ -159,7 +161,9 @@ class StalenessGuard(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Samples that training is done with, as plain numbers."""
-        return {"gone": self._gone, "since_step": self._since_step, "done_of": dict(self._done_of)}
+        return {
+            "gone": self._gone, "since_step": self._since_step, "origin": self._origin, "done_of": dict(self._done_of)
+        }  # fmt: skip
 
     # ---- pacing ----
 
@@ -189,6 +193,7 @@ class StalenessGuard(Callback):
         partition = datamodule.client.get_stats()["partitions"].get(feed.partition)
         if partition is not None:
             self._gone += int(partition["published"]) - done
+            self._origin = self._gone + self._since_step
             self._give(trainer, trainer.global_step)
 
     def _count(self, meta: BatchMeta, samples: int) -> None:
@@ -198,7 +203,10 @@ class StalenessGuard(Callback):
     def _give(self, trainer: Trainer, version: int) -> None:
         self._version = version
         if self._grants is not None:
-            self._grants.give(self._gone + self._window(trainer), version)
+            # Whole rounds: which of its samples are trained first, and which some steps later, is up to the sampler.
+            per_round = self._per_round(trainer)
+            rounds = (self._gone + self._window(trainer) - self._origin) // per_round
+            self._grants.give(self._origin + rounds * per_round, version)
 
     def _window(self, trainer: Trainer) -> int:
         """Samples that may be under way: for the step that comes, and as many steps more as they may be old."""
@@ -209,6 +217,12 @@ class StalenessGuard(Callback):
             return self.samples_per_step
         datamodule = datamodule_of(trainer, "StalenessGuard")
         return datamodule.train_feed().stream.micro_size * datamodule.dp_size * trainer.accumulate_grad_batches
+
+    def _per_round(self, trainer: Trainer) -> int:
+        if self.samples_per_step is not None:
+            return 1  # batches have no fixed size
+        datamodule = datamodule_of(trainer, "StalenessGuard")
+        return datamodule.train_feed().stream.batch_size * datamodule.dp_size
 
     # ---- ages ----
 

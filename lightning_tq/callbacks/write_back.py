@@ -27,7 +27,7 @@ class WriteBack(Callback):
     only pad a batch, and the sanity check, are left out.
     """
 
-    # A put takes a millisecond or two (docs/lightning.md), so it is done in place: what failed fails this very step.
+    # A put takes some milliseconds (python -m benchmarks.callbacks), so it is done in place: what failed fails this very step.
 
     def __init__(self, fields: dict[str, str] | list[str], stage: Stage = "predict", loader: int | None = None) -> None:
         """Args:
@@ -124,8 +124,8 @@ def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, 
 
 def _rows(name: str, value: Any, samples: int) -> Any:
     """The value as a tensor on the host without a graph, or as a list; checked to have a row per sample."""
-    if isinstance(value, np.ndarray):
-        value = list(value) if value.dtype == object else torch.from_numpy(value)
+    if isinstance(value, np.ndarray) and value.ndim:
+        value = torch.tensor(value) if value.dtype.kind in "biufc" else value.tolist()
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         count = value.size(0) if value.ndim else None

@@ -235,6 +235,20 @@ def test_controller_and_storage_can_be_saved_and_restored_apart(tmp_path):
         assert held(client) == (6, 6)
 
 
+def test_samples_without_values_are_saved_too(tmp_path):
+    with started() as client:
+        inserted = client.get_meta(["x"], 3, "p", mode="insert")
+        tq.kv_put("k", "q", None, {"state": "pending"})
+        client.put(numbers(2), inserted.select_samples([0, 2]))
+        client.save_checkpoint(tmp_path / "c")
+    with started(units=3) as client:
+        client.load_checkpoint(tmp_path / "c")
+        assert tq.kv_list("q") == {"q": {"k": {"state": "pending"}}}
+        assert client.get_production_status(["x"], "p")[1].tolist() == [[1], [0], [1]]
+        client.put(numbers(1, 9), inserted.select_samples([1]))
+        assert values(client, fetch(client, 3, 0)) == [0, 9, 1]
+
+
 def test_pickled_values_are_saved_as_they_lie(tmp_path):
     with started(allow_pickle=True) as client:
         tq.kv_put("k", "p", {"x": threading.Event})

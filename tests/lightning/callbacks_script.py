@@ -159,7 +159,7 @@ def pacing(logs: Path) -> Job:
 
     class Ages(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            oldest.append(float(trainer.callback_metrics["staleness/max"]))
+            oldest.append(float(trainer.callback_metrics.get("staleness/max", 0.0)))
 
     def note(trainer: Trainer, model: Any) -> None:
         noted = json.dumps([oldest, model.indexes()])

@@ -56,6 +56,12 @@ def main(ranks: str, log_dir: str, plan: str) -> None:
     )  # fmt: skip
     trainer.fit(Collective(log_dir=log_dir), datamodule=datamodule)
     (Path(log_dir) / f"steps{trainer.global_rank}").write_text(str(trainer.global_step))
+    trainer.strategy.barrier()
+    if trainer.is_global_zero:
+        partitions = datamodule.client.get_stats()["partitions"]
+        still_open = [partitions[f"train@{epoch}"]["tasks"]["learn"]["in_flight"] for epoch in range(epochs)]
+        (Path(log_dir) / "open").write_text(json.dumps(still_open))
+    trainer.strategy.barrier()
 
 
 if __name__ == "__main__":

@@ -179,24 +179,34 @@ def test_a_clear_that_nobody_may_want_is_refused() -> None:
         TQDataModule(train=stream("train"), ack="always")  # type: ignore[arg-type]
 
 
-def counts(done: int) -> dict[str, int]:
-    """As at the end of a batch."""
-    return {"ready": done + 1, "completed": done, "started": done + 1, "processed": done + 1}
+def counts(done: int, more: int = 1) -> dict[str, int]:
+    """As at the end of a batch: one more is processed than is completed."""
+    return {"ready": done + more, "completed": done, "started": done + more, "processed": done + more}
 
 
 @pytest.mark.parametrize(
     ("is_last", "known", "unstepped", "total", "current"),
     [
-        (False, False, 2, 7, 2),
-        (False, True, 4, 5, 0),
-        (False, True, 0, 9, 4),
-        (True, True, 0, 9, 4),
-        (True, False, 0, 9, -1),
+        (False, False, 2, counts(7), counts(2)),
+        (False, True, 4, counts(5), counts(0)),
+        (False, True, 0, counts(9), counts(4)),
+        (True, True, 0, counts(9), counts(4)),
+        (True, False, 0, counts(9), counts(-1)),
     ],
 )
-def test_a_checkpoint_counts_steps_and_begins_an_epoch_anew(
-    is_last: bool, known: bool, unstepped: int, total: int, current: int
+def test_a_checkpoint_counts_what_is_in_a_step(
+    is_last: bool, known: bool, unstepped: int, total: dict[str, int], current: dict[str, int]
 ) -> None:
     progress = {"total": counts(9), "current": counts(4), "is_last_batch": is_last}
-    put_right({"loops": {"fit_loop": {"epoch_loop.batch_progress": progress}}}, unstepped, known)
-    assert progress == {"total": counts(total), "current": counts(current), "is_last_batch": is_last}
+    epochs = {"total": counts(1, 0), "current": counts(1, 0)}
+    loop = {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}
+    put_right({"loops": {"fit_loop": loop}}, unstepped, known)
+    assert progress == {"total": total, "current": current, "is_last_batch": is_last}
+
+
+def test_a_checkpoint_of_the_end_of_an_epoch_begins_the_next_one() -> None:
+    progress = {"total": counts(9, 0), "current": counts(4, 0), "is_last_batch": True}
+    epochs = {"total": counts(1), "current": counts(1)}
+    put_right({"loops": {"fit_loop": {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}}}, 0, True)
+    assert progress == {"total": counts(9, 0), "current": counts(0, 0), "is_last_batch": False}
+    assert epochs == {"total": counts(2, 0) | {"ready": 2}, "current": counts(2, 0)}

@@ -121,7 +121,8 @@ def test_rows_may_be_jagged_dense_arrays_or_objects_and_padding_is_left_out(data
         ragged = [torch.full((count,), count) for count in counts]
         return {
             "dense": torch.tensor([[count, count] for count in counts], dtype=torch.bfloat16),
-            "array": np.array(counts, dtype=np.int32),
+            "array": np.broadcast_to(np.array(counts, dtype=np.int32)[:, None], (len(counts), 2)),  # read-only
+            "words": np.array([f"{count} pears" for count in counts]),
             "nested": torch.nested.as_nested_tensor(ragged, layout=torch.jagged),
             "strided": torch.nested.as_nested_tensor([torch.ones(count, 2 * count) for count in counts]),
             "list": ragged,
@@ -129,7 +130,7 @@ def test_rows_may_be_jagged_dense_arrays_or_objects_and_padding_is_left_out(data
             "objects": [{"counts": [count]} for count in counts],
         }
 
-    names = ["dense", "array", "nested", "strided", "list", "objects"]
+    names = ["dense", "array", "words", "nested", "strided", "list", "objects"]
     dm = data(predict=stream("samples", task="score", tail="pad"))
     fill(dm.client, "samples", 6)  # the second batch of four has two rows of padding
     fields = {**{name: name for name in names}, "said": "text"}
@@ -138,7 +139,8 @@ def test_rows_may_be_jagged_dense_arrays_or_objects_and_padding_is_left_out(data
     counts = range(1, 7)
     assert found == {
         "dense": [[float(n)] * 2 for n in counts],
-        "array": list(counts),
+        "array": [[n] * 2 for n in counts],
+        "words": [f"{n} pears" for n in counts],
         "nested": [[n] * n for n in counts],
         "strided": [[[1.0] * 2 * n] * n for n in counts],
         "list": [[n] * n for n in counts],

@@ -53,6 +53,7 @@ def test_what_fills_no_round_is_left_out_on_all_ranks(
         assert (told in output) == bool(left)
     assert f"{13 % (ranks * size)} samples of partition 'val@0' could not fill a last round" in output
     assert len({rank.read_text() for rank in (tmp_path / "logs").glob("steps*")}) == 1
+    assert json.loads((tmp_path / "logs" / "open").read_text()) == [0, 0, 0]  # every rank's batches are settled
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -90,37 +90,87 @@ def test_an_older_checkpoint_is_refused_once_a_later_one_let_its_batches_go(
     assert len(model.indexes()) == 4
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_fit_goes_on_within_a_batch_whose_first_rows_were_cleared(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, step: int, workers: int
+) -> None:
+    class Clears(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if clears:
+                dm.client.clear_samples(batch.meta)
+            return loss
+
+    clears = True
+    dm = data(train=stream("train", batch_size=7, micro_batch_size=2, num_workers=workers))
+    indexes = fill(dm.client, "train", 14)
+    before, after = Clears(), Clears()
+    trainer(max_steps=step, callbacks=[Save(tmp_path)]).fit(before, datamodule=dm)
+    clears = False
+    again = TQDataModule(train=stream("train", batch_size=7, micro_batch_size=2, num_workers=workers))
+    trainer().fit(after, datamodule=again, ckpt_path=tmp_path / f"step={step}.ckpt")
+    assert before.indexes() + after.indexes() == indexes
+    assert [len(rows) for _, rows in after.seen["train"]] == [2, 2, 2, 1, 2, 2, 2, 1][step:]
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "epochs": {},
+    "steps": {"max_steps": 12},
+    "validation": {"val_check_interval": 4},
+}
+
+
 @pytest.mark.parametrize("options", [{}, {"num_batches": 10}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
-def test_a_checkpoint_within_an_accumulation_goes_on_behind_the_last_step(
-    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+@pytest.mark.parametrize("limits", LIMITS)
+def test_a_fit_goes_on_from_wherever_it_was_saved_as_if_it_had_not_stopped(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, limits: str, options: dict[str, Any]
 ) -> None:
     class Steps(Recorder):
+        """Notes (optimizer step, epoch, batch_idx, indexes)."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer.reset_parameters()
+            self.steps: list[tuple[int, int, int, list[int]]] = []
+
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            steps.append((self.global_step, batch_idx, list(batch.meta.global_indexes)))
+            self.steps.append((self.global_step, self.current_epoch, batch_idx, list(batch.meta.global_indexes)))
             return super().training_step(batch, batch_idx)
 
     class SaveEach(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / f"{len(steps)}.ckpt")
+        """At the end of some batches, within accumulations, too; of epochs; of validation."""
 
-    steps: list[tuple[int, int, list[int]]] = []
-    dm = data(train=stream("train@{epoch}", micro_batch_size=2, **options), ack="never")
-    for epoch in range(2):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if len(whole.steps) in (1, 6, 10, 11, 19):
+                self.save(trainer, "batch")
+
+        def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+            self.save(trainer, "epoch")
+
+        def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+            self.save(trainer, "validation")
+
+        def save(self, trainer: Trainer, where: str) -> None:
+            trainer.save_checkpoint(tmp_path / f"{where}{len(whole.steps)}.ckpt")
+
+    common = {"max_epochs": 3, "accumulate_grad_batches": 3, "num_sanity_val_steps": 0, **LIMITS[limits]}
+    dm = data(
+        train=stream("train@{epoch}", micro_batch_size=2, **options), val=stream("val", task="judge"), ack="never"
+    )
+    for epoch in range(3):
         fill(dm.client, f"train@{epoch}", 20)
-    common = {"max_epochs": 2, "accumulate_grad_batches": 3}
+    fill(dm.client, "val", 4)
     whole = Steps()
-    torch.manual_seed(0)
-    whole.layer.reset_parameters()
     trainer(callbacks=[SaveEach()], **common).fit(whole, datamodule=dm)
-    expected, steps = steps, []
-    assert [step for step, _, _ in expected] == [0] * 3 + [1] * 3 + [2] * 3 + [3] + [4] * 3 + [5] * 3 + [6] * 3 + [7]
-    for saved in (1, 5, 9, 10, 11, 18):
-        steps.clear()
+    assert len(whole.steps) == 30
+    for saved in sorted(tmp_path.glob("*.ckpt")):
+        step = torch.load(saved, weights_only=True)["global_step"]
         model = Steps()
-        trainer(**common).fit(model, datamodule=dm, ckpt_path=tmp_path / f"{saved}.ckpt")
-        in_step = expected[saved][0]  # steps before that of the next batch are in the checkpoint
-        assert steps == [line for line in expected if line[0] >= in_step], saved
-        assert torch.equal(model.layer.weight, whole.layer.weight), saved
+        trainer(**common).fit(model, datamodule=dm, ckpt_path=saved)
+        assert model.steps == [line for line in whole.steps if line[0] >= step], saved.name
+        assert torch.equal(model.layer.weight, whole.layer.weight), saved.name
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])

@@ -29,7 +29,7 @@ REQUESTS = [
     p.Cancel(8, "p", INDEXES),
     p.Publish(9, "p", INDEXES, SPEC, TAGS, 8, True),
     p.Insert(10, "p", 3, ["x"], 2.0),
-    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, ["token"], 0),
+    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, ["token"], 0, 2),
     p.Withdraw(12, 11),
     p.Ack(13, "p", "t", ["token"], True),
     p.Describe(14, "p", ["x"], INDEXES),

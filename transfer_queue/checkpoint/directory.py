@@ -19,6 +19,12 @@ from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, Tran
 _OURS = {METADATA, CONTROLLER, STORAGE}
 
 
+def _place(target: str | os.PathLike[str]) -> Path:
+    """Where the directory really is: what lies beside a link to it is somewhere else."""
+    path = Path(target).absolute()
+    return path.resolve() if path.is_symlink() else path
+
+
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
@@ -27,7 +33,7 @@ class Staging:
     """``path`` is where the files go, from ``begin`` on. Left by an error it leaves nothing; what was there stays."""
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        self.target = Path(target).absolute()
+        self.target = _place(target)
         self.path = _beside(self.target, ".tmp")
         self._lock = -1
 
@@ -114,7 +120,7 @@ def find(target: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointNotFoundError: there is none; the text names what is missing.
     """
-    path = Path(target).absolute()
+    path = _place(target)
     try:
         repair(path)
     except OSError as error:
@@ -143,6 +149,8 @@ def _lock(staged: Path) -> int:
     except BlockingIOError as error:
         os.close(lock)
         raise CheckpointError(f"somebody else is saving a checkpoint there now: {staged} is in use.") from error
+    except OSError:
+        pass  # a file system without such locks: two saves to one place at a time are then for their users to avoid
     return lock
 
 

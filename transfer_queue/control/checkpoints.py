@@ -66,30 +66,28 @@ def take_rewriters(state: PlaneState) -> list[tuple[str, Rewrite]]:
 
 
 def _must_wait(state: PlaneState, request: Rewrite) -> bool:
-    indexes, fields = _rewritten(state, request)
-    if not len(indexes):
+    about_to_be = state.waiters.first_come(FREEZERS) is not None
+    if not (about_to_be or state.frozen):
         return False
-    if state.waiters.first_come(FREEZERS) is not None:
-        return True
-    if not state.frozen:
-        return False
-    partition = state.partitions[request.partition]
-    kept = indexes[state.frozen.holds(indexes)]
-    rows = partition.table.find(kept)[0]
-    return any(partition.schema.has(name)[rows].any() for name in fields)
+    indexes = replaced(state, request)
+    return len(indexes) > 0 and (about_to_be or bool(state.frozen.holds(indexes).any()))
 
 
-def _rewritten(state: PlaneState, request: Rewrite) -> tuple[p.Indexes, list[str]]:
-    """Samples that are here already, and fields that the request is about to write."""
-    partition = state.partitions.get(request.partition)
-    if partition is None or (isinstance(request, p.ResolveKeys) and not request.writes):
-        return np.empty(0, dtype=np.int64), []
+def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
+    """Samples that have values of which the request would replace some."""
+    partition, indexes = state.partitions.get(request.partition), np.empty(0, dtype=np.int64)
+    fields = request.writes if isinstance(request, p.ResolveKeys) else list(request.fields)
+    if partition is None or not fields:
+        return indexes
     if isinstance(request, p.CheckFields):
-        indexes, fields = p.unpack_indexes(request.indexes), list(request.fields)
+        indexes = p.unpack_indexes(request.indexes)
     else:
         known = (partition.keys.index_of(key) for key in request.keys)
-        indexes, fields = np.array([at for at in known if at is not None], dtype=np.int64), request.writes
-    return indexes[partition.table.find(indexes)[1]], fields
+        indexes = np.array([index for index in known if index is not None], dtype=np.int64)
+    rows, found = partition.table.find(indexes)
+    if not partition.table.size:
+        return indexes[:0]
+    return indexes[found & np.logical_or.reduce([partition.schema.has(name)[rows] for name in fields])]
 
 
 def kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:

@@ -32,6 +32,8 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         raise InvalidRequestError("a fetch must say how many seconds it waits, got NaN.")
     if fetch.dp_rank is not None and fetch.dp_rank < 0:
         raise InvalidRequestError(f"dp_rank must be greater than or equal to 0, got {fetch.dp_rank}.")
+    if fetch.skip < 0:
+        raise InvalidRequestError(f"skip must be greater than or equal to 0, got {fetch.skip}.")
     if fetch.batch_index is not None and fetch.batch_index < 0:
         raise InvalidRequestError(f"batch_index must be greater than or equal to 0, got {fetch.batch_index}.")
     dp_size = task.size_for(fetch)
@@ -161,6 +163,8 @@ class Service:
 
     def _from_ledger(self, entry: Entry) -> Batch | None:
         """None while its samples lack fields: it was drawn by a fetch that asked for others."""
+        if self._fetch.skip:
+            return self._rest(entry, self._fetch.skip)
         rows = self._partition.rows_of(entry.indexes)
         if not all_of(self._partition.schema.complete(rows, self._fetch.fields)):
             return None
@@ -168,6 +172,16 @@ class Service:
         if not all_of(self._consumer.consumed[consumed]):  # a replay after a reset of consumption
             self._consumer.give(consumed, entry.number)
         return self._entry_batch(entry, rows)
+
+    def _rest(self, entry: Entry, skip: int) -> Batch | None:
+        """The rows of a batch behind the first ones, which may be cleared."""
+        indexes, padding = entry.indexes[skip:], entry.padding
+        rows = self._partition.rows_of(indexes)
+        if not all_of(self._partition.schema.complete(rows, self._fetch.fields)):
+            return None
+        self._consumer.give(rows[np.isin(indexes, entry.consumes)], entry.number)
+        self._consumer.ledger.took(entry.key)
+        return self._batch(indexes, rows, entry.token, entry.key[1], None if padding is None else padding[skip:])
 
     def _entry_batch(self, entry: Entry, rows: Rows) -> Batch:
         self._consumer.ledger.took(entry.key)

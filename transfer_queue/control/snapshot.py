@@ -137,6 +137,8 @@ class Restored:
         try:
             for each in saved.partitions:
                 self.partitions[each.name] = _restore_partition(each, self.allocator, shift, now)
+            if len(self.partitions) < len(saved.partitions) or any(each.missing_free < 0 for each in saved.partitions):
+                raise ValueError("a partition is there twice, or lacks less than nothing")
             for each in saved.partitions:  # with new indexes, which must come after all others of their partition
                 self.partitions[each.name].make_free(each.missing_free)
             _check(self.partitions, self.allocator)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from transfer_queue import protocol as p
+from transfer_queue.control import checkpoints
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState
 from transfer_queue.control.serving import describe
@@ -88,7 +89,7 @@ def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
 
 def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Reply:
     new = _new_keys(state, request)
-    replaces = request.writes and len(new) < len(request.keys)
+    replaces = len(checkpoints.replaced(state, request)) > 0
     partition = state.get_or_create(request.partition) if new else state.partitions.get(request.partition)
     if partition is None:
         return p.Batch(request.id, request.partition, b"", {}, b"")
@@ -164,5 +165,6 @@ def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Re
     partition = state.get(request.partition)
     partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition)
-    state.frozen.give_leave(client, request.partition, request.indexes)
+    if len(checkpoints.replaced(state, request)):
+        state.frozen.give_leave(client, request.partition, request.indexes)
     return p.Done(request.id, partition.schema.dtypes())

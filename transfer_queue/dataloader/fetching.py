@@ -40,6 +40,8 @@ class StreamSpec:
     report_every_s: float = 30.0
     fetch_batch_fn: Callable[..., Any] | None = None
     slice_s: float = SLICE_S
+    begun: tuple[int, int] | None = None
+    """A batch of which so many rows were taken already: only the others are asked for."""
 
 
 def default_fetch_batch_fn(
@@ -113,12 +115,15 @@ class BatchFetcher:
         if self._custom is not None:
             return self._try_custom(self._custom, batch_index)
         spec = self._spec
+        config = {**spec.sampling_config, "batch_index": batch_index}
+        if spec.begun is not None and batch_index == spec.begun[0]:
+            config["skip"] = spec.begun[1]
         reply = self._client.fetch(
             spec.data_fields,
             spec.batch_size,
             self._partition,
             spec.task_name,
-            {**spec.sampling_config, "batch_index": batch_index},
+            config,
             wait_s=wait_s,
             finite=spec.finite,
         )

@@ -32,7 +32,7 @@ class _PerItem:
         self.function = function
 
     def __call__(self, bundle: Bundle) -> Bundle:
-        return Bundle(bundle.batch_index, [self.function(item) for item in bundle.items])
+        return Bundle(bundle.batch_index, [self.function(item) for item in bundle.items], bundle.first)
 
 
 class StreamingDataLoader(DataLoader[Any]):

@@ -42,11 +42,13 @@ class Bundle:
 
     batch_index: int
     items: list[Any]
+    first: int = 0
+    """Micro-batches of the batch before these, which were taken earlier and not read again."""
 
     def pin_memory(self) -> Bundle:
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Bundle(self.batch_index, [pin_memory(item) for item in self.items])
+        return Bundle(self.batch_index, [pin_memory(item) for item in self.items], self.first)
 
 
 class Place(NamedTuple):
@@ -212,9 +214,10 @@ class StreamingDataset(IterableDataset[Any]):
     def take(self, bundle: Bundle, place: Place) -> Iterator[Any]:
         """The items of a bundle, each noted as taken when it is handed out."""
         start = place.start
-        skip = start.micro_batch if bundle.batch_index == start.batch_index else 0
-        for number, item in enumerate(bundle.items[skip:], start=skip + 1):
-            done = number == len(bundle.items)
+        skip = start.micro_batch - bundle.first if bundle.batch_index == start.batch_index else 0
+        last = bundle.first + len(bundle.items)
+        for number, item in enumerate(bundle.items[skip:], start=bundle.first + skip + 1):
+            done = number == last
             if place.moves == self._moves:
                 self.position = Start(start.partition_id, bundle.batch_index + done, 0 if done else number)
             yield item
@@ -235,7 +238,8 @@ class StreamingDataset(IterableDataset[Any]):
             self._stream = weakref.ref(stream)
         with closing(iter(stream)) as batches:
             for batch_index, data, meta in batches:
-                yield Bundle(batch_index, list(self._process(data, meta)))
+                begun = spec.begun is not None and batch_index == spec.begun[0]
+                yield Bundle(batch_index, list(self._process(data, meta)), start.micro_batch if begun else 0)
                 del data, meta  # else they would be held while the next batch is awaited
 
     def _spec(self, start: Start, num_readers: int) -> StreamSpec:
@@ -245,8 +249,14 @@ class StreamingDataset(IterableDataset[Any]):
         return StreamSpec(
             self.data_fields, self.batch_size, self.task_name, config,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            SLICE_S if self.prefetch_batches else UNTHREADED_SLICE_S,
+            SLICE_S if self.prefetch_batches else UNTHREADED_SLICE_S, self._begun(start),
         )  # fmt: skip
+
+    def _begun(self, start: Start) -> tuple[int, int] | None:
+        """(batch, rows of it that were taken), where equal micro-batches were cut from it."""
+        if not start.micro_batch or self.fetch_batch_fn is not None or self.process_batch_fn is not None:
+            return None
+        return start.batch_index, start.micro_batch * self.micro_batch_size
 
     def _process(self, data: Any, meta: Any) -> Iterable[Any]:
         if self.process_batch_fn is not None:

@@ -17,7 +17,7 @@ from transfer_queue.transport.base import Buffer
 _MARK = b"TQL1"
 _PREFIX = struct.Struct("=4sIQQ")  # mark, size of the header, request id, number of frames; their sizes follow
 _SIZE = 8
-_MAX_HEADER = 1 << 28
+_MAX_HEADER = 1 << 31
 _MAX_FRAMES = 1 << 24
 _MAX_FRAME = 1 << 40
 _CHUNK = 1 << 15

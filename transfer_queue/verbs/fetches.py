@@ -93,12 +93,12 @@ class Fetches(Line):
         """
         arguments = {str(key): value for key, value in (sampling_config or {}).items()}
         named = [arguments.pop(name, None) for name in ("dp_rank", "batch_index", "dp_size")]
-        first_index = arguments.pop("first_index", None)
+        first_index, skip = arguments.pop("first_index", None), arguments.pop("skip", 0)
         for name in ("partition_id", "task_name"):
             arguments.pop(name, None)
         reply: Any = await self.session.ask(
             p.Fetch, p.Reply, partition_id, task_name, list(fields), batch_size, *named, wait_s, finite, arguments,
-            list(acks), first_index, wait_s=wait_s,
+            list(acks), first_index, skip, wait_s=wait_s,
         )  # fmt: skip
         if isinstance(reply, p.Ended):
             raise EndOfPartitionError(

@@ -138,3 +138,24 @@ def test_two_saves_to_one_place_are_told_apart(tmp_path):
             Staging(tmp_path / "c").begin()
         first.commit()
     assert what_is_at(tmp_path / "c") == "first"
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "c").symlink_to(tmp_path / "disk" / "c")
+    for what in ("earlier", "new"):
+        with save(tmp_path / "c", what) as staging:
+            staging.commit()
+        assert what_is_at(tmp_path / "c") == what
+    assert (tmp_path / "c").is_symlink()
+    assert os.listdir(tmp_path / "disk") == ["c"]
+
+
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
+    def refusing(descriptor: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refusing)
+    with save(tmp_path / "c", "new") as staging:
+        staging.commit()
+    assert what_is_at(tmp_path / "c") == "new"

@@ -16,6 +16,7 @@ from control_kit import (
     batches,
     clear,
     fetch,
+    indexes,
     not_ready,
     park,
     publish,
@@ -23,6 +24,7 @@ from control_kit import (
     refused,
     register,
     reserve,
+    seal,
     send,
 )
 
@@ -403,3 +405,23 @@ def test_a_fetch_whose_ack_settles_a_batch_lets_those_in_front_hear_of_it_first(
     park(plane, 1, 0, 0, names=("x", "y"), client=CRITIC)
     replies = send(plane, ACTOR, p.Fetch, "p", "train", ["x"], 1, 0, 1, acks=[token])
     assert [(to.client, type(to.reply)) for to in replies] == [(CRITIC, p.Failed), (ACTOR, p.Batch)]
+
+
+def test_rows_that_a_reader_has_had_may_be_cleared_when_it_asks_for_the_rest(plane):
+    register(plane, dp_size=1, tail="pad")
+    put(plane, 3)
+    seal(plane)
+    whole = fetch(plane, 4, 0, 0)
+    clear(plane, [0, 1])
+    refused(fetch(plane, 4, 0, 0), "SampleClearedError")
+    refused(fetch(plane, 4, 0, 0, skip=1), "SampleClearedError")
+    refused(fetch(plane, 4, 0, 0, skip=-1), "InvalidRequestError", "got -1")
+    put_off = fetch(plane, 4, 0, 0, skip=2)
+    refused(put_off, "SampleClearedError")  # its padding is the first row again
+    ask(plane, ACTOR, p.ClearPartition, "p")
+    put(plane, 4)
+    assert indexes(fetch(plane, 4, 0, 0)) == [3, 4, 5, 6]
+    clear(plane, [3, 4])
+    rest = fetch(plane, 4, 0, 0, skip=2)
+    assert (indexes(rest), rest.batch_index, rest.padding) == ([5, 6], 0, None)
+    assert whole.padding == bytes([0, 0, 0, 1])

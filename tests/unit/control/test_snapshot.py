@@ -32,7 +32,8 @@ from control_kit import (
     seal,
     send,
 )
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from test_plane_machine import HEALTH, PlaneMachine
 
@@ -302,6 +303,8 @@ def corrupted(state: bytes, change: Any) -> bytes:
         lambda plain: plain["partitions"][0]["consumers"][0]["ledger"]["ranks"][0].update(starts=[5]),
         lambda plain: plain["partitions"][0]["consumers"][0]["ledger"]["entries"][0].update(owned=7),
         lambda plain: plain["partitions"].append(plain["partitions"][0] | {"name": "again"}),
+        lambda plain: plain["partitions"].append(plain["partitions"][0] | {"index": b"", "state": b""}),
+        lambda plain: plain["partitions"][0].update(missing_free=-1),
     ],
 )
 def test_a_state_that_contradicts_itself_is_refused_and_nothing_changes(plane, make_plane, change):
@@ -421,6 +424,16 @@ def test_a_save_waits_for_writers_that_are_replacing_values(plane, how):
     assert [(to.client, type(to.reply)) for to in thawed] == [(SAVER, p.Cleared), (CRITIC, p.Done)]
 
 
+def test_a_put_that_replaces_nothing_holds_up_no_save(plane):
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
+    publish(plane, samples, "x")
+    keyed = {"create": True, "hold": True}
+    assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["r"])) == samples
+    assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["v"], **keyed, writes=["x"])) == [1]
+    assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", p.pack_indexes(samples), {"r": INT}), p.Done)
+    assert isinstance(ask(plane, SAVER, p.Freeze, 1), p.Frozen)
+
+
 def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_long_only(plane):
     mine = leave(plane)
     assert ask(plane, SAVER, p.Freeze, 1, 9.0) is None
@@ -437,3 +450,36 @@ def test_what_is_being_saved_is_not_taken_back_from_a_writer_that_died(plane):
     assert plane.unpublished(p.unpack_indexes(p.pack_indexes(samples)), ["x"]).tolist() == []
     assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(samples))) == []
     assert indexes(ask(plane, SAVER, p.Thaw, 1)) == [0]
+
+
+def everything_saved() -> bytes:
+    plane = ControlPlane(PlaneConfig(sampler=RankAwareSampler(), preallocate=4))
+    register(plane, sampler="SequentialSampler", dp_size=2, tail="pad")
+    samples = put(plane, 9, "x", "y", lengths=[1, 2, 3])
+    shapes = p.FieldSpec("int64", None, True, False, bytes(8))
+    send(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples[:2]), {"j": shapes})
+    ask(plane, ROLLOUT, p.ResolveKeys, "q", ["u", "v"], True)
+    given = fetch(plane, 2, 0, 0)
+    fetch(plane, 2, 1, 1)
+    ack(plane, given.token)
+    fetch(plane, 1, sampler_args={"data_replica_group": 0, "data_replica_rank": 0, "data_replica_world_size": 2})
+    seal(plane)
+    return save(plane)
+
+
+STATE = everything_saved()
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(data=st.data())
+def test_a_damaged_state_is_refused_or_holds_together(data):
+    bad = bytearray(STATE)
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    other = ControlPlane(PlaneConfig(sampler=RankAwareSampler(), preallocate=4))
+    put(other, 2, partition="before")
+    reply = ask(other, SAVER, p.Restore, bytes(bad[: data.draw(st.sampled_from([len(bad), len(bad) // 2]))]), 100)
+    assert isinstance(reply, (p.Cleared, p.Failed))
+    other.check_invariants()
+    if isinstance(reply, p.Failed):
+        assert ask(other, ACTOR, p.ListPartitions).names == ["before"]
