@@ -12,7 +12,8 @@ import pytest
 
 NAMES = {
     "transfer_queue": (
-        "init close get_client save_checkpoint load_checkpoint kv_put kv_batch_put kv_batch_get kv_batch_get_by_meta kv_list kv_clear "
+        "init close get_client save_checkpoint load_checkpoint "
+        "kv_put kv_batch_put kv_batch_get kv_batch_get_by_meta kv_list kv_clear "
         "async_kv_put async_kv_batch_put async_kv_batch_get async_kv_batch_get_by_meta async_kv_list async_kv_clear "
         "BatchMeta KVBatchMeta TransferQueueClient StorageKeyNotFoundError BaseSampler SequentialSampler "
         "GRPOGroupNSampler RankAwareSampler SeqlenBalancedSampler StreamingDataset StreamingDataLoader"

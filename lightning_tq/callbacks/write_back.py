@@ -27,7 +27,7 @@ class WriteBack(Callback):
     only pad a batch, and the sanity check, are left out.
     """
 
-    # A put takes some milliseconds (python -m benchmarks.callbacks), so it is done in place: what failed fails this very step.
+    # In place, not in a thread: a put takes milliseconds (benchmarks/callbacks.py), and what failed fails this step.
 
     def __init__(self, fields: dict[str, str] | list[str], stage: Stage = "predict", loader: int | None = None) -> None:
         """Args:
