@@ -87,7 +87,10 @@ def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
     rows, found = partition.table.find(indexes)
     if not partition.table.size:
         return indexes[:0]
-    return indexes[found & np.logical_or.reduce([partition.schema.has(name)[rows] for name in fields])]
+    lacking = np.ones(len(indexes), dtype=np.bool_)
+    for name in fields:
+        lacking &= ~partition.schema.has(name)[rows]
+    return indexes[found & ~lacking]
 
 
 def kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:
