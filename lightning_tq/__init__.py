@@ -17,6 +17,7 @@ _MODULES = {
     "lightning_tq.datamodule": ("TQDataModule",),
     "lightning_tq.fabric": ("FabricLoader",),
     "lightning_tq.pacing": ("Pacer",),
+    "lightning_tq.peers": ("RankGoneError",),
     "lightning_tq.producers": ("Producer", "ProducerError", "ProducerGroup"),
     "lightning_tq.queue_config": ("QueueConfig",),
     "lightning_tq.stream": ("Stream",),

@@ -32,10 +32,13 @@ class Books:
     queue is told one hook later than Lightning saves: the file is written then.
     """
 
-    def __init__(self, feed: Feed, client: TransferQueueClient, topology: Topology, keeps: bool, never: bool) -> None:
+    def __init__(
+        self, feed: Feed, client: TransferQueueClient, topology: Topology, keeps: bool, never: bool, auto: bool = False
+    ) -> None:
         """Args:
         keeps: Are checkpoints kept? Then a batch waits for one.
         never: Settle nothing.
+        auto: From the first checkpoint on they are kept.
         """
         self.saves = 0
         """Checkpoints that are written."""
@@ -44,6 +47,7 @@ class Books:
         self._client = client
         self._topology = topology
         self._never = never or feed.replay
+        self._auto = auto
         self._trained: Newest = {}
         self._stepped: Newest = {}
         self._due: Newest = {}
@@ -84,7 +88,7 @@ class Books:
 
     def dumped(self) -> None:
         """Everything in an optimizer step is inside a checkpoint that is being written."""
-        self.keeps = True  # also one that the user saves without a callback for it
+        self.keeps = self.keeps or self._auto  # also one that the user saves without a callback for it
         self._make_due()
         self._dumped += 1
         self._unsaved = 0

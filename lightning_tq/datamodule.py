@@ -15,8 +15,9 @@ from lightning_tq.callbacks.checkpoint import restore_beside
 from lightning_tq.callbacks.finders import refuse_finders
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.connection import Connection
-from lightning_tq.feed import Feed, Place
+from lightning_tq.feed import Feed
 from lightning_tq.loader import StreamLoader, stream_loader
+from lightning_tq.place import Place
 from lightning_tq.producers import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.ranks import on_first_rank, quiet_known_warnings, resumed_from

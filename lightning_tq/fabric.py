@@ -96,7 +96,7 @@ class FabricLoader:
             "train", "train", stream, self.topology, {}, self, self._watch.stopped.is_set, self._connection.conf
         )
         self._feed.settled = lambda partition: settled(self.client, partition, stream.task)
-        self._books = Books(self._feed, self.client, self.topology, ack == "checkpoint", never=ack == "never")
+        self._books = Books(self._feed, self.client, self.topology, ack == "checkpoint", ack == "never", ack == "auto")
         self._ack = ack
         self._loader = stream_loader(self._feed)
         self._watch.start()

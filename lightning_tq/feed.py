@@ -9,15 +9,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
 from lightning_tq.batch import TQBatch
+from lightning_tq.place import Place, check_is_place, check_is_there, check_sizes
 from lightning_tq.stream import Stream
 from lightning_tq.topology import Topology
 from transfer_queue import BatchMeta, EndOfPartitionError, StreamingDataset
-from transfer_queue.errors import InvalidRequestError
-
-Place = dict[str, Any]
-"""A position in a stream, as ``StreamingDataset.state_dict`` says it, and the epoch in which its iterator began."""
-
-_PLACE = {"partition_id", "batch_index", "micro_batch"}
 
 
 class Handed(NamedTuple):
@@ -103,7 +98,7 @@ class Feed:
         self._handed: deque[Handed] = deque()
         self._trained_to: Place | None = None
         self._begun: Place = {}
-        self._shape = {
+        self._sizes = {
             "batch_size": stream.batch_size,
             "micro_batch_size": stream.micro_size,
             "dp_size": topology.dp_size,
@@ -169,32 +164,16 @@ class Feed:
         if self.replay or place is None or place["partition_id"] != name:
             place = {"partition_id": name, "batch_index": settled, "micro_batch": 0}
         else:
-            self._check_place(place, settled)
+            if self._restored:
+                check_sizes(place, self._sizes, self.label)
+            check_is_there(place, settled)
             self.batches_done = place["batch_index"] - settled
-        self._begun = {"epoch": self._host.epoch + epochs_ahead, **self._shape}
+        self._begun = {"epoch": self._host.epoch + epochs_ahead, **self._sizes}
         self.dataset.load_state_dict(place)
 
     def _is_unfinished(self, place: Place | None) -> bool:
         """Does a checkpoint say that the epoch which goes on began in the place's partition?"""
         return self._restored and not self.replay and place is not None and place.get("epoch") == self._host.epoch
-
-    def _check_place(self, place: Place, settled: int) -> None:
-        changed = {name: place[name] for name, now in self._shape.items() if place.get(name, now) != now}
-        if changed and self._restored:
-            was = ", ".join(f"{name}={value}" for name, value in changed.items())
-            now = ", ".join(f"{name}={self._shape[name]}" for name in changed)
-            raise InvalidRequestError(
-                f"the checkpoint stands in partition {place['partition_id']!r} at batch {place['batch_index']} of "
-                f"stream {self.label!r}, which was read with {was}; now it is {now}, so batches are numbered anew. "
-                f"Go on with the same sizes until the partition ends, or resume from the end of an epoch."
-            )
-        if settled > place["batch_index"]:
-            raise InvalidRequestError(
-                f"the checkpoint stands at batch {place['batch_index']} of partition {place['partition_id']!r}, but "
-                f"batches before {settled} were acknowledged when a later checkpoint was saved, and are gone. Resume "
-                f"from the last checkpoint, or start another queue from what TQCheckpoint saved beside this one; "
-                f"TQDataModule(ack='never') keeps every batch."
-            )
 
     def next_item(self, reading: Reading) -> TQBatch:
         """Wait for a batch. Raises what ended the run meanwhile; StopIteration at the end of the stream."""
@@ -295,8 +274,7 @@ class Feed:
 
     def restore(self, place: Place) -> None:
         """The next iterator goes on there, if it reads that partition."""
-        if not set(place) >= _PLACE:
-            raise InvalidRequestError(f"can't resume stream {self.label!r} from {place!r}: not a position in a stream.")
+        check_is_place(place, self.label)
         self._trained_to = None
         self._places[self.label] = dict(place)
         self._restored = True

@@ -12,8 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.books import Ack, Books, keeps_checkpoints
 from lightning_tq.callbacks.publish_weights import policy_version
-from lightning_tq.feed import Feed, Place, Reading
+from lightning_tq.feed import Feed, Reading
 from lightning_tq.peers import peer_looks
+from lightning_tq.place import Place
 from lightning_tq.stream import Stream
 from lightning_tq.topology import Topology
 from lightning_tq.watch import Watch
@@ -68,7 +69,8 @@ class Run:
             feed.settled = lambda partition, feed=feed: settled(self._client, partition, feed.stream.task)
             feed.is_over = self._is_over
             keeps = keeps_checkpoints(self.trainer) if self._ack == "auto" else self._ack == "checkpoint"
-            self.books.append(Books(feed, self._client, self.topology, keeps, never=self._ack == "never"))
+            never, auto = self._ack == "never", self._ack == "auto"
+            self.books.append(Books(feed, self._client, self.topology, keeps, never, auto))
         self._watch.start()
 
     def of_stage(self, stage: str) -> list[Feed]:

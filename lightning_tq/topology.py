@@ -88,12 +88,18 @@ def _is_first_that_said(rank: int, size: int, global_rank: int, world_size: int)
         return global_rank % (world_size // size) == 0
     ranks: list[int] = [0] * world_size
     dist.all_gather_object(ranks, rank)
-    if any(ranks.count(each) != world_size // size for each in range(size)):
-        raise InvalidRequestError(
-            f"the {world_size} processes said dp_rank {ranks}: with dp_size {size} each rank from 0 to {size - 1} must "
-            f"be said {world_size // size} times. Where several processes share their batches, give dp_size, too."
-        )
+    check_said(ranks, size)
     return ranks.index(rank) == global_rank
+
+
+def check_said(ranks: list[int], size: int) -> None:
+    """Raises InvalidRequestError unless as many processes said each dp_rank: else a group gets nothing, or twice."""
+    peers = len(ranks) // size
+    if any(ranks.count(each) != peers for each in range(size)):
+        raise InvalidRequestError(
+            f"the {len(ranks)} processes said dp_rank {ranks}: with dp_size {size} each rank from 0 to {size - 1} must "
+            f"be said {peers} times. Where several processes share their batches, give dp_size, too."
+        )
 
 
 def _told(strategy: Any, global_rank: int, world_size: int) -> tuple[int, int]:

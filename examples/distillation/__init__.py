@@ -3,7 +3,7 @@
 
     lightning-tq fit --config configs/distillation.yaml
 
-Four kinds of processes share one queue; nothing is written to a file, and the teacher never runs inside a training
+Three kinds of processes share one queue; nothing is written to a file, and the teacher never runs inside a training
 step::
 
     prompts process ── prompts ──► queue ── prompts, logits ──► trainer (Student)

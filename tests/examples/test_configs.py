@@ -49,9 +49,9 @@ def test_ddp_gives_both_ranks_as_many_steps_and_pads_the_last_round(tmp_path: Pa
 
 
 def test_the_student_comes_to_agree_with_the_teacher(tmp_path: Path) -> None:
-    printed = run("distillation.yaml", tmp_path, trainer__max_epochs=2, trainer__logger__init_args__save_dir=tmp_path)
+    printed = run("distillation.yaml", tmp_path, trainer__max_epochs=1, trainer__logger__init_args__save_dir=tmp_path)
     told = [float(share) for share in re.findall(r"agreement with the teacher (\S+)%", printed)]
-    assert len(told) == 3, "untrained, and after each epoch"
-    assert told[0] < 30 < 70 < told[2]
+    assert len(told) == 2, "untrained, and after the epoch"
+    assert told[0] < 30 < 70 < told[1]
     with (tmp_path / "distillation" / "version_0" / "metrics.csv").open(newline="") as file:
-        assert sum(1 for row in csv.DictReader(file) if row["train/loss"]) == 2 * 3072 // 64
+        assert sum(1 for row in csv.DictReader(file) if row["train/loss"]) == 3072 // 64

@@ -84,11 +84,26 @@ def test_batches_are_settled_at_their_step_when_told_so_whatever_is_saved(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     dm = data(train=stream("train"), ack="step")
-    fill(dm.client, "train", 12)
+    fill(dm.client, "train", 20)
     watched = Watched(dm)
     saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)
     trainer(callbacks=[watched, saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
-    assert [settled for settled, _, _ in watched.seen] == [0, 1, 2]
+    assert [settled for settled, _, _ in watched.seen] == [0, 1, 2, 3, 4]
+
+
+def test_from_the_first_checkpoint_that_is_saved_by_hand_batches_wait_for_the_next(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step in (2, 4):
+                trainer.save_checkpoint(tmp_path / "by hand.ckpt")
+
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 20)
+    watched = Watched(dm)
+    trainer(callbacks=[watched, Save()]).fit(Recorder(), datamodule=dm)
+    assert [settled for settled, _, _ in watched.seen] == [0, 1, 2, 2, 4]
 
 
 def test_what_is_read_again_is_not_settled(data: Make, trainer: MakeTrainer) -> None:

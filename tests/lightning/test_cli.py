@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -108,7 +109,7 @@ def test_what_print_config_shows_is_a_configuration_that_comes_to_the_same(
 def test_a_program_of_ones_own_fixes_the_model_and_takes_its_arguments_as_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    conf = {**RUN, "model": {"fail_at": 7}}
+    conf = {**copy.deepcopy(RUN), "model": {"fail_at": 7}}  # the parser makes something else of it, in place
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     cli = TQCLI(Recorder, args=conf, run=False)

@@ -49,7 +49,7 @@ class Training:
                 env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
-                code = process.wait(60)
+                code = process.wait(100)
             finally:
                 process.kill()  # one that hangs
         for rank, lines in enumerate(self.kept):
@@ -65,7 +65,9 @@ def torn(training: Training, rng: random.Random, batches: int, kills: int = 2) -
     """Kills it that often, at random points, then lets it go on to its end. Where it was killed."""
     points = []
     for _ in range(kills):
-        points.append((rng.randrange(1, batches), rng.choice(["training", "saved", "training", "validation"])))
+        points.append(
+            (rng.randrange(1, batches), rng.choice(["training", "training", "saving", "saved", "validation"]))
+        )
         code = training.run(points[-1])
         if code == 0:  # less was left to train than that
             return points
@@ -102,19 +104,21 @@ def seed() -> int:
     return found
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "workers" in name else []) for name in SINGLE]
+)
 def test_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, name: str, seed: int) -> None:
     check_equal(tmp_path, seed, devices=1, **SINGLE[name])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_training_of_two_ranks_goes_on_as_if_nothing_had_been(tmp_path: Path, seed: int, workers: int) -> None:
     stream = {"partition": "train@{epoch}", "batch_size": 4, "micro_batch_size": 2, "num_workers": workers}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     check_equal(tmp_path, seed, devices=2, stream=stream, trainer=trainer, save_every=2, kills=1)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_killed_with_its_queue_goes_on_from_what_was_saved_beside_the_checkpoint(
     tmp_path: Path, seed: int, devices: int
 ) -> None:

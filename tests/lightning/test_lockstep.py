@@ -56,7 +56,7 @@ def test_what_fills_no_round_is_left_out_on_all_ranks(
     assert json.loads((tmp_path / "logs" / "open").read_text()) == [0, 0, 0]  # every rank's batches are settled
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_padding_keeps_ranks_together_and_loses_nothing(run_ranks: Any, ranks: int) -> None:
     plan = {"train": [17, 1], "val": [5, 2], "stream": {"batch_size": 2, "tail": "pad"}, "trainer": {}}
     code, output, noted = run_ranks("lockstep_script.py", str(ranks), "LOGS", json.dumps(plan))

@@ -20,7 +20,7 @@ from producing import rows
 from lightning_tq import TQDataModule
 from lightning_tq.peers import RankProcess
 
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0
 """From the death of a rank to the end of the others."""
 
 

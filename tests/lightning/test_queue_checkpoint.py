@@ -160,7 +160,7 @@ def test_a_queue_that_cannot_be_saved_ends_the_run_and_leaves_the_checkpoint_bef
     beside(folder / "step=2.ckpt").mkdir(parents=True)
     (beside(folder / "step=2.ckpt") / "of somebody else").touch()
     callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
-    with pytest.raises(CheckpointError, match="is there and no checkpoint"):
+    with pytest.raises(CheckpointError, match="of somebody else"):
         trainer(callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
     assert names(folder) == {"step=1.ckpt", "step=1.ckpt.tq", "step=2.ckpt.tq"}
 

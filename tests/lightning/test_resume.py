@@ -173,6 +173,21 @@ def test_a_fit_goes_on_from_wherever_it_was_saved_as_if_it_had_not_stopped(
         assert torch.equal(model.layer.weight, whole.layer.weight), saved.name
 
 
+def test_other_sizes_are_refused_within_a_partition_and_welcome_in_the_next(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(2)]
+    trainer(callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    other = TQDataModule(train=stream("train@{epoch}", batch_size=6), ack="never")
+    told = "at batch 2 of stream 'train', which was read with batch_size=4, micro_batch_size=4; now it is batch_size=6"
+    with pytest.raises(ValueError, match=told):
+        trainer(max_epochs=2).fit(Recorder(), datamodule=other, ckpt_path=tmp_path / "step=2.ckpt")
+    model = Recorder()
+    trainer(max_epochs=2).fit(model, datamodule=other, ckpt_path=tmp_path / "end.ckpt")
+    assert [rows for _, rows in model.seen["train"]] == [indexes[1][:6], indexes[1][6:]]
+
+
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
 def test_a_checkpoint_of_the_last_batch_or_of_validation_goes_on_with_the_next_epoch(
     data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 from lightning_tq import Topology, fabric_topology, trainer_topology
+from lightning_tq.topology import check_said
 from transfer_queue.errors import InvalidRequestError
 
 
@@ -122,6 +124,20 @@ def test_dp_rank_may_be_a_function_of_the_trainer() -> None:
 def test_numbers_that_cannot_be_are_refused(options: dict[str, int], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         trainer_topology(at(0, 4, telling(0, 4)), **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "fits"),
+    [
+        ([0, 1, 0, 1], 2, True),
+        ([0, 0, 1, 1], 4, False),  # dp_size was left out, so every process counted as a group
+        ([0, 0, 0, 1], 2, False),
+        ([1, 1, 2, 2], 2, False),
+    ],
+)
+def test_each_dp_rank_must_be_said_by_as_many_processes(ranks: list[int], size: int, fits: bool) -> None:
+    with nullcontext() if fits else pytest.raises(InvalidRequestError, match="give dp_size, too"):
+        check_said(ranks, size)
 
 
 def test_fabric_has_the_same() -> None:
