@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.callbacks.partition_switch import datamodule_of
-from lightning_tq.ranks import on_first_rank
+from lightning_tq.ranks import on_first_rank, resumed_from
 from transfer_queue import CheckpointNotFoundError, TransferQueueClient
 from transfer_queue.errors import ConfigError
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | Path
+_ENDS = ("", ".old", ".tmp")
+"""Of a saved queue's name; the last two are what a killed save leaves."""
 
 
 class TQCheckpoint(Callback):
@@ -38,8 +40,12 @@ class TQCheckpoint(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         datamodule_of(trainer, "TQCheckpoint")
         self._let_go()
-        if stage == "fit":
-            self._hooks = (trainer.strategy, _Hooks(trainer))
+        if stage != "fit":
+            return
+        self._hooks = (trainer.strategy, _Hooks(trainer))
+        checkpoint = resumed_from(trainer)
+        if trainer.is_global_zero and checkpoint is not None:
+            _sweep(Path(checkpoint).absolute().parent)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._let_go()
@@ -83,7 +89,7 @@ class _Hooks:
     def remove_checkpoint(self, filepath: AnyPath) -> None:
         self._remove(filepath)
         if self._trainer.is_global_zero:
-            for suffix in ("", ".old", ".tmp"):  # the others are what a killed save left
+            for suffix in _ENDS:
                 shutil.rmtree(f"{beside(filepath)}{suffix}", ignore_errors=True)
 
 
@@ -96,6 +102,14 @@ def beside(checkpoint: AnyPath) -> Path:
             f"Save checkpoints to a directory, or leave TQCheckpoint out."
         )
     return Path(f"{path}.tq")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed run left: queues without a checkpoint, whole or not."""
+    for queue in folder.glob("*.ckpt.tq*"):
+        checkpoint, _, rest = queue.name.rpartition(".tq")
+        if rest in _ENDS and not (folder / checkpoint).exists():
+            shutil.rmtree(queue, ignore_errors=True)
 
 
 def restore_beside(client: TransferQueueClient, checkpoint: AnyPath) -> None:
