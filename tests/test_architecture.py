@@ -130,6 +130,11 @@ def test_every_file_names_its_licence_and_its_noun() -> None:
         assert ast.get_docstring(ast.parse(text)), f"{path} doesn't say what it owns"
 
 
+def test_every_test_module_has_a_name_of_its_own() -> None:
+    names = [path.name for path in sorted((ROOT / "tests").rglob("test_*.py"))]  # pytest imports them by name alone
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_nothing_sleeps() -> None:
     assert not [str(path) for path in python_files() if "time.sleep" in path.read_text()]
 
