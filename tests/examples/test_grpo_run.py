@@ -57,6 +57,7 @@ def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(t
     assert all(seconds >= 0.0 for seconds in metric(tmp_path, "queue/wait_s"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_two_data_parallel_ranks_train_on_twice_the_answers_in_as_many_steps(tmp_path):
     told = summary(run(tmp_path, devices=2, strategy="ddp"))

@@ -199,7 +199,9 @@ def test_arguments_that_can_not_be_right_are_refused() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("model_parallel", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("ddp", 2), pytest.param("model_parallel", 4, marks=pytest.mark.slow)]
+)
 def test_weights_spread_over_ranks_arrive_whole(run_ranks: Any, strategy: str, devices: int, tmp_path: Path) -> None:
     code, output, _ = run_ranks("callbacks_script.py", "weights", strategy, str(devices), "LOGS")
     assert code == 0, output

@@ -225,7 +225,10 @@ def test_arguments_that_can_not_be_right_are_refused() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("strategy", "devices", "writers"), [("ddp", 2, {0, 1}), ("model_parallel", 4, {0, 2})])
+@pytest.mark.parametrize(
+    ("strategy", "devices", "writers"),
+    [("ddp", 2, {0, 1}), pytest.param("model_parallel", 4, {0, 2}, marks=pytest.mark.slow)],
+)
 def test_each_group_writes_its_own_samples_by_one_of_its_ranks(
     run_ranks: Any, strategy: str, devices: int, writers: set[int], tmp_path: Path
 ) -> None:

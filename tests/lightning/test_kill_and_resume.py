@@ -111,7 +111,8 @@ def test_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, name: st
     check_equal(tmp_path, seed, devices=1, **SINGLE[name])
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_killed_training_of_two_ranks_goes_on_as_if_nothing_had_been(tmp_path: Path, seed: int, workers: int) -> None:
     stream = {"partition": "train@{epoch}", "batch_size": 4, "micro_batch_size": 2, "num_workers": workers}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}

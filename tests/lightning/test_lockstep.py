@@ -32,8 +32,10 @@ def distinct(ranks: list[Rows], stage: str, partition: str) -> int:
     ("ranks", "options", "trainer"),
     [
         (2, {"batch_size": 3}, {}),
-        (3, {"batch_size": 4, "micro_batch_size": 3}, {"accumulate_grad_batches": 2}),
-        (4, {"batch_size": 2, "num_workers": 2}, {"val_check_interval": 2}),
+        pytest.param(
+            3, {"batch_size": 4, "micro_batch_size": 3}, {"accumulate_grad_batches": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(4, {"batch_size": 2, "num_workers": 2}, {"val_check_interval": 2}, marks=pytest.mark.slow),
     ],
     ids=["2", "3-micro-batches", "4-workers"],
 )

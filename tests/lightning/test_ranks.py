@@ -36,10 +36,11 @@ def topologies(folder: Path) -> list[Any]:
     ("strategy", "groups", "readers"),
     [
         ("ddp_spawn", [0, 1], [0, 1]),
-        ("ddp_fork", [0, 1], [0, 1]),
-        ("ddp", [0, 1, 2, 3], [0, 1, 2, 3]),
+        pytest.param("ddp_fork", [0, 1], [0, 1], marks=pytest.mark.slow),
+        pytest.param("ddp", [0, 1, 2, 3], [0, 1, 2, 3], marks=pytest.mark.slow),
         ("model_parallel", [0, 0, 1, 1], [0, 2]),  # 2 x 2, sharded: steps are collectives of peers and of groups
-        ("across", [0, 1, 0, 1], [0, 1]),  # the same groups by dp_rank and dp_size of the user's
+        # The same groups by dp_rank and dp_size of the user's.
+        pytest.param("across", [0, 1, 0, 1], [0, 1], marks=pytest.mark.slow),
     ],
 )
 def test_peers_get_the_same_batches_and_groups_share_the_rest(
