@@ -14,7 +14,7 @@ from transfer_queue.storage.pieces import ByteArray
 
 _LATER_NBYTES = 64 * 1024
 _SHARED_NBYTES = 8 * 1024 * 1024
-_CHUNK_NBYTES = 1024 * 1024
+_CHUNK_NBYTES = 256 * 1024
 _MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
 
 _Job = tuple[ByteArray, ByteArray]
