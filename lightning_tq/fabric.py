@@ -121,6 +121,8 @@ class FabricLoader:
             self._books.trained(batch, stepped=True)  # nothing is fetched ahead of it: what the loop has, it trains
             yield batch.to(self._fabric.device)
             batch = next(batches, None)
+            if self._fabric.world_size > self.topology.dp_size:
+                self._fabric.barrier("lightning_tq_read")  # a peer may be behind: what it still reads isn't settled
             self._books.settle()
 
     def __len__(self) -> int:
