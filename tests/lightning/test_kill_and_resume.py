@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -52,6 +53,9 @@ class Training:
                 code = process.wait(100)
             finally:
                 process.kill()  # one that hangs
+                if kill is not None:  # or another rank, whose end takes a moment, would still note its step
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
         for rank, lines in enumerate(self.kept):
             notes = self.folder / f"rank{rank}.jsonl"
             lines += [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
