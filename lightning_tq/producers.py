@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
+from lightning_tq.checks import check_int
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
 _KEPT_LINES = 80
@@ -51,8 +52,7 @@ class Producer:
     """What messages call it. Default: the function or command."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise InvalidRequestError(f"producer count must be an int of at least 1, got {self.count!r}.")
+        check_int("producer count", self.count, 1)
         unknown = [stage for stage in self.stages if stage not in _STAGES]
         if unknown:
             raise InvalidRequestError(f"a producer runs beside {', '.join(_STAGES)}, got stages={self.stages!r}.")

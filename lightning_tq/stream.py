@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_tq.checks import check_int
 from transfer_queue import BaseSampler
 from transfer_queue.errors import InvalidRequestError
 
@@ -103,8 +104,7 @@ class Stream:
             value = getattr(self, name)
             if value is None and name in ("micro_batch_size", "num_batches"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise InvalidRequestError(f"{name} must be an int of at least {minimum}, got {value!r}.")
+            check_int(name, value, minimum)
         if self.micro_size > self.batch_size:
             raise InvalidRequestError(
                 f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}, of which it "

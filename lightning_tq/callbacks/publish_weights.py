@@ -16,6 +16,7 @@ from torch import Tensor
 import transfer_queue as tq
 from lightning_tq.background import Background
 from lightning_tq.callbacks.partition_switch import datamodule_of
+from lightning_tq.checks import check_int
 from lightning_tq.weights import PARTITION, Snapshot, check_state
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
@@ -65,8 +66,7 @@ class PublishWeights(Callback):
             InvalidRequestError: a number below 1, or an unknown choice; is a ValueError.
         """
         for name, value in {"every_n_steps": every_n_steps, "keep": keep}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequestError(f"{name} must be an int of at least 1, got {value!r}.")
+            check_int(name, value, 1)
         if when_busy not in ("skip", "wait"):
             raise InvalidRequestError(f"when_busy must be skip or wait, got {when_busy!r}.")
         if dtype not in (None, "float32", "bfloat16", "float16"):

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.callbacks.partition_switch import datamodule_of
+from lightning_tq.checks import check_int
 from lightning_tq.feed import Feed
-from transfer_queue.errors import InvalidRequestError
 
 
 class QueueMonitor(Callback):
@@ -27,8 +27,7 @@ class QueueMonitor(Callback):
         """Args:
         every_n_steps: Training batches between two sets of values. Each set asks the controller once.
         """
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise InvalidRequestError(f"every_n_steps must be an int of at least 1, got {every_n_steps!r}.")
+        check_int("every_n_steps", every_n_steps, 1)
         self.every_n_steps = every_n_steps
         self._batches = 0
         self._since = 0.0

@@ -14,6 +14,7 @@ from lightning_tq.batch import TQBatch
 from lightning_tq.callbacks.partition_switch import datamodule_of
 from lightning_tq.callbacks.publish_weights import PublishWeights, restores_later
 from lightning_tq.callbacks.write_back import meta_of
+from lightning_tq.checks import check_int
 from lightning_tq.feed import Feed
 from lightning_tq.pacing import PARTITION, Grants
 from transfer_queue import BatchMeta
@@ -59,8 +60,7 @@ class StalenessGuard(Callback):
         for name, value, least in (("max_staleness", max_staleness, 0), ("samples_per_step", samples_per_step, 1)):
             if value is None and name == "samples_per_step":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidRequestError(f"{name} must be an int of at least {least}, got {value!r}.")
+            check_int(name, value, least)
         self.max_staleness = max_staleness
         self.drop = drop
         self.pace = pace

@@ -8,9 +8,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,12 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue.storage.copying import Copies
 from transfer_queue.transport.modes import run_blocking
 
 CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}
 ROWS, WIDTH = 128, 4096  # one run of 64 rows, 1 MiB of int32, for each of the two units
-WAIT_S = 10.0
 
 
 def batch(first: int = 0) -> TensorDict:
@@ -46,28 +43,8 @@ def summed(field: str) -> int:
     return sum(getattr(unit, field) for unit in units())
 
 
-def until(wanted: Callable[[], Any]) -> bool:
-    """Has it come true within the time a server needs to notice?"""
-    deadline, clock = time.monotonic() + WAIT_S, threading.Event()
-    while not wanted():
-        if time.monotonic() > deadline:
-            return False
-        clock.wait(0.02)
-    return True
-
-
 def nothing_held() -> bool:
     return (summed("pins"), summed("leased_nbytes"), summed("arena_nbytes"), summed("values")) == (0, 0, 0, 0)
-
-
-def ended(process: Any) -> int:
-    process.join(WAIT_S)
-    return int(process.exitcode)
-
-
-def mappings() -> list[str]:
-    """Of this process, of arenas."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "transfer-queue-arena" in line]
 
 
 @pytest.fixture(autouse=True)

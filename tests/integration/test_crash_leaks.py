@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.integration.noticing import WAIT_S, ended, until
 from tests.integration.soak import has_arena
 from transfer_queue.transport.modes import run_blocking
 
@@ -31,7 +30,6 @@ CONF = {
         }
     }
 }
-WAIT_S = 10.0
 
 
 def rows(**columns: Any) -> TensorDict:
@@ -40,16 +38,6 @@ def rows(**columns: Any) -> TensorDict:
 
 def unit() -> Any:
     return run_blocking(tq.get_client().storage_manager.stats())[0]
-
-
-def until(wanted: Callable[[], Any]) -> bool:
-    """Has it come true within the time a server needs to notice?"""
-    deadline, clock = time.monotonic() + WAIT_S, threading.Event()
-    while not wanted():
-        if time.monotonic() > deadline:
-            return False
-        clock.wait(0.02)
-    return True
 
 
 def nothing_stored() -> bool:
@@ -79,11 +67,6 @@ def cancelled_before(method: Callable[..., Any]) -> Callable[..., Any]:
         return await method(*args, **kwargs)
 
     return cancelled
-
-
-def ended(process: Any) -> int:
-    process.join(WAIT_S)
-    return int(process.exitcode)
 
 
 # ---- clears ----
