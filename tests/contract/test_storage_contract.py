@@ -79,7 +79,7 @@ def test_objects_come_back_with_their_types_one_per_sample(storage):
     storage.put({"x": NonTensorStack(*values)}, range(count))
     for order in (list(range(count)), list(range(count))[::-1], [0]):
         column = storage.column(order, "x")
-        assert type(column) is NonTensorStack
+        assert isinstance(column, NonTensorStack)
         for got, n in zip(rows(column), order, strict=True):
             if isinstance(values[n], dict):
                 assert list(got) == list(values[n])

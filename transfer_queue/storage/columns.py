@@ -18,6 +18,7 @@ from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolErro
 from transfer_queue.storage import recycling
 from transfer_queue.storage.assembling import batch, jagged
 from transfer_queue.storage.copying import Copies
+from transfer_queue.storage.object_column import object_column
 from transfer_queue.storage.objects import decode_rows, encode_rows
 from transfer_queue.storage.pieces import OBJECTS, ByteArray, IntArray, Piece, Positions
 from transfer_queue.storage.sources import BytesSource, RowsSource, Source, TensorSource, jagged_source
@@ -108,8 +109,8 @@ def column_of(values: Sequence[Any]) -> Any:
         return _of_piece(rows_piece(values), "jagged")
     if any(map(is_tensor_collection, set(map(type, values)))):
         # The stack would take a TensorDict for one of its own members.
-        values = [NonTensorData(data=value) for value in values]
-    return NonTensorStack(*values)
+        return NonTensorStack(*(NonTensorData(data=value) for value in values))
+    return object_column(values)
 
 
 def values_of(column: Any, count: int) -> list[Any]:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A column of plain objects, one per row, as the stack of objects that TensorDict makes of them, made when needed.
+
+TensorDict wraps each object in a tensordict of its own: 1.1 ms for 1 024 texts, most of what getting them takes. Nearly
+all readers ask for the list only.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+from tensordict.utils import LinkedList
+
+
+class _UnmadeStack(NonTensorStack):
+    """A ``NonTensorStack`` without members yet. It turns into a plain one as soon as anything asks for these."""
+
+    _objects: list[Any]
+
+    def __new__(cls, *members: Any, **options: Any) -> NonTensorStack:
+        return NonTensorStack(*members, **options)  # what TensorDict derives from a column is a plain one
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "tensordicts":
+            return object.__getattribute__(self, name)  # which tells what is wrong
+        # Another thread may be here, too: both make the same, and one of the two is kept.
+        members = vars(self).setdefault(name, NonTensorStack(*self._objects).tensordicts)
+        self.__class__ = NonTensorStack
+        return members
+
+    def tolist(self, *, as_linked_list: bool = False, **options: Any) -> list[Any]:
+        return LinkedList(self._objects, td=self) if as_linked_list else list(self._objects)
+
+    def __reduce__(self) -> Any:
+        return _unmade, (self._objects,)
+
+
+def object_column(values: Sequence[Any]) -> NonTensorStack:
+    """``NonTensorStack(*values)`` for values that are no tensordicts."""
+    return _unmade(list(values)) if values and _may_wait() else NonTensorStack(*values)
+
+
+def _unmade(values: list[Any]) -> NonTensorStack:
+    column = NonTensorStack.__new__(_UnmadeStack)
+    column._objects = values
+    column._is_locked = None
+    column._batch_size = torch.Size((len(values),))
+    column.stack_dim = 0
+    column._hook_in = column._hook_out = None
+    return column
+
+
+@functools.cache
+def _may_wait() -> bool:
+    """Does this TensorDict build its stacks as expected here? What it does inside is not its promise."""
+    values = ["a", 1]
+    try:
+        known, made = NonTensorStack(*values), _unmade(values)
+        same = made.tolist() == known.tolist() and pickle.loads(pickle.dumps(made)).tolist() == values
+        same = same and type(made) is _UnmadeStack and len(made) == 2 and made.device == known.device
+        held = TensorDict({"x": made}, [2])
+        same = same and held["x"] == values and held[1]["x"] == 1 and type(made) is NonTensorStack
+        return same and vars(made).keys() - {"_objects"} == vars(known).keys()
+    except (AttributeError, TypeError, RuntimeError):
+        return False
