@@ -87,6 +87,31 @@ def headers(replies: Any) -> list[bytes]:
     return [reply.header for reply in replies]
 
 
+class Doorbell(Desk):
+    """Rings when something has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rung = threading.Event()
+
+    def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> Any:
+        self.rung.set()
+        return super().handle(envelope, header, frames, now)
+
+
+@DRIVES
+def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, plain, caller, drive):
+    handler = Doorbell()
+
+    def slowly(peer: Peer) -> Iterator[Call]:
+        yield Call(peer, b"first")
+        assert handler.rung.wait(JOIN_S)
+        yield Call(peer, b"second")
+
+    with served_by_thread(tmp_path, handler, plain) as (peer, _):
+        assert headers(drive(caller.call_many(slowly(peer), 10.0))) == [b"first", b"second"]
+
+
 # ---- every transport ----
 
 
@@ -96,6 +121,20 @@ def test_answers_come_in_the_order_of_the_calls(desk, drive):
     sent = [b"late", b"echo", b"", b"late again", b"bytes \x00\xff"]
     assert headers(drive(make().call_many(calls(peer, *sent), 10.0))) == sent
     assert drive(make().call_many([], 10.0)) == []
+
+
+@DRIVES
+def test_a_call_that_cannot_be_made_is_told_and_the_ones_before_it_leave_nothing_behind(desk, drive):
+    make, peer = desk
+    caller = make()
+
+    def broken() -> Iterator[Call]:
+        yield Call(peer, b"echo")
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        drive(caller.call_many(broken(), 10.0))
+    assert headers(drive(caller.call_many(calls(peer, b"one", b"two"), 10.0))) == [b"one", b"two"]
 
 
 @DRIVES

@@ -14,8 +14,9 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
+from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor
-from transfer_queue.dataloader.streaming_dataset import Bundle, Place, StreamingDataset
+from transfer_queue.dataloader.streaming_dataset import Place, StreamingDataset
 from transfer_queue.dataloader.worker_turn import WorkerTurn
 from transfer_queue.storage import columns
 

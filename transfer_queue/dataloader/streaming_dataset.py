@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -15,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.dataloader.arguments import check_ranks, check_sizes, check_values, numbered
 from transfer_queue.dataloader.batch_stream import BatchStream
+from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
 from transfer_queue.dataloader.fetching import (
     SLICE_S,
@@ -34,21 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
 
 ProcessBatchFn = Callable[..., Iterable[Any]]
-
-
-@dataclass(slots=True)
-class Bundle:
-    """All micro-batches of one batch: travels from worker to loader as one item, so that batches stay in order."""
-
-    batch_index: int
-    items: list[Any]
-    first: int = 0
-    """Micro-batches of the batch before these, which were taken earlier and not read again."""
-
-    def pin_memory(self) -> Bundle:
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return Bundle(self.batch_index, [pin_memory(item) for item in self.items], self.first)
 
 
 class Place(NamedTuple):

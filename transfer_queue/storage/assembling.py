@@ -30,6 +30,18 @@ def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
     return _make_jagged()(values, torch.from_numpy(offsets), shortest, longest)
 
 
+def is_simple_jagged(tensor: Any) -> bool:
+    """Ragged in its first dim and without holes: its values and int64 offsets are all there is to it."""
+    # ``_ragged_idx`` has no public twin, and reading the wrong dim as the ragged one would mix up rows.
+    return (
+        tensor.is_nested
+        and tensor.layout is torch.jagged
+        and tensor.lengths() is None
+        and tensor._ragged_idx == 1
+        and tensor.offsets().dtype is torch.int64
+    )
+
+
 def jagged_values(tensor: Any) -> torch.Tensor:
     """What the rows of a jagged tensor are cut from, detached."""
     values = getattr(tensor, "_values", None)

@@ -39,11 +39,16 @@ class Copies:
         self._jobs.append((dst, src))
         self._nbytes += dst.nbytes
 
+    @property
+    def worth_sharing(self) -> bool:
+        """There is enough to copy now for several threads."""
+        return self._nbytes >= _SHARED_NBYTES
+
     def finish(self) -> None:
         """All copies are made when it returns."""
-        jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS)
-        self._jobs = []
-        if self._nbytes < _SHARED_NBYTES or helpers < 1:
+        jobs, shared, helpers = self._jobs, self.worth_sharing, min(torch.get_num_threads() - 1, _MOST_HELPERS)
+        self._jobs, self._nbytes = [], 0
+        if not shared or helpers < 1:
             _drain(deque(jobs))
             return
         chunks, errors = deque(_chunks(jobs)), list[BaseException]()

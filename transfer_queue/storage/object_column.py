@@ -29,7 +29,7 @@ class _UnmadeStack(NonTensorStack):
         if name != "tensordicts":
             return object.__getattribute__(self, name)  # which tells what is wrong
         # Another thread may be here, too: both make the same, and one of the two is kept.
-        members = vars(self).setdefault(name, NonTensorStack(*self._objects).tensordicts)
+        members = self.__dict__.setdefault(name, NonTensorStack(*self._objects).tensordicts)
         self.__class__ = NonTensorStack
         return members
 
@@ -46,13 +46,13 @@ def object_column(values: Sequence[Any]) -> NonTensorStack:
 
 
 def _unmade(values: list[Any]) -> NonTensorStack:
-    column = NonTensorStack.__new__(_UnmadeStack)
+    column: Any = NonTensorStack.__new__(_UnmadeStack)
     column._objects = values
     column._is_locked = None
     column._batch_size = torch.Size((len(values),))
     column.stack_dim = 0
     column._hook_in = column._hook_out = None
-    return column
+    return column  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -43,8 +43,10 @@ class Reply(NamedTuple):
 class Caller(Protocol):
     """The calling side: many calls at once, answers in the order of the calls."""
 
-    async def call_many(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
-        """Send all, then wait for all.
+    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
+        """Send each as soon as it is made, then wait for all, ``timeout_s`` from the last one on.
+
+        What making a call raises is raised here; the answers to those before it are lost.
 
         Raises:
             QueueUnreachableError: a peer is gone, or did not answer within ``timeout_s``.

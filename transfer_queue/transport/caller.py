@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import Call, Peer, Reply
@@ -38,7 +38,7 @@ class SocketCaller:
         self._num_blocked = 0
         self._wake: tuple[int, int] | None = None
 
-    async def call_many(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
+    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         """See ``Caller``. Raises ClosedError after ``close``, also where that came while the call waited."""
         if self._pid != os.getpid():
             raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
@@ -122,14 +122,14 @@ class SocketCaller:
                 return
         line.close()
 
-    def _call_blocking(self, calls: Sequence[Call], timeout_s: float, wake: int) -> list[Reply]:
-        deadline = time.monotonic() + timeout_s
+    def _call_blocking(self, calls: Iterable[Call], timeout_s: float, wake: int) -> list[Reply]:
         waiting: dict[int, Asked] = {}
         replies: dict[int, Reply] = {}
         try:
             for position, call in enumerate(calls):
                 asked = waiting[position] = Asked(self._borrow(call.peer), next(self._ids))
                 asked.line.send(asked.request_id, call)
+            deadline = time.monotonic() + timeout_s
             while waiting:
                 for position, reply in wait_for_some(waiting, wake, deadline, timeout_s):
                     replies[position] = reply
@@ -137,27 +137,28 @@ class SocketCaller:
         finally:
             for asked in waiting.values():
                 asked.line.close()  # with it goes the late answer to a call that was given up
-        return [replies[position] for position in range(len(calls))]
+        return [replies[position] for position in sorted(replies)]
 
     # ---- on an event loop ----
 
-    async def _call_on_loop(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
+    async def _call_on_loop(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         loop = asyncio.get_running_loop()
         sent: list[tuple[LoopLine, int]] = []
+        peers: list[Peer] = []
         futures: list[asyncio.Future[Reply]] = []
         try:
             for call in calls:
                 line, request_id = self._line(call.peer, loop), next(self._ids)
                 sent.append((line, request_id))
+                peers.append(call.peer)
                 futures.append(line.send(request_id, call))
             if futures:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             done = [future for future in futures if future.done()]
             replies = [future.result() for future in done]  # raises what one of them failed with
             if len(done) < len(futures):
-                raise silent(
-                    next(call.peer for call, future in zip(calls, futures, strict=True) if not future.done()), timeout_s
-                )
+                late = (peer for peer, future in zip(peers, futures, strict=True) if not future.done())
+                raise silent(next(late), timeout_s)
             return replies
         finally:
             for line, request_id in sent:

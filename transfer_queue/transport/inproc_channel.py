@@ -34,15 +34,17 @@ class InprocCaller:
         self._waiting: dict[int, concurrent.futures.Future[Reply]] = {}
         _callers[self._route] = self
 
-    async def call_many(self, calls: Sequence[Call], timeout_s: float) -> list[Reply]:
-        deadline = time.monotonic() + timeout_s
+    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         with _one_at_a_time:
             pending = [self._send(call) for call in calls]
+        deadline = time.monotonic() + timeout_s
         try:
             while waiting := [future for future in pending if not future.done()]:
                 now = time.monotonic()
                 if now >= deadline:
-                    raise QueueUnreachableError(f"{len(waiting)} of {len(calls)} calls had no answer in {timeout_s} s")
+                    raise QueueUnreachableError(
+                        f"{len(waiting)} of {len(pending)} calls had no answer in {timeout_s} s"
+                    )
                 await _first_of(waiting, self._next_deadline(deadline) - now)
                 self._expire()
             return [future.result() for future in pending]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -192,8 +192,6 @@ class SimpleStorageManager(StorageManager):
 
     async def _write(self, indexes: IntArray, sources: Sources, terms: Terms) -> bool:
         """False: a unit holds a value where there must be none; other units may have stored their share."""
-        from transfer_queue.storage.copying import Copies
-
         if not sources or not len(indexes):
             return True
         shares, timeout_s = self._shares(indexes), self._put_timeout_s + self._timeout_s
@@ -202,14 +200,11 @@ class SimpleStorageManager(StorageManager):
             for unit, at in shares:
                 writes.append((unit, UnitWrite(self._links[unit], indexes, at, sources, terms)))
             leases = [(unit, write, lease) for unit, write in writes if (lease := write.lease()) is not None]
-            answers = await self._ask([(unit, lease, ()) for unit, _, lease in leases], timeout_s)
+            answers = await self._ask(((unit, lease, ()) for unit, _, lease in leases), timeout_s) if leases else []
             for (_, write, _), (answer, _) in zip(leases, answers, strict=True):
                 write.leased(_expect(Leased, answer))
-            pieces: dict[str, Piece] = {}
-            copies = Copies()
-            asks = [(unit, *write.message(pieces, copies)) for unit, write in writes]
-            copies.finish()
-            answers = await self._ask(asks, timeout_s)
+            # One unit reads its message while the share of the next is copied.
+            answers = await self._ask(_messages(writes), timeout_s)
             written = [write.done(_written(answer)) for (_, write), (answer, _) in zip(writes, answers, strict=True)]
             return all(written)
         except BaseException:
@@ -238,10 +233,10 @@ class SimpleStorageManager(StorageManager):
         return groups(unit_of(indexes, len(self._links)))
 
     async def _ask(
-        self, asks: Sequence[tuple[int, Request, Sequence[Any]]], timeout_s: float | None = None
+        self, asks: Iterable[tuple[int, Request, Sequence[Any]]], timeout_s: float | None = None
     ) -> list[tuple[Answer, list[memoryview]]]:
-        calls = [Call(self._links[unit].peer, encode(request), frames) for unit, request, frames in asks]
-        replies = await self.caller.call_many(calls, timeout_s or self._timeout_s) if calls else []
+        calls = (Call(self._links[unit].peer, encode(request), frames) for unit, request, frames in asks)
+        replies = await self.caller.call_many(calls, timeout_s or self._timeout_s)
         return [_accepted(reply) for reply in replies]
 
     def _check_rows(self, rows: int, expected: int) -> None:
@@ -250,6 +245,23 @@ class SimpleStorageManager(StorageManager):
                 f"put of {rows} rows for {expected} samples: data and metadata must have the same number of rows. "
                 f"Nothing was stored."
             )
+
+
+def _messages(writes: Iterable[tuple[int, UnitWrite]]) -> Iterator[tuple[int, Request, Sequence[Any]]]:
+    """What each unit is told, when its share is copied; large shares are copied together, which takes less time."""
+    from transfer_queue.storage.copying import Copies
+
+    pieces: dict[str, Piece] = {}
+    copies = Copies()
+    made: list[tuple[int, Request, Sequence[Any]]] = []
+    for unit, write in writes:
+        made.append((unit, *write.message(pieces, copies)))
+        if not copies.worth_sharing:
+            copies.finish()
+            yield from made
+            made = []
+    copies.finish()
+    yield from made
 
 
 def _as_indexes(indexes: Sequence[int]) -> IntArray:
