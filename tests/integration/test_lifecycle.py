@@ -371,7 +371,11 @@ def test_a_sampler_of_a_module_is_named_by_path(start, tmp_path, monkeypatch):
     assert client.get_meta(["a"], 1, "p", task_name="other").global_indexes == meta.global_indexes[:1]
 
 
-@pytest.mark.parametrize("sampler", [tq.GRPOGroupNSampler(2), tq.SequentialSampler, "GRPOGroupNSampler"], ids=["object", "class", "name"])
+@pytest.mark.parametrize(
+    "sampler",
+    [tq.GRPOGroupNSampler(2), tq.SequentialSampler, "GRPOGroupNSampler"],
+    ids=["object", "class", "name"],  # not the object's address, which is another in each process that collects
+)
 def test_built_in_samplers_may_be_given_as_object_class_or_name(start, sampler):
     start(OmegaConf.create({"controller": {"sampler": sampler}}, flags={"allow_objects": True}))
     client = tq.get_client()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
@@ -12,14 +14,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from transfer_queue.dataloader import segments
 from transfer_queue.storage.assembling import is_simple_jagged, jagged
 from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
 
-_INLINE_NBYTES = 64 * 1024
-"""Larger tensors stay in shared memory: torch hands each over with a connection of its own, which takes 0.5 ms."""
-
 _Inline: TypeAlias = tuple[str, tuple[int, ...], bytes]
 _Jagged: TypeAlias = tuple[torch.Tensor, bytes]
+_Described: TypeAlias = tuple[torch.Tensor] | _Jagged | _Inline | segments.Lent
 
 
 @dataclass(slots=True)
@@ -37,24 +38,31 @@ class Bundle:
         return Bundle(self.batch_index, [pin_memory(item) for item in self.items], self.first)
 
     def __reduce__(self) -> Any:
-        return _unpacked, (self.batch_index, _packed(self.items), self.first)
+        return _unpacked, (self.batch_index, _packed(self.items), self.first, os.getpid(), segments.forgotten())
 
 
 class _Packer(ForkingPickler):
-    """As torch pickles for another process, but small tensors travel in the message."""
+    """As torch pickles for another process, but small tensors travel in the message, and large ones may be lent."""
 
-    def persistent_id(self, value: Any) -> _Jagged | _Inline | None:
+    def persistent_id(self, value: Any) -> _Described | None:
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.requires_grad:
             return None
         if is_simple_jagged(value):
             return value.values(), value.offsets().numpy().tobytes()
-        if type(value) is torch.Tensor and is_plain(value) and value.nbytes <= _INLINE_NBYTES:
-            return dtype_name(value.dtype), tuple(value.shape), as_bytes(value).tobytes()
-        return None
+        if type(value) is not torch.Tensor or not is_plain(value):
+            return None
+        if value.nbytes >= segments.LEAST_NBYTES:
+            # Torch sends a conjugated or negated view as if it were not.
+            return (value.resolve_conj().resolve_neg(),) if value.is_conj() or value.is_neg() else segments.lend(value)
+        return dtype_name(value.dtype), tuple(value.shape), as_bytes(value).tobytes()
 
 
 class _Unpacker(pickle.Unpickler):
-    def persistent_load(self, described: _Jagged | _Inline) -> torch.Tensor:
+    def persistent_load(self, described: _Described) -> torch.Tensor:
+        if isinstance(described, segments.Lent):
+            return segments.receive(described)
+        if len(described) == 1:
+            return described[0]
         if len(described) == 2:
             values, offsets = described
             return jagged(values, np.frombuffer(bytearray(offsets), np.int64))
@@ -68,6 +76,8 @@ def _packed(items: list[Any]) -> bytes:
     return stream.getvalue()
 
 
-def _unpacked(batch_index: int, packed: bytes, first: int) -> Bundle:
+def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, forgotten: Sequence[int]) -> Bundle:
     # From this loader's own worker, as whatever else torch unpickles of its workers.
-    return Bundle(batch_index, _Unpacker(io.BytesIO(packed)).load(), first)
+    bundle = Bundle(batch_index, _Unpacker(io.BytesIO(packed)).load(), first)
+    segments.forget(worker, forgotten)
+    return bundle

@@ -16,6 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor
+from transfer_queue.dataloader.segments import forget_owners
 from transfer_queue.dataloader.streaming_dataset import Place, StreamingDataset
 from transfer_queue.dataloader.worker_turn import WorkerTurn
 from transfer_queue.storage import columns
@@ -108,9 +109,10 @@ class StreamingDataLoader(DataLoader[Any]):
         self.stream.worker_cursor = cursor
         try:
             # Workers are started here, not at the first next(): prefetching begins with the iterator.
-            bundles = super().__iter__()
+            bundles: Any = super().__iter__()
         finally:
             self.stream.worker_cursor = None
+        weakref.finalize(bundles, forget_owners, [worker.pid for worker in bundles._workers])  # they end with it
         turn = WorkerTurn(bundles, cursor, iteration, self.persistent_workers, self.stream.should_stop)
         items = self._items(iter(turn), place, turn)
         weakref.finalize(items, turn.end)  # dropped before its first next(), a generator's "finally" doesn't run

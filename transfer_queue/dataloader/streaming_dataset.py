@@ -24,6 +24,7 @@ from transfer_queue.dataloader.fetching import (
     as_fetch,
     default_fetch_batch_fn,
 )
+from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.interface import connect, get_client, init
@@ -192,6 +193,7 @@ class StreamingDataset(IterableDataset[Any]):
                 yield from self.take(bundle, place)
 
     def _bundles_for(self, cursor: Cursor, iteration: int) -> Iterator[Bundle]:
+        take_all_from_segments()
         start = cursor.start_of(iteration)
         if start is not None:
             yield from self.bundles(start, lambda: cursor.is_over(iteration))

@@ -8,7 +8,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,20 +26,28 @@ class _Buffer(np.ndarray[Any, Any]):
     """Its base is the mapping, not another array, so that every view made of it keeps it alive."""
 
 
-class _Watch(weakref.ref[_Buffer]):
-    __slots__ = ("memory",)
+class Watch(weakref.ref[_Buffer]):
+    """Of a buffer over a mapping that begins at ``first``."""
+
+    __slots__ = ("first", "memory", "nbytes")
 
     memory: mmap.mmap
+    first: int
+    nbytes: int
+
+
+W = TypeVar("W", bound=Watch)
 
 
 class Recycler:
     """Buffers come back by themselves when no tensor or array points at them any more."""
 
-    def __init__(self, kept_nbytes: int = KEPT_NBYTES) -> None:
+    def __init__(self, kept_nbytes: int = KEPT_NBYTES, least_nbytes: int = POOLED_NBYTES) -> None:
         self._limit = kept_nbytes
+        self._least = least_nbytes
         self._lock = threading.Lock()
-        self._watches: dict[int, _Watch] = {}
-        self._dropped: deque[_Watch] = deque()  # filled where garbage is collected: no lock there
+        self._watches: dict[int, Watch] = {}
+        self._dropped: deque[Watch] = deque()  # filled where garbage is collected
         self._kept: list[mmap.mmap] = []  # oldest first
 
     @property
@@ -46,29 +55,56 @@ class Recycler:
         """Bytes that wait for a new use."""
         with self._lock:
             self._collect()
-            return sum(map(len, self._kept))
+            return sum(self._size(memory) for memory in self._kept if self._is_back(memory))
 
     def empty(self, nbytes: int) -> ByteArray:
         """Memory of this size, contents undefined, the caller's own."""
-        if nbytes < POOLED_NBYTES:
+        if nbytes < self._least:
             return np.empty(nbytes, np.uint8)
         with self._lock:
             self._collect()
             memory = self._take(nbytes)
-        if memory is None:
-            memory = _mapping(nbytes)
-        buffer = np.ndarray.__new__(_Buffer, (nbytes,), np.uint8, buffer=memory)
-        watch = _Watch(buffer, self._dropped.append)
-        watch.memory = memory
-        self._watches[id(watch)] = watch
-        plain: ByteArray = buffer.view(np.ndarray)
-        return plain
+            if memory is None:
+                memory = self._make(nbytes)
+            if memory is None:
+                return np.empty(nbytes, np.uint8)
+            watch, plain = watched(memory, nbytes, Watch, self._gone)
+            self._watches[id(watch)] = watch
+            return plain
+
+    def _gone(self, watch: Watch) -> None:
+        self._dropped.append(watch)
+        # Where garbage is collected nobody may wait: whoever has the lock collects soon, or the next one does.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    # ---- what another kind of memory does in another way ----
+
+    def _make(self, nbytes: int) -> mmap.mmap | None:
+        """None: there is enough of it; the allocator's will do."""
+        return _mapping(nbytes)
+
+    def _size(self, memory: mmap.mmap) -> int:
+        """What it can hold."""
+        return len(memory)
+
+    def _is_back(self, memory: mmap.mmap) -> bool:
+        """Does nobody else use it?"""
+        return True
+
+    def _drop(self, memory: mmap.mmap) -> None:
+        """Don't use it again."""
+        self._kept = [kept for kept in self._kept if kept is not memory]
 
     def _take(self, nbytes: int) -> mmap.mmap | None:
-        fitting = [memory for memory in self._kept if nbytes <= len(memory) <= _LOOSE * nbytes + mmap.PAGESIZE]
+        most = _LOOSE * nbytes + mmap.PAGESIZE
+        fitting = [memory for memory in self._kept if nbytes <= self._size(memory) <= most and self._is_back(memory)]
         if not fitting:
             return None
-        best = min(fitting, key=len)
+        best = min(fitting, key=self._size)
         self._kept = [memory for memory in self._kept if memory is not best]
         return best
 
@@ -77,13 +113,26 @@ class Recycler:
             watch = self._dropped.popleft()
             del self._watches[id(watch)]
             self._kept.append(watch.memory)
-        held = sum(map(len, self._kept))
+        idle = [memory for memory in self._kept if self._is_back(memory)]
+        held = sum(map(self._size, idle))
         while held > self._limit:
-            held -= len(self._kept.pop(0))
+            oldest = idle.pop(0)
+            held -= self._size(oldest)
+            self._drop(oldest)
 
     def after_fork(self) -> None:
         """In the child: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
+
+
+def watched(memory: mmap.mmap, nbytes: int, kind: type[W], gone: Callable[[Any], None]) -> tuple[W, ByteArray]:
+    """The first bytes of the memory, and who calls ``gone`` when nothing made of them points there any more."""
+    buffer = np.ndarray.__new__(_Buffer, (nbytes,), np.uint8, buffer=memory)
+    watch = kind(buffer, gone)
+    watch.memory, watch.nbytes = memory, nbytes
+    plain: ByteArray = buffer.view(np.ndarray)
+    watch.first = int(plain.__array_interface__["data"][0])
+    return watch, plain
 
 
 def _mapping(nbytes: int) -> mmap.mmap:
@@ -94,6 +143,18 @@ def _mapping(nbytes: int) -> mmap.mmap:
 
 
 _recycler = Recycler()
+
+
+def empty(nbytes: int) -> ByteArray:
+    """Memory of this size for a batch, contents undefined, the caller's own."""
+    return _recycler.empty(nbytes)
+
+
+def use(recycler: Recycler) -> None:
+    """Take the memory of all batches of this process from there."""
+    global _recycler
+    _recycler = recycler
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_recycler.after_fork)
-empty = _recycler.empty
+    os.register_at_fork(after_in_child=lambda: _recycler.after_fork())

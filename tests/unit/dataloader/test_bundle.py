@@ -43,6 +43,7 @@ def rows(tensor):
         torch.tensor([1 + 2j, 3j]).conj(),
         torch.tensor([1 + 2j, 3j]).conj().imag,
         torch.rand(2, LARGE),
+        torch.rand(LARGE, dtype=torch.complex64).conj(),
         torch.ones(2, requires_grad=True),
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
