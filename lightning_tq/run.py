@@ -57,6 +57,7 @@ class Run:
         self._producers = producers
         self._told: set[str] = set()
         self._left: dict[str, int] = {}
+        self._keeps = False
         self._watch = Watch([self._producer_failed, self._terminated, *peer_looks(trainer)], [self._hint])
 
     def start(self, streams: LabelledStreams, places: MutableMapping[str, Place], conf: Any) -> None:
@@ -65,11 +66,11 @@ class Run:
             self.feeds[label] = Feed(
                 label, stage, stream, self.topology, places, self, self._watch.stopped.is_set, conf
             )
+        self._keeps = self._ack == "checkpoint" or keeps_checkpoints(self.trainer)
+        keeps, never, auto = self._keeps and self._ack != "step", self._ack == "never", self._ack == "auto"
         for feed in self.of_stage("train"):
             feed.settled = lambda partition, feed=feed: settled(self._client, partition, feed.stream.task)
             feed.is_over = self._is_over
-            keeps = keeps_checkpoints(self.trainer) if self._ack == "auto" else self._ack == "checkpoint"
-            never, auto = self._ack == "never", self._ack == "auto"
             self.books.append(Books(feed, self._client, self.topology, keeps, never, auto))
         self._watch.start()
 
@@ -135,14 +136,15 @@ class Run:
     def finished_partitions(self) -> list[str]:
         """Partitions that feeds have moved away from and none reads now; each is reported once.
 
-        Where checkpoints are kept, after one that was saved since: a run resumed from an earlier one reads them again.
+        Where checkpoints are kept, after one that was saved since, whatever is settled when: a run resumed from an
+        earlier one reads them again.
         """
         saves = sum(books.saves for books in self.books)
         for feed in self.feeds.values():
             self._left.update(dict.fromkeys(feed.left, saves))
             feed.left.clear()
         current = {feed.partition for feed in self.feeds.values()}
-        kept = any(books.keeps for books in self.books)
+        kept = self._keeps or saves > 0  # or one was saved by hand
         finished = [name for name, at in self._left.items() if name not in current and (saves > at or not kept)]
         for name in finished:
             del self._left[name]

@@ -165,10 +165,11 @@ def test_samples_behind_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
     assert model.indexes() == indexes[12:]
 
 
-def test_finished_partitions_are_cleared_once_a_checkpoint_is_behind_them(
-    data: Make, trainer: MakeTrainer, tmp_path: Path
+@pytest.mark.parametrize("ack", ["auto", "checkpoint", "step", "never"])
+def test_finished_partitions_are_cleared_once_a_checkpoint_is_behind_them_whatever_is_settled(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str
 ) -> None:
-    dm = data(train=stream("train@{epoch}"))
+    dm = data(train=stream("train@{epoch}"), ack=ack)
     for epoch in range(4):
         fill(dm.client, f"train@{epoch}", 8)
     there: list[list[str]] = []
@@ -183,6 +184,24 @@ def test_finished_partitions_are_cleared_once_a_checkpoint_is_behind_them(
     # Saved after batches 3 and 6, which are the first of epoch 1 and the second of epoch 2.
     first = [next(int(name[-1]) for name in names) for names in there]
     assert first == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("ack", ["auto", "step", "never"])
+def test_finished_partitions_wait_for_the_next_checkpoint_once_one_was_saved_by_hand(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str
+) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step in (3, 7):
+                trainer.save_checkpoint(tmp_path / "by hand.ckpt")
+            there.append(dm.client.get_partition_list()[0])
+
+    dm = data(train=stream("train@{epoch}"), ack=ack)
+    for epoch in range(4):
+        fill(dm.client, f"train@{epoch}", 8)
+    there: list[str] = []
+    trainer(max_epochs=4, callbacks=[PartitionSwitch(), Save()]).fit(Recorder(), datamodule=dm)
+    assert [int(name[-1]) for name in there] == [0, 0, 1, 1, 1, 1, 1, 3]
 
 
 def test_a_clear_that_nobody_may_want_is_refused() -> None:
