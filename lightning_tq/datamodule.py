@@ -275,8 +275,8 @@ class TQDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Training goes on behind what the checkpoint's model was trained on, if it reads the same partition."""
-        if self._run is None:
-            return
+        if self._run is None or not self._run.of_stage("train"):
+            return  # validate, test and predict load checkpoints, too, beside a training that may still go on
         self._run.take_over(state_dict.get("left", []))
         for label, place in state_dict.get("positions", {}).items():
             if label in self._run.feeds:

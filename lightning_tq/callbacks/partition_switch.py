@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_tq.stream import Stream
 from transfer_queue.errors import ConfigError
@@ -41,7 +42,8 @@ class PartitionSwitch(Callback):
         self._clear(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clear(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:  # trainer.validate moves away from nothing
+            self._clear(trainer)
 
     def _clear(self, trainer: Trainer) -> None:
         datamodule = datamodule_of(trainer, "PartitionSwitch")

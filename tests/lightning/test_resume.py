@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from producing import fill
 from recorders import Recorder
 
-from lightning_tq import TQDataModule
+from lightning_tq import PartitionSwitch, TQDataModule
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -206,3 +206,46 @@ def test_a_checkpoint_of_the_last_batch_or_of_validation_goes_on_with_the_next_e
         model = Recorder()
         trainer(max_epochs=3).fit(model, datamodule=dm, ckpt_path=tmp_path / f"{name}.ckpt")
         assert model.indexes() == indexes[1] + indexes[2], name
+
+
+@pytest.mark.parametrize("limit", [1.0, 1], ids=["unknown", "known"])
+def test_a_validation_of_a_checkpoint_leaves_the_partitions_that_training_had_left(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, limit: float
+) -> None:
+    dm = data(train=stream("train@{epoch}"), val=stream("val", task="evaluate"))
+    for name in ("train@0", "train@1", "val"):
+        fill(dm.client, name, 8)
+    trainer(max_epochs=2, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)["TQDataModule"]
+    assert saved["left"] == ["train@0"]
+    other = TQDataModule(val=stream("val", task="evaluate"))
+    judge = trainer(callbacks=[PartitionSwitch()], limit_val_batches=limit)
+    judge.validate(Recorder(), datamodule=other, ckpt_path=tmp_path / "end.ckpt", verbose=False)
+    assert sorted(dm.client.get_partition_list()) == ["train@0", "train@1", "val"]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 4}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
+def test_a_stream_that_is_read_again_each_epoch_goes_on_within_the_epoch_that_was_saved(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    dm = data(train=stream("train", micro_batch_size=2, replay=True, **options))
+    indexes = fill(dm.client, "train", 8)
+    whole = Recorder()
+    trainer(max_epochs=2, callbacks=[Save(tmp_path)]).fit(whole, datamodule=dm)
+    assert whole.indexes() == indexes * 2
+    for step in (1, 3, 4, 5, 7):
+        model = Recorder()
+        trainer(max_epochs=2).fit(model, datamodule=dm, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert model.indexes() == (indexes * 2)[2 * step :], step
+
+
+def test_overfitted_batches_go_on_within_the_epoch_that_was_saved(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", 40)[:12]
+    trainer(max_epochs=2, overfit_batches=3, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    model = Recorder()
+    resumed = trainer(max_epochs=2, overfit_batches=3)
+    resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / "step=2.ckpt")
+    assert model.indexes() == indexes[8:] + indexes
