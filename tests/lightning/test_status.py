@@ -177,7 +177,8 @@ def test_watching_in_a_terminal_draws_the_tables_again_and_again(queue: TQDataMo
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_tq", "status", "--watch", "--every", "0.05", queue.address], stdout=theirs,
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"},  # no address is so long
     )  # fmt: skip
     os.close(theirs)
     drawn = b""

@@ -101,7 +101,8 @@ class StreamingDataLoader(DataLoader[Any]):
     def _from_workers(self, place: Place) -> Iterator[Any]:
         # Persistent workers know only the cursor they were started with; others get a new one each time, so that two
         # iterators of one loader have nothing in common.
-        if self._cursor is None or not self.persistent_workers:
+        starts_workers = self._cursor is None or not self.persistent_workers
+        if self._cursor is None or starts_workers:
             self._cursor = Cursor()
         cursor = self._cursor
         iteration = cursor.open(place.start)
@@ -112,7 +113,8 @@ class StreamingDataLoader(DataLoader[Any]):
             bundles: Any = super().__iter__()
         finally:
             self.stream.worker_cursor = None
-        weakref.finalize(bundles, forget_owners, [worker.pid for worker in bundles._workers])  # they end with it
+        if starts_workers:
+            weakref.finalize(bundles, forget_owners, [worker.pid for worker in bundles._workers])  # they end with it
         turn = WorkerTurn(bundles, cursor, iteration, self.persistent_workers, self.stream.should_stop)
         items = self._items(iter(turn), place, turn)
         weakref.finalize(items, turn.end)  # dropped before its first next(), a generator's "finally" doesn't run
