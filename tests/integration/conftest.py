@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ JOIN_S = 20.0
 @pytest.fixture(scope="session", autouse=True)
 def own_temporary_directory() -> Iterator[Path]:
     """Queues of others on this machine must not look like leaks of ours."""
+    get_temp_dir()  # multiprocessing keeps what it makes first until the process ends
     before, made = tempfile.tempdir, tempfile.mkdtemp(prefix="it-")
     outside = os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = made

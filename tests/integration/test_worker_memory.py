@@ -93,3 +93,14 @@ def test_what_a_worker_keeps_and_hands_out_again_is_never_overwritten(queue, cli
             assert item["own"][:, :1].tolist() == item["lent"][:, 1:2].tolist() == rows
             assert bool((item["lent"] == item["own"]).all())
     assert [item["x"].item() for item in held] == list(range(0, BATCHES * ROWS, ROWS))
+
+
+def _with_a_function(data: TensorDict, meta: Any, micro_batch_size: int) -> Iterator[Any]:
+    yield data, lambda: meta
+
+
+def test_what_cannot_travel_from_a_worker_is_an_error_in_the_loader(queue, client, name):
+    produce(client, name, 2)
+    made = loader(queue, name, 1, layout="dense", process_batch_fn=_with_a_function)
+    with pytest.raises(AttributeError, match="_with_a_function"):
+        list(made)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeAlias
@@ -37,8 +36,28 @@ class Bundle:
 
         return Bundle(self.batch_index, [pin_memory(item) for item in self.items], self.first)
 
+    def packed(self) -> Packed:
+        """What arrives as this bundle in the loader's process. Raises whatever pickling an item raises.
+
+        Torch pickles in a thread that only prints what goes wrong, and the loader would wait for ever.
+        """
+        stream = io.BytesIO()
+        _Packer(stream, pickle.HIGHEST_PROTOCOL).dump(self.items)
+        return Packed(self.batch_index, stream.getvalue(), self.first, os.getpid(), segments.forgotten())
+
+
+@dataclass(slots=True)
+class Packed:
+    """A bundle on its way; ``forgotten``: segments of this worker that will be lent no more."""
+
+    batch_index: int
+    items: bytes
+    first: int
+    worker: int
+    forgotten: list[int]
+
     def __reduce__(self) -> Any:
-        return _unpacked, (self.batch_index, _packed(self.items), self.first, os.getpid(), segments.forgotten())
+        return _unpacked, (self.batch_index, self.items, self.first, self.worker, self.forgotten)
 
 
 class _Packer(ForkingPickler):
@@ -70,14 +89,8 @@ class _Unpacker(pickle.Unpickler):
         return from_bytes(np.frombuffer(bytearray(content), np.uint8), dtype_of(dtype), shape)
 
 
-def _packed(items: list[Any]) -> bytes:
-    stream = io.BytesIO()
-    _Packer(stream, pickle.HIGHEST_PROTOCOL).dump(items)
-    return stream.getvalue()
-
-
-def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, forgotten: Sequence[int]) -> Bundle:
+def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, forgotten: list[int]) -> Bundle:
     # From this loader's own worker, as whatever else torch unpickles of its workers.
-    bundle = Bundle(batch_index, _Unpacker(io.BytesIO(packed)).load(), first)
+    items = _Unpacker(io.BytesIO(packed)).load()
     segments.forget(worker, forgotten)
-    return bundle
+    return Bundle(batch_index, items, first)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
-from transfer_queue.dataloader.bundle import Bundle
+from transfer_queue.dataloader.bundle import Bundle, Packed
 from transfer_queue.dataloader.cursor import Cursor
 from transfer_queue.dataloader.segments import forget_owners
 from transfer_queue.dataloader.streaming_dataset import Place, StreamingDataset
@@ -28,13 +28,14 @@ def identity(batch: Any) -> Any:
 
 
 class _PerItem:
-    """The user's collate function, for the items of a bundle."""
+    """The user's collate function, for the items of a bundle; and what a worker does with it then."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
 
-    def __call__(self, bundle: Bundle) -> Bundle:
-        return Bundle(bundle.batch_index, [self.function(item) for item in bundle.items], bundle.first)
+    def __call__(self, bundle: Bundle) -> Bundle | Packed:
+        collated = Bundle(bundle.batch_index, [self.function(item) for item in bundle.items], bundle.first)
+        return collated if get_worker_info() is None else collated.packed()
 
 
 class StreamingDataLoader(DataLoader[Any]):

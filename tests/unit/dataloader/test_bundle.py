@@ -19,7 +19,7 @@ LARGE = 20_000
 
 
 def sent(*items):
-    bundle = pickle.loads(ForkingPickler.dumps(Bundle(3, list(items), 1)))
+    bundle = pickle.loads(ForkingPickler.dumps(Bundle(3, list(items), 1).packed()))
     assert (bundle.batch_index, bundle.first) == (3, 1)
     return bundle.items
 
