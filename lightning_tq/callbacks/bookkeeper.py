@@ -20,8 +20,13 @@ class Bookkeeper(Callback):
 
     def __init__(self, run: Callable[[], Run | None]) -> None:
         self._run = run
+        self._unstepped = 0  # outlives the run: a checkpoint may be saved after it
+        self._steps = 0  # optimizer steps, as of the last batch
 
     # ---- what was trained ----
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Here and not at the end of the batch before: other callbacks may still have needed its samples, and every
@@ -35,20 +40,29 @@ class Bookkeeper(Callback):
         run = self._run()
         if run is None:
             return
-        stepped = not trainer.fit_loop._should_accumulate()
+        stepped = self._stepped(trainer, pl_module)
         for books in run.books:
             books.trained(batch, stepped)
+            self._unstepped = books.unstepped
         run.check()
+
+    def _stepped(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Has the optimizer taken the gradient of this batch?"""
+        before, self._steps = self._steps, trainer.global_step
+        if pl_module.automatic_optimization:
+            return not trainer.fit_loop._should_accumulate()
+        return self._steps > before  # only the module itself knows when it steps
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = self._run()
+        self._unstepped = 0
         for books in run.books if run is not None else ():
             books.epoch_over()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        put_right(checkpoint, self._unstepped, trainer.num_training_batches != float("inf"))
         run = self._run()
         for books in run.books if run is not None else ():
-            put_right(checkpoint, books.unstepped, trainer.num_training_batches != float("inf"))
             books.dumped()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

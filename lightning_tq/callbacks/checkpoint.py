@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_tq.callbacks.partition_switch import datamodule_of
 from lightning_tq.ranks import on_first_rank, resumed_from
 from transfer_queue import CheckpointNotFoundError, TransferQueueClient
-from transfer_queue.errors import ConfigError
+from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueueError
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
+    from lightning_tq.datamodule import TQDataModule
 
 logger = logging.getLogger(__name__)
 
@@ -32,65 +33,106 @@ class TQCheckpoint(Callback):
     It is kept as long as the checkpoint is: whoever removes that through the Trainer (ModelCheckpoint does) removes
     both. ``trainer.fit(ckpt_path=...)`` restores it where the TQDataModule finds an empty queue: one that it started
     anew. A queue that is still alive is used as it is.
+
+    During training a queue that can't be saved is an error. Once that has ended or failed, whatever is left must be
+    saved: the checkpoint is then written without its queue, and the log says so.
     """
 
     def __init__(self) -> None:
-        self._hooks: tuple[Strategy, _Hooks] | None = None
+        self._hooks: _Hooks | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        datamodule_of(trainer, "TQCheckpoint")
-        self._let_go()
+        datamodule = datamodule_of(trainer, "TQCheckpoint")
         if stage != "fit":
             return
-        self._hooks = (trainer.strategy, _Hooks(trainer))
+        if self._hooks is not None:
+            self._hooks.let_go()
+        # They stay when the fit is over: users save a last checkpoint then, or one of what an exception left.
+        self._hooks = _Hooks(trainer, datamodule)
         checkpoint = resumed_from(trainer)
         if trainer.is_global_zero and checkpoint is not None:
             _sweep(Path(checkpoint).absolute().parent)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._let_go()
-
-    def _let_go(self) -> None:
-        # Not when an exception ends the run: others save a checkpoint then, too.
-        if self._hooks is not None:
-            for name in ("save_checkpoint", "remove_checkpoint"):
-                self._hooks[0].__dict__.pop(name, None)
-        self._hooks = None
 
 
 class _Hooks:
     """Stands between the Trainer and its strategy, where every checkpoint passes: no callback is told of its path."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, datamodule: TQDataModule) -> None:
         self._trainer = trainer
-        self._save = trainer.strategy.save_checkpoint
-        self._remove = trainer.strategy.remove_checkpoint
-        trainer.strategy.save_checkpoint = self.save_checkpoint  # type: ignore[method-assign]
-        trainer.strategy.remove_checkpoint = self.remove_checkpoint  # type: ignore[method-assign]
+        self._datamodule = datamodule
+        self._address = datamodule.address
+        self._strategy = trainer.strategy
+        self._save = self._strategy.save_checkpoint
+        self._remove = self._strategy.remove_checkpoint
+        self._strategy.save_checkpoint = self.save_checkpoint  # type: ignore[method-assign]
+        self._strategy.remove_checkpoint = self.remove_checkpoint  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        for name in ("save_checkpoint", "remove_checkpoint"):
+            self._strategy.__dict__.pop(name, None)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """The queue first: until the checkpoint is there, too, the one before it can be resumed with either queue."""
+        failure: TransferQueueError | None = None
         if "optimizer_states" in checkpoint:  # else only weights, from which nothing is resumed
-            self._save_queue(checkpoint, filepath)
+            try:
+                self._save_queue(checkpoint, filepath)
+            except TransferQueueError as error:
+                if self._trainer.state.status == TrainerStatus.RUNNING:
+                    raise
+                failure = error
         self._save(checkpoint, filepath, storage_options=storage_options)
+        if failure is not None and self._trainer.is_global_zero:
+            _remove_stale(filepath)
+            logger.error(
+                f"{filepath} is saved without its queue: {failure} A run that goes on from it needs that queue alive, "
+                f"or trains what is put anew."
+            )
 
     def _save_queue(self, checkpoint: dict[str, Any], filepath: AnyPath) -> None:
         trainer = self._trainer
-        trainer.strategy.barrier("lightning_tq_checkpoint")  # what any rank still had to tell the queue, it has told
-        client = datamodule_of(trainer, "TQCheckpoint").client
         metadata = {"global_step": checkpoint["global_step"], "epoch": checkpoint["epoch"]}
 
         def save() -> str:
-            client.save_checkpoint(beside(filepath), metadata=metadata)
+            self._client().save_checkpoint(beside(filepath), metadata=metadata)
             return ""
 
+        if trainer.state.status == TrainerStatus.INTERRUPTED:  # perhaps on this rank only: nothing is done together
+            if trainer.is_global_zero:
+                save()
+            return
+        trainer.strategy.barrier("lightning_tq_checkpoint")  # what any rank still had to tell the queue, it has told
         on_first_rank(trainer, save)
+
+    def _client(self) -> TransferQueueClient:
+        """Of the queue that the fit reads. Raises NotInitializedError when this process isn't in it any more."""
+        try:
+            address = self._datamodule.address
+        except NotInitializedError:
+            address = None
+        if address != self._address:
+            raise NotInitializedError(
+                f"this process has left the queue at {self._address} that the fit has read; one that the TQDataModule "
+                f"started ends with close() and with an exception."
+            )
+        return self._datamodule.client
 
     def remove_checkpoint(self, filepath: AnyPath) -> None:
         self._remove(filepath)
         if self._trainer.is_global_zero:
-            for suffix in _ENDS:
-                shutil.rmtree(f"{beside(filepath)}{suffix}", ignore_errors=True)
+            for queue in _queues(filepath):
+                shutil.rmtree(queue, ignore_errors=True)
+
+
+def _queues(checkpoint: AnyPath) -> list[Path]:
+    return [Path(f"{os.fspath(checkpoint)}.tq{suffix}") for suffix in _ENDS]
+
+
+def _remove_stale(checkpoint: AnyPath) -> None:
+    """Queues of an earlier checkpoint of that name, which would be taken for this one's."""
+    for queue in _queues(checkpoint):
+        if (queue / "metadata.json").is_file():  # else it is none of ours
+            shutil.rmtree(queue, ignore_errors=True)
 
 
 def beside(checkpoint: AnyPath) -> Path:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from producing import fill
 from recorders import Recorder
 
+import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQDataModule
 from lightning_tq.books import put_right
 from lightning_tq.status.look import take_look
@@ -58,6 +59,44 @@ def test_an_accumulated_batch_is_settled_with_the_step_that_takes_it(data: Make,
     trainer(callbacks=[watched], accumulate_grad_batches=3).fit(Recorder(), datamodule=dm)
     assert [settled for settled, _, _ in watched.seen] == [0, 0, 0, 3, 3, 3, 6]
     assert state(dm) == (7, 0, 28)
+
+
+class Manual(Recorder):
+    """Steps by itself, after these batches (counted from 0)."""
+
+    def __init__(self, steps_after: set[int], fail_at: int | None = None) -> None:
+        super().__init__(fail_at=fail_at)
+        self.automatic_optimization = False
+        self.steps_after = steps_after
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx in self.steps_after:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_a_batch_is_settled_with_the_step_that_a_module_takes_by_itself(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 24)
+    watched = Watched(dm)
+    trainer(callbacks=[watched]).fit(Manual(steps_after={0, 3}), datamodule=dm)
+    assert [settled for settled, _, _ in watched.seen] == [0, 1, 1, 1, 4, 4]
+    assert state(dm) == (6, 0, 24)  # gradients of the last two batches are lost with the epoch
+
+
+def test_what_a_module_has_not_stepped_by_itself_is_trained_again_after_a_resume(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+    indexes = fill(tq.get_client(), "train", 32)
+    fitted = trainer()
+    with pytest.raises(ValueError, match="failed as told"):
+        fitted.fit(Manual(steps_after={3, 7}, fail_at=6), datamodule=TQDataModule(train=stream("train")))
+    fitted.save_checkpoint(tmp_path / "failed.ckpt")
+    model = Manual(steps_after={3, 7})
+    trainer().fit(model, datamodule=TQDataModule(train=stream("train")), ckpt_path=tmp_path / "failed.ckpt")
+    assert model.indexes() == indexes[16:]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["thread", "workers"])

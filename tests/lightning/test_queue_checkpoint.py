@@ -7,16 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import stream
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from producing import fill
 from recorders import Recorder
 
+import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
 from lightning_tq.callbacks.checkpoint import beside
-from transfer_queue import CheckpointError
+from tests.own_processes import own_processes
+from transfer_queue import CheckpointError, QueueUnreachableError
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -26,6 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:.*was called without a model"),
+    pytest.mark.filterwarnings("ignore:.*ckpt_path=.last."),
 ]
 
 
@@ -178,6 +183,97 @@ def test_a_queue_that_cannot_be_saved_ends_the_run_and_leaves_the_checkpoint_bef
     with pytest.raises(CheckpointError, match="of somebody else"):
         trainer(callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
     assert names(folder) == {"step=1.ckpt", "step=1.ckpt.tq", "step=2.ckpt.tq"}
+
+
+def test_a_queue_that_dies_does_not_take_the_checkpoint_of_the_exception_with_it(
+    data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Killing(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                servers = own_processes()
+                for server in servers:
+                    server.kill()
+                psutil.wait_procs(servers, timeout=20)
+            return super().training_step(batch, batch_idx)
+
+    dm = data(train=stream("train", prefetch_batches=0))
+    fill(dm.client, "train", 40)
+    dm.client.save_checkpoint(beside(folder / "failed.ckpt"))  # of an earlier run
+    callbacks = [TQCheckpoint(), OnExceptionCheckpoint(folder, filename="failed")]
+    with pytest.raises(QueueUnreachableError):
+        trainer(callbacks=callbacks, enable_checkpointing=True).fit(Killing(), datamodule=dm)
+    assert names(folder) == {"failed.ckpt"}
+    assert "failed.ckpt is saved without its queue: controller" in caplog.text
+    with pytest.raises(tq.errors.NotInitializedError):  # the datamodule was told of the exception, too
+        tq.get_client()
+
+
+def test_what_an_exception_left_may_be_saved_by_hand_although_the_queue_has_ended(
+    data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 40)
+    dm.client.save_checkpoint(beside(folder / "rescue.ckpt"))  # of an earlier run
+    fitted = trainer(callbacks=[TQCheckpoint()])
+    with pytest.raises(ValueError, match="failed as told"):
+        fitted.fit(Recorder(fail_at=3), datamodule=dm)
+    fitted.save_checkpoint(folder / "rescue.ckpt")
+    assert names(folder) == {"rescue.ckpt"}
+    assert "rescue.ckpt is saved without its queue: this process has left the queue at ipc:" in caplog.text
+
+
+def test_what_an_exception_left_within_an_accumulation_goes_on_behind_the_last_step(
+    trainer: MakeTrainer, folder: Path
+) -> None:
+    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+    indexes = fill(tq.get_client(), "train", 36)
+    fitted = trainer(callbacks=[TQCheckpoint()], accumulate_grad_batches=3)
+    with pytest.raises(ValueError, match="failed as told"):
+        fitted.fit(Recorder(fail_at=5), datamodule=TQDataModule(train=stream("train", num_batches=9)))
+    fitted.save_checkpoint(folder / "rescue.ckpt")
+    tq.close()
+    model = Recorder()
+    with TQDataModule(train=stream("train", num_batches=9)) as dm:
+        again = trainer(accumulate_grad_batches=3)
+        again.fit(model, datamodule=dm, ckpt_path=folder / "rescue.ckpt")
+    assert (again.global_step, model.indexes()) == (3, indexes[12:])
+
+
+def test_what_lies_there_and_is_no_queue_stays_when_the_checkpoint_is_saved_without_one(
+    data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 8)
+    fitted = trainer(callbacks=[TQCheckpoint()])
+    fitted.fit(Recorder(), datamodule=dm)
+    beside(folder / "final.ckpt").mkdir(parents=True)
+    (beside(folder / "final.ckpt") / "of somebody else").touch()
+    fitted.save_checkpoint(folder / "final.ckpt")
+    assert "holds something else (of somebody else)" in caplog.text
+    assert (names(folder), names(beside(folder / "final.ckpt"))) == (
+        {"final.ckpt", "final.ckpt.tq"}, {"of somebody else"}
+    )  # fmt: skip
+
+
+def test_a_checkpoint_saved_after_the_fit_has_its_queue_as_long_as_that_is_there(
+    data: Make, trainer: MakeTrainer, folder: Path
+) -> None:
+    dm = data(train=stream("train"), test=stream("test", task="examine"))
+    indexes = fill(dm.client, "train", 40)
+    fill(dm.client, "test", 4)
+    fitted = trainer(callbacks=[TQCheckpoint()], max_steps=3)
+    fitted.fit(Recorder(), datamodule=dm)
+    fitted.test(Recorder(), datamodule=dm, verbose=False)
+    fitted.save_checkpoint(folder / "final.ckpt")
+    fitted.save_checkpoint(folder / "again.ckpt")
+    dm.close()
+    fitted.save_checkpoint(folder / "again.ckpt")
+    assert names(folder) == {"final.ckpt", "final.ckpt.tq", "again.ckpt"}
+    model = Recorder()
+    with TQDataModule(train=stream("train")) as new:
+        trainer(max_epochs=2).fit(model, datamodule=new, ckpt_path=folder / "final.ckpt")
+    assert model.indexes() == indexes[12:]
 
 
 def test_a_checkpoint_elsewhere_is_refused() -> None:
