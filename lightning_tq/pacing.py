@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from transfer_queue import BatchMeta, BatchTimeoutError, TransferQueueClient
+from transfer_queue import BatchMeta, BatchTimeoutError, EndOfPartitionError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class Pacer:
     def turn(self, timeout_s: float | None = None) -> Iterator[None]:
         """Put what the oldest leave was taken for: ``with pacer.turn(): client.put(...)``. All producers do, or none.
 
+        Left by an exception it is still this producer's turn: put again, within the next ``turn()``. The others wait.
+
         Args:
             timeout_s: Longest wait for those whose leave is older. Default: wait, and report every 30 s.
         Raises:
@@ -90,9 +92,10 @@ class Pacer:
             if time.monotonic() >= deadline:
                 raise BatchTimeoutError(f"waited {timeout_s:.1f} s in vain for {said} Is that producer still alive?")
             logger.warning("waiting for %s", said)
-        self._ranges.popleft()
         yield
+        self._ranges.popleft()
         _open_turn(self._client, self._partition, end)
+        self._client.clear_partition(_turn(self._partition, first))
 
     def _take(self, count: int, wait_s: float) -> BatchMeta | None:
         try:
@@ -139,7 +142,8 @@ class Grants:
         self._client.clear_samples(left)
 
 
-# Whose turn it is: a partition for each number where leave begins. It holds a sample once all before it is put.
+# Whose turn it is: a partition for each number where leave begins. It is sealed once all before that number is put, and
+# holds nothing: a full queue must not keep anybody's turn from coming.
 
 
 def _turn(partition: str, number: int | str) -> str:
@@ -147,18 +151,17 @@ def _turn(partition: str, number: int | str) -> str:
 
 
 def _open_turn(client: TransferQueueClient, partition: str, number: int) -> None:
-    client.put(TensorDict({"turn": torch.tensor([number])}, batch_size=[1]), partition_id=_turn(partition, number))
+    client.seal_partition(_turn(partition, number))
 
 
 def _wait_for_turn(client: TransferQueueClient, partition: str, number: int, wait_s: float) -> bool:
-    name = _turn(partition, number)
     try:
-        arrived = client.get_meta(["turn"], 1, name, task_name=TASK, timeout_s=wait_s).size
+        client.get_meta(["turn"], 1, _turn(partition, number), task_name=TASK, timeout_s=wait_s)
+    except EndOfPartitionError:
+        return True
     except BatchTimeoutError:
-        return False
-    if arrived:
-        client.clear_partition(name)
-    return bool(arrived)
+        pass
+    return False
 
 
 def _slice(deadline: float) -> float:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from producing import rows
 
+import transfer_queue as tq
 from lightning_tq import Pacer, TQDataModule, pacing
 from lightning_tq.pacing import PARTITION, TASK, Grants
-from transfer_queue import BatchTimeoutError, EndOfPartitionError, TransferQueueClient
+from transfer_queue import BatchTimeoutError, EndOfPartitionError, StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
 Make = Callable[..., TQDataModule]
@@ -80,6 +82,38 @@ def test_puts_take_turns_in_the_order_of_their_leave(client: TransferQueueClient
         pass
 
 
+def test_a_put_that_failed_is_made_up_for_in_the_same_turn_and_the_others_go_on_behind_it(
+    client: TransferQueueClient, grants: Grants
+) -> None:
+    grants.give(up_to=8, version=0)
+    first, second = Pacer(client), Pacer(client)
+    first.admit(4)
+    second.admit(4)
+    with pytest.raises(StorageFullError, match="no room"), first.turn(timeout_s=20):
+        raise StorageFullError("no room in time")
+    with pytest.raises(BatchTimeoutError, match="the leave before number 4"), second.turn(timeout_s=0.1):
+        raise AssertionError("not its turn")
+    order = []
+    for name, pacer in {"first": first, "second": second}.items():
+        with pacer.turn(timeout_s=20):
+            order.append(name)
+    assert order == ["first", "second"]
+    assert sorted(client.get_partition_list()) == ["grants", "grants@8"]
+
+
+def test_turns_need_no_room_in_the_queue() -> None:
+    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1, "total_storage_size": 2, "put_timeout_s": 0.1}}})
+    client = tq.get_client()
+    grants, pacer = Grants(client), Pacer(client)
+    grants.begin()
+    grants.give(up_to=2, version=0)
+    pacer.admit(2)
+    with pacer.turn(timeout_s=20):
+        client.put(rows(2), partition_id="train")
+    grants.end()
+    assert client.get_stats()["partitions"]["train"]["samples"] == 2
+
+
 def test_the_end_of_training_reaches_who_waits_and_voids_what_nobody_took(
     client: TransferQueueClient, grants: Grants
 ) -> None:
@@ -112,7 +146,8 @@ def test_the_next_trainer_starts_anew_after_an_end_and_goes_on_after_a_crash(
     again = Pacer(client)
     assert again.admit(1) == 0
     with again.turn(timeout_s=20):
-        assert client.get_partition_list() == ["grants"]
+        pass
+    assert client.get_partition_list() == ["grants", "grants@1"]
 
 
 def test_a_long_training_leaves_nothing_in_the_queue(client: TransferQueueClient, grants: Grants) -> None:
