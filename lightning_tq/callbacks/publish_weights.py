@@ -144,9 +144,16 @@ class PublishWeights(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._version != trainer.global_step:
             self._publish(trainer, pl_module, trainer.global_step)
+        self._seal(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._seal(trainer)  # where Lightning found nothing to train, it left on_train_end out
+
+    def _seal(self, trainer: Trainer) -> None:
         if self._work is not None:
             self._work.flush()
             datamodule_of(trainer, "PublishWeights").client.seal_partition(self.partition)
+            self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end()  # not sealed: a trainer that goes on from a checkpoint publishes there again

@@ -150,8 +150,15 @@ class StalenessGuard(Callback):
         self._give(trainer, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._grants is not None:
-            self._grants.end()
+        self._end()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end()  # where Lightning found nothing to train, it left on_train_end out
+
+    def _end(self) -> None:
+        grants, self._grants = self._grants, None
+        if grants is not None:
+            grants.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._grants = None  # not ended: a trainer that goes on from a checkpoint gives leave to the same producers

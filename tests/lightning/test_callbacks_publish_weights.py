@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from producing import fill
 from recorders import Recorder
 
-from lightning_tq import Producer, PublishWeights, TQDataModule, Weights, WeightsReader
+from lightning_tq import Producer, PublishWeights, StalenessGuard, TQDataModule, Weights, WeightsReader
 from transfer_queue import EndOfPartitionError
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
@@ -187,6 +187,23 @@ def test_a_resumed_training_hands_out_what_its_checkpoint_holds_first(
     )
     assert [weights.version for weights in reading.seen] == [3, 4, 5]
     assert same(reading.seen[0].state_dict, kept)
+
+
+@pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_epochs": 0}], ids=["no batch", "no epoch"])
+def test_readers_and_paced_producers_are_told_of_the_end_of_a_training_that_had_nothing_to_do(
+    data: Make, trainer: MakeTrainer, options: dict[str, Any]
+) -> None:
+    dm = data(train=stream("train"), keep_alive=False)
+    fill(dm.client, "train", 8)
+    sealed: dict[str, bool] = {}
+
+    class Noting(Callback):
+        def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            sealed.update({name: each["sealed"] for name, each in dm.client.get_stats()["partitions"].items()})
+
+    model = Recorder()
+    trainer(callbacks=[PublishWeights(), StalenessGuard(), Noting()], **options).fit(model, datamodule=dm)
+    assert (model.indexes(), sealed["weights"], sealed["grants"]) == ([], True, True)
 
 
 def test_arguments_that_can_not_be_right_are_refused() -> None:
