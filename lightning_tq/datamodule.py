@@ -92,6 +92,7 @@ class TQDataModule(LightningDataModule):
         self._run: Run | None = None
         self._places: dict[str, Place] = {}
         self._places_of: str | None = None
+        self._held: list[str] = []
         if not self._streams["val"]:  # Lightning takes val_dataloader for a promise, before setup
             warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
 
@@ -169,7 +170,7 @@ class TQDataModule(LightningDataModule):
         rank_zero_info(f"Queue: {self._address} (to look into it: lightning-tq status --watch {self._address})")
         self.open()
         self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client, self._ack)
-        self._run.start(streams, self._places, self._connection.conf)
+        self._run.start(streams, self._places, self._connection.conf, self._held)
         self._keep_books(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: LabelledStreams) -> str:
@@ -179,6 +180,7 @@ class TQDataModule(LightningDataModule):
         checkpoint = resumed_from(self._own_trainer())
         if entry == "fit" and checkpoint is not None:
             restore_beside(self.client, checkpoint)
+        self._held = self.client.get_partition_list()
         for _, stream in streams.values():
             stream.register(self.client, topology.dp_size)
         assert self._group is not None

@@ -74,6 +74,7 @@ class FabricLoader:
         self.topology = fabric_topology(fabric, dp_rank, dp_size)
         self._fabric = fabric
         self._next_epoch = 0
+        self._held: list[str] = []
         self._connection = Connection()
         self._producers = ProducerGroup(producers)
         config = as_queue_config(queue)
@@ -81,6 +82,7 @@ class FabricLoader:
         def prepare() -> str:
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
+            self._held = self.client.get_partition_list()
             self._producers.start(self.address)
             return self.address
 
@@ -95,6 +97,8 @@ class FabricLoader:
         self._feed = Feed(
             "train", "train", stream, self.topology, {}, self, self._watch.stopped.is_set, self._connection.conf
         )
+        self._feed.held = self._held
+        self._feed.is_over = lambda epochs_ahead: epochs_ahead > 0  # a pass is one epoch, empty or not
         self._feed.settled = lambda partition: settled(self.client, partition, stream.task)
         self._books = Books(self._feed, self.client, self.topology, ack == "checkpoint", ack == "never", ack == "auto")
         self._ack = ack

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any, NamedTuple, Protocol
 
 from lightning_tq.batch import TQBatch
-from lightning_tq.place import Place, check_is_place, check_is_there, check_sizes
+from lightning_tq.place import Place, check_is_held, check_is_place, check_is_there, check_sizes
 from lightning_tq.stream import Stream
 from lightning_tq.topology import Topology
 from transfer_queue import BatchMeta, EndOfPartitionError, StreamingDataset
@@ -90,8 +90,10 @@ class Feed:
         """Did the live iterator start from a checkpoint's position? Then less than an epoch is left for it."""
         self.settled: Callable[[str], int] | None = None
         """How many first batches of a partition nobody will ask for again."""
+        self.held: Collection[str] = ()
+        """Partitions that the queue held when the run began, before any producer of it; nothing on other ranks."""
         self.is_over: Callable[[int], bool] | None = None
-        """Will the Trainer train nothing in this epoch, or so many later?"""
+        """Will this reader train nothing in this epoch, or so many later?"""
         self.on_whole: Callable[[BatchMeta], None] | None = None
         """Told of each batch all of whose micro-batches were trained."""
         self._restored = False
@@ -129,6 +131,11 @@ class Feed:
         asked = self.stream.replay
         return self._host.replays(self.stage) or (self.stage != "train" if asked is None else asked)
 
+    @property
+    def epoch(self) -> int:
+        """Epoch of the live iterator. The Trainer's own number may still be that of the one before."""
+        return int(self._begun["epoch"])
+
     def waited_for(self) -> float:
         """Seconds that the reader has been waiting for the batch it asked for; 0 when it isn't."""
         since = self.waiting_since
@@ -150,9 +157,11 @@ class Feed:
     def begin(self, epochs_ahead: int = 0) -> None:
         """Move the cursor to where an iterator that starts now begins."""
         name, place = self._host.partition_of(self.stage, self.stream, epochs_ahead), self.place
-        if self._is_unfinished(place) and not epochs_ahead:
+        goes_on = not epochs_ahead and self._is_unfinished(place)
+        if goes_on:
             assert place is not None
             name = place["partition_id"]  # the template may say another name by now: of a later step, or version
+        replay = self.replay and not goes_on
         if self.partition not in (None, name):
             self.left.append(str(self.partition))
         self.partition = name
@@ -160,12 +169,13 @@ class Feed:
         self._handed.clear()
         self._trained_to = None
         self.resumed = self._restored
-        settled = 0 if self.replay or self.settled is None else self.settled(name)
-        if self.replay or place is None or place["partition_id"] != name:
+        settled = 0 if replay or self.settled is None else self.settled(name)
+        if replay or place is None or place["partition_id"] != name:
             place = {"partition_id": name, "batch_index": settled, "micro_batch": 0}
         else:
             if self._restored:
                 check_sizes(place, self._sizes, self.label)
+                check_is_held(place, self.held)
             check_is_there(place, settled)
             self.batches_done = place["batch_index"] - settled
         self._begun = {"epoch": self._host.epoch + epochs_ahead, **self._sizes}
@@ -173,7 +183,7 @@ class Feed:
 
     def _is_unfinished(self, place: Place | None) -> bool:
         """Does a checkpoint say that the epoch which goes on began in the place's partition?"""
-        return self._restored and not self.replay and place is not None and place.get("epoch") == self._host.epoch
+        return self._restored and place is not None and place.get("epoch") == self._host.epoch
 
     def next_item(self, reading: Reading) -> TQBatch:
         """Wait for a batch. Raises what ended the run meanwhile; StopIteration at the end of the stream."""
@@ -219,12 +229,18 @@ class Feed:
                 raise StopIteration
             return next(items)
         except StopIteration:
-            if self.taken or not (self.resumed and self.stage == "train" and self.stream.variables) or self._is_over(1):
+            if self.taken or not self._has_another_epoch():
                 raise
         # Resumed at the very end of an epoch: Lightning asks before it counts that epoch as done, and asks only once.
         self._host.check()
         reading.restart(epochs_ahead=1)
         return next(reading.items)
+
+    def _has_another_epoch(self) -> bool:
+        """Resumed at its end, are there samples to train in the epoch that follows?"""
+        if not self.resumed or self.stage != "train" or self._is_over(1):
+            return False
+        return self.replay or self._host.partition_of(self.stage, self.stream, 1) != self.partition
 
     def _ended(self, reading: Reading) -> None:
         promised = self.stream.num_batches

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from transfer_queue.errors import InvalidRequestError
@@ -12,6 +12,7 @@ Place = dict[str, Any]
 """As ``StreamingDataset.state_dict`` says it; the epoch in which its iterator began; sizes that batches were cut by."""
 
 _NEEDED = {"partition_id", "batch_index", "micro_batch"}
+_INSTEAD = "Resume from the last checkpoint, or start another queue from what TQCheckpoint saved beside this one"
 
 
 def check_is_place(place: Mapping[str, Any], label: str) -> None:
@@ -38,7 +39,26 @@ def check_is_there(place: Place, settled: int) -> None:
     if settled > place["batch_index"]:
         raise InvalidRequestError(
             f"the checkpoint stands at batch {place['batch_index']} of partition {place['partition_id']!r}, but "
-            f"batches before {settled} were acknowledged when a later checkpoint was saved, and are gone. Resume from "
-            f"the last checkpoint, or start another queue from what TQCheckpoint saved beside this one; "
-            f"TQDataModule(ack='never') keeps every batch."
+            f"batches before {settled} were acknowledged since, when a later checkpoint was saved or at the end of "
+            f"their steps, and are gone. {_INSTEAD}; TQDataModule(ack='never') keeps every batch."
         )
+
+
+def check_is_held(place: Place, held: Collection[str]) -> None:
+    """Raises InvalidRequestError where the queue has let go of the whole partition, which nobody would fill again.
+
+    Args:
+        held: Partitions that were there before this run could make any. None: a new queue, with nothing to go back to.
+    """
+    begun = place["batch_index"] or place["micro_batch"]
+    if held and begun and place["partition_id"] not in held:
+        raise InvalidRequestError(
+            f"the checkpoint stands at batch {place['batch_index']} of partition {place['partition_id']!r}, which was "
+            f"cleared: the queue holds {listed(held)}. {_INSTEAD}."
+        )
+
+
+def listed(names: Collection[str], most: int = 6) -> str:
+    """Partitions as a message names them, in order: the first ones where there are many."""
+    shown = ", ".join(map(repr, sorted(names)[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

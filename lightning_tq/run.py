@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -60,8 +60,10 @@ class Run:
         self._keeps = False
         self._watch = Watch([self._producer_failed, self._terminated, *peer_looks(trainer)], [self._hint])
 
-    def start(self, streams: LabelledStreams, places: MutableMapping[str, Place], conf: Any) -> None:
-        """Make the feeds, and begin to watch."""
+    def start(
+        self, streams: LabelledStreams, places: MutableMapping[str, Place], conf: Any, held: Collection[str] = ()
+    ) -> None:
+        """Make the feeds, and begin to watch. ``held``: partitions that were there before this run's producers."""
         for label, (stage, stream) in streams.items():
             self.feeds[label] = Feed(
                 label, stage, stream, self.topology, places, self, self._watch.stopped.is_set, conf
@@ -70,7 +72,7 @@ class Run:
         keeps, never, auto = self._keeps and self._ack != "step", self._ack == "never", self._ack == "auto"
         for feed in self.of_stage("train"):
             feed.settled = lambda partition, feed=feed: settled(self._client, partition, feed.stream.task)
-            feed.is_over = self._is_over
+            feed.is_over, feed.held = self._is_over, held
             self.books.append(Books(feed, self._client, self.topology, keeps, never, auto))
         self._watch.start()
 
@@ -96,9 +98,9 @@ class Run:
         last = epochs not in (None, -1) and self.epoch + epochs_ahead >= int(epochs or 0)
         return last or (steps != -1 and self.trainer.global_step >= steps)
 
-    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
-        epoch, step = self.epoch + epochs_ahead, self.trainer.global_step
-        version = policy_version(self.trainer)
+    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0, steps_ahead: int = 0) -> str:
+        epoch, step = self.epoch + epochs_ahead, self.trainer.global_step + steps_ahead
+        version = policy_version(self.trainer) + steps_ahead
         return self.switch.partition(stream, epoch=epoch, global_step=step, policy_version=version, stage=stage)
 
     def replays(self, stage: str) -> bool:
@@ -119,12 +121,27 @@ class Run:
                 f"(limit_train_batches): Lightning then skips the validation of this epoch. Lower "
                 f"limit_train_batches, or leave it out: the epoch ends with the partition."
             )
-        if not feed.replay and not feed.stream.variables:
+        if not feed.taken and not feed.resumed:
+            self._warn_once(
+                f"nothing {feed.partition}",
+                f"epoch {feed.epoch} trains nothing: partition {feed.partition!r} has no batch that task "
+                f"{feed.stream.task!r} has yet to train. Its samples were trained before, or fill no batch. To train "
+                f"them again: Stream(replay=True), or another task.",
+            )
+        if self._is_last(feed):
             self.trainer.should_stop = True  # or the Trainer would spin through empty epochs
             rank_zero_info(
                 f"Partition {feed.partition!r} was read to its end; training stops after this epoch. For more epochs "
                 f"over the same samples: Stream(replay=True). For one partition per epoch: 'train@{{epoch}}'."
             )
+
+    def _is_last(self, feed: Feed) -> bool:
+        """Would the next epoch read the same partition again, and find nothing more in it?"""
+        ahead = feed.epoch + 1 - self.epoch
+        if self._is_over(ahead) or (feed.replay and feed.taken):
+            return False
+        # What was taken may still be on its way into a step, after which a template may say another name.
+        return feed.partition == self.partition_of(feed.stage, feed.stream, ahead, 1 if feed.taken else 0)
 
     def _report_dropped(self, feed: Feed) -> None:
         told = dropped_text(self._client, feed) if self.trainer.is_global_zero else None

@@ -72,6 +72,18 @@ def test_an_epoch_that_was_read_to_its_end_is_an_empty_pass_after_a_resume(fabri
         resumed.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"replay": True}], ids=["once", "replay"])
+def test_a_resumed_pass_holds_the_rest_of_it(fabric: Fabric, options: dict[str, Any]) -> None:
+    with FabricLoader(fabric, stream("train@{epoch}", **options), {"units": 1}, ack="never") as loader:
+        indexes = [fill(loader.client, f"train@{epoch}", 12) for epoch in range(2)]
+        batches = [[rows[at : at + 4] for at in (0, 4, 8)] for rows in indexes]
+        states = [loader.state_dict() for _ in loader]
+        for done, state in enumerate(states, start=1):
+            with FabricLoader(fabric, stream("train@{epoch}", **options), ack="never") as resumed:
+                resumed.load_state_dict(state)
+                assert passes(resumed, 2) == [batches[0][done:], batches[1]]
+
+
 def in_flight(loader: FabricLoader) -> int:
     return int(loader.client.get_stats()["partitions"]["train"]["tasks"]["learn"]["in_flight"])
 

@@ -15,6 +15,7 @@ from producing import fill
 from recorders import Recorder
 
 from lightning_tq import PartitionSwitch, TQDataModule
+from lightning_tq.place import listed
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -83,11 +84,26 @@ def test_an_older_checkpoint_is_refused_once_a_later_one_let_its_batches_go(
     fill(dm.client, "train", 40)
     trainer(max_epochs=-1, max_steps=5, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
     other = TQDataModule(train=stream("train"))
-    with pytest.raises(ValueError, match="batches before 5 were acknowledged when a later checkpoint was saved"):
+    with pytest.raises(ValueError, match="batches before 5 were acknowledged since, when a later checkpoint was saved"):
         trainer(max_steps=6).fit(Recorder(), datamodule=other, ckpt_path=tmp_path / "step=2.ckpt")
     model = Recorder()
     trainer(max_steps=6).fit(model, datamodule=other, ckpt_path=tmp_path / "step=5.ckpt")
     assert len(model.indexes()) == 4
+
+
+def test_a_checkpoint_within_a_partition_that_was_cleared_is_refused(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    dm = data(train=stream("train@{epoch}"), ack="never")
+    for epoch in range(3):
+        fill(dm.client, f"train@{epoch}", 8)
+    callbacks = [PartitionSwitch(), Save(tmp_path)]
+    trainer(max_epochs=2, callbacks=callbacks).fit(Recorder(), datamodule=dm)
+    model, other = Recorder(), TQDataModule(train=stream("train@{epoch}"))
+    told = "at batch 1 of partition 'train@0', which was cleared: the queue holds 'train@1', 'train@2'. Resume from"
+    with pytest.raises(ValueError, match=told):
+        trainer(max_epochs=2).fit(model, datamodule=other, ckpt_path=tmp_path / "step=1.ckpt")
+    assert model.indexes() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -249,3 +265,8 @@ def test_overfitted_batches_go_on_within_the_epoch_that_was_saved(
     resumed = trainer(max_epochs=2, overfit_batches=3)
     resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / "step=2.ckpt")
     assert model.indexes() == indexes[8:] + indexes
+
+
+def test_a_message_names_the_first_of_many_partitions() -> None:
+    assert listed(["b", "a"]) == "'a', 'b'"
+    assert listed([f"train@{epoch}" for epoch in range(9)], most=2) == "'train@0', 'train@1' and 7 more"
