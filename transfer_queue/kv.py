@@ -14,6 +14,7 @@ from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_meta, to_specs
+from transfer_queue.storage.base import Update
 from transfer_queue.verbs.keys import check_keys
 from transfer_queue.verbs.puts import as_tensordict
 
@@ -85,10 +86,12 @@ async def _put_once(
     specs = to_specs(extract_field_schema(rows)) if rows is not None and parser is None else {}
     writes = [] if rows is None else [str(name) for name in rows.keys()]  # noqa: SIM118 (iterating it gives rows)
     meta = to_meta(await client.hold_keys(names, partition, specs, writes))
+    update: Update | None = None
     try:
         if rows is not None:
-            stored = await client.storage_manager.put_data(rows, meta, parser)
-            specs = to_specs(extract_field_schema(stored))
+            update = await client.storage_manager.update_data(rows, meta, parser)  # some keys may be known already
+            assert update is not None
+            specs = to_specs(extract_field_schema(update.stored))
         own = {index: dict(tag) for index, tag in zip(meta.global_indexes, tags or (), strict=False) if tag}
         return await client.publish(meta, specs, own)
     except BaseException as error:
@@ -96,6 +99,9 @@ async def _put_once(
             await client.drop_orphans(partition, meta.global_indexes)
         await client.cancel(partition, meta.global_indexes)
         raise
+    finally:
+        if update is not None:
+            update.settle()
 
 
 def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:

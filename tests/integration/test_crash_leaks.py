@@ -146,6 +146,31 @@ def test_what_a_cancelled_put_stored_for_samples_cleared_meanwhile_is_freed(clie
     assert until(nothing_stored), unit()
 
 
+# ---- puts by key ----
+
+
+def put_by_key_and_die_before_publishing(keys: list[str], partition: str) -> None:
+    client = tq.get_client()
+    client.publish = die
+    tq.kv_batch_put(keys, partition, rows(b=torch.arange(len(keys)), c=torch.arange(len(keys))))
+
+
+@pytest.mark.parametrize("known", [["a", "b"], ["a"], []], ids=["all", "some", "none"])
+def test_what_a_killed_writer_put_by_keys_of_which_some_were_known_is_freed(client, name, fork, known):
+    if known:
+        tq.kv_batch_put(known, name, rows(a=torch.arange(len(known))))
+    before = (unit().values, unit().live_nbytes)
+    assert ended(fork(put_by_key_and_die_before_publishing, ["a", "b"], name)) == -signal.SIGKILL
+    assert until(lambda: (unit().values, unit().live_nbytes) == before), unit()
+
+
+def test_what_a_killed_writer_replaced_by_key_stays_readable(client, name, fork):
+    tq.kv_batch_put(["a", "b"], name, rows(b=torch.tensor([7, 8])))
+    assert ended(fork(put_by_key_and_die_before_publishing, ["a", "b"], name)) == -signal.SIGKILL
+    assert until(lambda: unit().values == 2), "the new field is freed"
+    assert tq.kv_batch_get(["a", "b"], name)["b"].tolist() == [0, 1]
+
+
 # ---- writes that wait for room ----
 
 

@@ -122,6 +122,20 @@ def test_pages_that_were_recycled_in_time_stay(arena):
     assert resident(arena) == 4 * PAGE
 
 
+def test_what_steady_traffic_does_not_need_goes_back_though_it_touches_every_page_and_what_it_needs_stays():
+    arena = Arena(64 * PAGE)
+    arena.allocate(40 * PAGE)[:] = 1
+    for second in range(0, 3 * int(IDLE_S), 5):
+        arena.tick(float(second))
+        traffic = [arena.allocate(3 * PAGE), arena.allocate(PAGE)]
+        arena.tick(float(second))
+        if (due := arena.next_trim()) is not None and due <= second:
+            arena.trim(float(second))
+        del traffic
+    assert 4 * PAGE <= arena.used_nbytes + arena.recyclable_nbytes <= 5 * PAGE
+    arena.close()
+
+
 def test_there_is_nothing_to_trim_while_nothing_is_free_and_each_trim_moves_the_next(arena):
     arena.tick(1000.0)
     memory = arena.allocate(PAGE)

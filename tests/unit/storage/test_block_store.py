@@ -133,6 +133,34 @@ def test_no_more_than_half_of_what_is_held_is_dead():
     assert store.held_nbytes == store.live_nbytes == 42 * ROW * 8
 
 
+class Memory:
+    """For the blocks that a store makes of others: none while it is ``short``."""
+
+    short = True
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        if self.short:
+            raise MemoryError(f"no {nbytes} bytes left")
+        return np.empty(nbytes, np.uint8)
+
+
+@pytest.mark.parametrize("make", [piece, ragged])
+def test_without_memory_to_compact_dead_rows_stay_and_every_value_is_as_it_was(make):
+    memory = Memory()
+    store = BlockStore(memory)
+    store.write(np.arange(64), whole("a", make(list(range(1, 65)))))
+    assert store.drop(np.arange(2, 64)) == 62
+    for index in range(100, 140):
+        store.write(ints(index), whole("a", make([index])))
+    store.squeeze()
+    assert read(store, "a", 0, 1, *range(100, 140)) == [1, 2, *range(100, 140)]
+    assert store.held_nbytes > store.live_nbytes
+    memory.short = False
+    store.squeeze()
+    assert store.held_nbytes == store.live_nbytes == make([1, 2, *range(100, 140)]).nbytes
+    assert read(store, "a", 0, 1, *range(100, 140)) == [1, 2, *range(100, 140)]
+
+
 def test_samples_written_one_by_one_end_in_few_blocks_whatever_their_shapes():
     store = BlockStore()
     for index in range(1000):

@@ -12,7 +12,7 @@ from transfer_queue.storage.simple.free_list import FreeList
 SPACE = 64
 
 
-def runs_of(free: dict[int, float]) -> list[tuple[int, int]]:
+def runs_of(free: set[int]) -> list[tuple[int, int]]:
     """(start, size) of each run of neighbouring free pages."""
     runs: list[tuple[int, int]] = []
     for page in sorted(free):
@@ -24,28 +24,23 @@ def runs_of(free: dict[int, float]) -> list[tuple[int, int]]:
 
 
 class FreeListMachine(RuleBasedStateMachine):
-    """The model: which pages are free, and the time of the whole run each of them lies in."""
+    """The model: which pages are free."""
 
     def __init__(self) -> None:
         super().__init__()
         self.list = FreeList()
-        self.free: dict[int, float] = {}
+        self.free: set[int] = set()
         self.taken: list[tuple[int, int]] = [(0, SPACE)]
-        self.now = 0.0
 
-    @rule(data=st.data(), wait=st.sampled_from([0.0, 1.0, 5.0]))
+    @rule(data=st.data())
     @precondition(lambda self: self.taken)
-    def give(self, data: st.DataObject, wait: float) -> None:
-        self.now += wait
+    def give(self, data: st.DataObject) -> None:
         start, size = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
         begin = data.draw(st.integers(start, start + size - 1))
         end = data.draw(st.integers(begin + 1, start + size))
         self.taken += [part for part in ((start, begin - start), (end, start + size - end)) if part[1]]
-        self.list.give(begin, end - begin, self.now)
-        self.free.update(dict.fromkeys(range(begin, end), self.now))
-        for first, length in runs_of(self.free):
-            latest = max(self.free[page] for page in range(first, first + length))
-            self.free.update(dict.fromkeys(range(first, first + length), latest))
+        self.list.give(begin, end - begin)
+        self.free.update(range(begin, end))
 
     @rule(size=st.integers(1, SPACE))
     def take(self, size: int) -> None:
@@ -55,17 +50,19 @@ class FreeListMachine(RuleBasedStateMachine):
         assert (start is None) == (not fitting)
         if start is not None:
             assert ranges[start] == min(fitting), "the smallest range that fits is taken, from its beginning"
-            for page in range(start, start + size):
-                del self.free[page]
+            self.free.difference_update(range(start, start + size))
             self.taken.append((start, size))
 
-    @rule(age=st.sampled_from([0.0, 1.0, 4.0, 9.0]))
-    def take_older(self, age: float) -> None:
-        old = [run for run in runs_of(self.free) if self.free[run[0]] <= self.now - age]
-        assert sorted(self.list.take_older(self.now - age)) == old
-        for start, size in old:
-            for page in range(start, start + size):
-                del self.free[page]
+    @rule(data=st.data())
+    def take_largest(self, data: st.DataObject) -> None:
+        total = data.draw(st.integers(0, len(self.free)))
+        largest = sorted((length for _, length in runs_of(self.free)), reverse=True)
+        taken = self.list.take_largest(total)
+        sizes = [size for _, size in taken]
+        assert (sum(sizes), sizes[:-1]) == (total, largest[: max(len(sizes) - 1, 0)]), "whole ranges, but for the last"
+        for start, size in taken:
+            assert self.free.issuperset(range(start, start + size))
+            self.free.difference_update(range(start, start + size))
             self.taken.append((start, size))
 
     @invariant()
@@ -93,10 +90,9 @@ def test_a_range_given_back_between_two_others_joins_both():
     assert free.ranges() == [(0, 12)]
 
 
-def test_a_range_is_as_young_as_its_youngest_part_and_its_rest_as_old_as_it_was():
+def test_so_much_is_taken_from_the_largest_ranges_and_the_rest_of_the_last_one_stays():
     free = FreeList()
-    free.give(0, 4, 1.0)
-    free.give(4, 4, 9.0)
-    free.give(20, 4, 2.0)
-    assert free.take(2) == 20
-    assert (free.take_older(8.0), free.take_older(9.0)) == ([(22, 2)], [(0, 8)])
+    for start, size in ((0, 4), (10, 8), (20, 6)):
+        free.give(start, size)
+    assert free.take_largest(11) == [(10, 8), (20, 3)]
+    assert (free.ranges(), free.total, free.take_largest(0)) == ([(0, 4), (23, 3)], 7, [])

@@ -31,8 +31,9 @@ class Notebook:
         self.asked = []
 
     async def call_many(self, calls, timeout_s):
-        self.asked.append((list(calls), timeout_s))
-        return [Reply(self.answer, []) for _ in calls]
+        made = list(calls)
+        self.asked.append((made, timeout_s))
+        return [Reply(self.answer, []) for _ in made]
 
 
 def test_neighbouring_indexes_share_a_unit_and_runs_take_turns():
@@ -40,21 +41,32 @@ def test_neighbouring_indexes_share_a_unit_and_runs_take_turns():
     assert unit_of(np.arange(1000), 1).tolist() == [0] * 1000
 
 
-def test_a_put_is_one_message_per_unit_touched_all_sent_at_once_with_the_wait_for_room_on_top():
+def put_rows(num_rows: int) -> tuple[list, float]:
+    """The only exchange of a put of two fields: (its calls, its timeout)."""
     caller = Notebook(encode(Written()))
     manager = SimpleStorageManager(caller, config(3, put_timeout_s=5, timeout_s=2))
-    data = TensorDict({"a": torch.zeros(100), "b": torch.zeros(100)}, batch_size=[100])
-    run_blocking(manager.put_data(data, SimpleNamespace(global_indexes=range(100), field_names=[])))
-    ((calls, timeout_s),) = caller.asked
+    data = TensorDict({"a": torch.zeros(num_rows), "b": torch.zeros(num_rows)}, batch_size=[num_rows])
+    run_blocking(manager.put_data(data, SimpleNamespace(global_indexes=range(num_rows), field_names=[])))
+    (asked,) = caller.asked
+    return asked
+
+
+def test_a_put_is_one_message_per_unit_touched_all_sent_at_once_and_none_of_them_waits_for_room():
+    calls, timeout_s = put_rows(100)
     assert ([call.peer for call in calls], timeout_s) == (
         [Peer("u0", "inproc://u0", 7), Peer("u1", "inproc://u1", 7)],
         7.0,
     )
     writes = [decode_request(call.header) for call in calls]
     assert [(len(write.indexes) // 8, [part.field for part in write.parts], write.wait_s) for write in writes] == [
-        (64, ["a", "b"], 5.0),
-        (36, ["a", "b"], 5.0),
+        (64, ["a", "b"], 0.0),
+        (36, ["a", "b"], 0.0),
     ]
+
+
+def test_a_put_to_one_unit_waits_for_room_in_its_first_message():
+    (call,), timeout_s = put_rows(20)
+    assert (decode_request(call.header).wait_s, timeout_s) == (5.0, 7.0)
 
 
 def test_frames_of_a_contiguous_put_are_the_tensor_itself():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from transfer_queue.storage.simple.messages import (
     Read,
     Rows,
     Stats,
+    TakeBack,
     Write,
     Written,
     decode_answer,
@@ -39,14 +42,18 @@ class Asker:
         views = [memoryview(frame).cast("B") for frame in frames]
         return told(self.unit.handle(Envelope(client, self.sent, b"r"), header, views, now))
 
-    def write(self, index: int, kib: int, now: float = 0.0, wait_s: float = 10.0, client: str = "me") -> list:
+    def write(
+        self, index: int, kib: int, now: float = 0.0, wait_s: float = 10.0, client: str = "me", **more: Any
+    ) -> list:
         piece = Piece(dense_layout("uint8", 1, (kib * KIB,)), 1, np.zeros(kib * KIB, np.uint8))
-        return self.put([index], piece, now, wait_s, client)
+        return self.put([index], piece, now, wait_s, client, **more)
 
-    def put(self, indexes, piece: Piece, now: float = 0.0, wait_s: float = 0.0, client: str = "me") -> list:
+    def put(
+        self, indexes, piece: Piece, now: float = 0.0, wait_s: float = 0.0, client: str = "me", **more: Any
+    ) -> list:
         packer = Packer()
         packer.add("a", slice(0, piece.rows), piece)
-        write = Write(pack_indexes(np.array(indexes)), packer.parts, packer.tables, wait_s)
+        write = Write(pack_indexes(np.array(indexes)), packer.parts, packer.tables, wait_s, **more)
         return self.raw(encode(write), packer.frames, now, client)
 
     def drop(self, *indexes: int, now: float = 0.0) -> list:
@@ -115,14 +122,14 @@ def test_a_write_that_waited_too_long_fails_with_numbers_and_lets_the_next_one_i
 
 def test_a_write_larger_than_the_unit_is_refused_at_once(small):
     ((_, _, failed),) = small.write(1, 101)
-    assert failed.code == "StorageFullError"
+    assert (failed.code, failed.later) == ("StorageFullError", False)
     assert "can never fit storage unit 'u0' of 102400 bytes" in failed.text
 
 
 def test_a_write_that_may_not_wait_fails_at_once(small):
     small.write(1, 60)
     ((_, _, failed),) = small.write(2, 60, wait_s=0.0)
-    assert failed.code == "StorageFullError"
+    assert (failed.code, failed.later) == ("StorageFullError", True)
 
 
 def test_an_overwrite_needs_room_only_for_what_it_adds(small):
@@ -146,6 +153,46 @@ def test_parked_writes_of_a_client_that_is_gone_are_forgotten(small):
     small.write(3, 10)
     assert told(small.unit.client_gone("dead", 1.0)) == [("me", 3, Written())]
     assert small.drop(1, 2, 3) == [("me", 4, Dropped(2))]
+
+
+GIVE_UPS = {
+    "drop": lambda asker, attempts: asker.raw(encode(Drop(pack_indexes(np.array([99])), None, attempts))),
+    "take back": lambda asker, attempts: asker.raw(encode(TakeBack("", 1, None, given_up=attempts))),
+    "write": lambda asker, attempts: asker.write(99, 1, given_up=attempts),
+}
+
+
+@pytest.fixture(params=GIVE_UPS.values(), ids=GIVE_UPS)
+def give_up(request):
+    return request.param
+
+
+def test_a_write_that_was_given_up_before_it_came_is_refused_once_and_no_other_client_s(small, give_up):
+    assert len(give_up(small, [7, 9])) == 1
+    ((_, _, failed),) = small.write(1, 10, attempt=7)
+    assert (failed.code, "gave up before it came" in failed.text) == ("ProtocolError", True)
+    assert small.write(2, 10, attempt=7, client="other")[0][2] == Written()
+    assert small.write(3, 10, attempt=8)[0][2] == Written()
+    ((_, _, missing),) = small.raw(encode(Read(pack_indexes(np.array([1])), ["a"])))
+    assert missing.code == "StorageKeyNotFoundError"
+
+
+def test_a_write_that_was_given_up_while_it_waits_is_forgotten_and_lets_in_the_next(small, give_up):
+    small.write(1, 60)
+    assert small.write(2, 60, attempt=7) == []
+    assert small.write(3, 10, attempt=7, client="other") == []
+    answers = give_up(small, [7])
+    assert [(client, number) for client, number, _ in answers if client == "other"] == [("other", 3)]
+    assert (small.unit.stats().parked, small.drop(2)[0][2]) == (0, Dropped(0))
+
+
+def test_of_writes_that_were_given_up_the_latest_thousand_are_remembered(small):
+    for attempt in range(1, 2001):
+        small.raw(encode(Drop(pack_indexes(np.array([99])), None, [attempt])))
+    refused = [
+        attempt for attempt in range(1, 2001) if not isinstance(small.write(1, 1, attempt=attempt)[0][2], Written)
+    ]
+    assert refused == list(range(977, 2001))
 
 
 def test_stats_tell_what_is_held_and_what_waits(small):

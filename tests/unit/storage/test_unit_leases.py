@@ -205,6 +205,44 @@ def test_an_overwrite_frees_what_it_replaces(me, unit):
     assert (of_arena(unit), me.values([1, 2])) == ((4, 0, 0), {1: 3, 2: 4})
 
 
+# ---- a write by lease may leave room ----
+
+
+def test_a_write_that_replaces_more_than_it_stores_lets_in_who_waits(me, other, unit):
+    me.put({1: 1}, 8 * PAGE)
+    lease = me.lease(1, [1])
+    at = me.one(lease).offset
+    assert other.ask(other.lease(5)) == []
+    written, let_in = me.ask(me.written_at(at, lease.hold, {1: 2}, PAGE))
+    assert (written[2], let_in[0], of_arena(unit)) == (Written(), "client 2", (6, 5, 0))
+
+
+def test_a_write_that_uses_less_than_its_lease_lets_in_who_waits(me, other, unit):
+    lease = me.lease(9)
+    at = me.one(lease).offset
+    assert other.ask(other.lease(5)) == []
+    written, let_in = me.ask(me.written_at(at, lease.hold, {1: 2}, PAGE))
+    assert (written[2], let_in[0], of_arena(unit)) == (Written(), "client 2", (6, 5, 0))
+
+
+def test_a_write_that_comes_to_nothing_lets_in_who_waits(me, other, unit):
+    me.put({1: 1})
+    lease = me.lease(8)
+    at = me.one(lease).offset
+    assert other.ask(other.lease(5)) == []
+    present, let_in = me.ask(me.written_at(at, lease.hold, {1: 2}, PAGE, absent=True))
+    assert (present[2], let_in[0], of_arena(unit)) == (Present(), "client 2", (6, 5, 0))
+
+
+def test_a_write_that_is_refused_lets_in_who_waits(me, other, unit):
+    lease = me.lease(9)
+    at = me.one(lease).offset
+    assert other.ask(other.lease(5)) == []
+    failed, let_in = me.ask(Write(indexes_of([1]), [part(at + 1, PAGE)], lease=lease.hold))
+    refused(failed[2], "not within what is left of its lease")
+    assert (let_in[0], of_arena(unit)) == ("client 2", (5, 5, 0))
+
+
 # ---- leases ahead ----
 
 

@@ -87,6 +87,14 @@ def test_a_value_that_was_cleared_and_put_anew_is_not_taken_back(me, other, put)
     assert me.values([1]) == {1: 9}
 
 
+def test_a_value_that_replaced_another_is_not_taken_back(me, other, unit, put):
+    put(other, {2: 20, 3: 30})
+    put(me, {1: 1, 2: 2, 3: 3, 4: 4}, number=1)
+    put(other, {4: 40})
+    assert take_back(me, 1) == Dropped(1)
+    assert (me.values([2, 3, 4]), unit.stats().values) == ({2: 2, 3: 3, 4: 40}, 3)
+
+
 def test_a_part_can_be_taken_back_first_and_the_rest_later(me, put):
     put(me, {1: 1, 2: 2, 3: 3}, number=1)
     assert take_back(me, 1, [2, 99]) == Dropped(1)

@@ -18,7 +18,7 @@ from transfer_queue.storage.simple.free_list import FreeList
 
 PAGE_NBYTES = mmap.PAGESIZE
 IDLE_S = 30.0
-"""Free pages that nobody took for so long go back to the kernel; until then they are recycled as they are, because
+"""As many pages as were free all this time go back to the kernel; until then they are recycled as they are, because
 the first touch of a page costs several times what a copy into it does."""
 
 _SPARSE_FACTOR = 4  # addresses are free, pages come with use: room enough that fragmentation never matters
@@ -69,7 +69,9 @@ class Arena:
         self._watches: dict[int, _Watch] = {}
         self._ended: deque[_Watch] = deque()
         self._now = 0.0
-        self._trimmed = 0.0
+        self._watched = 0.0
+        self._idle_nbytes = 0
+        """The least that was free since the time ``_watched``."""
 
     def close(self) -> None:
         """Let go of the descriptor; the memory goes with the last mapping."""
@@ -86,6 +88,8 @@ class Arena:
         start = self._warm.take(size)
         if start is None:
             start = self._cold.take(size)
+        else:
+            self._idle_nbytes = min(self._idle_nbytes, self._warm.total)
         if start is None:
             return None
         extent: ByteArray = self._extent(start, size)[:nbytes]
@@ -128,7 +132,9 @@ class Arena:
 
     def _give(self, start: int, size: int) -> None:
         if size:
-            self._warm.give(start, size, self._now)
+            if not len(self._warm):
+                self._watched, self._idle_nbytes = self._now, size
+            self._warm.give(start, size)
 
     def _collect(self) -> None:
         while self._ended:
@@ -157,13 +163,18 @@ class Arena:
         self._collect()
 
     def trim(self, now: float) -> None:
-        """Give the kernel back what was free for ``IDLE_S`` seconds."""
+        """Give the kernel back as much as was free for ``IDLE_S`` seconds.
+
+        Not the very pages that lay idle: steady traffic goes through all of them, however little of them it needs.
+        """
         self.tick(now)
-        self._trimmed = now
-        for start, size in self._warm.take_older(now - IDLE_S):
+        if now < self._watched + IDLE_S:
+            return
+        for start, size in self._warm.take_largest(self._idle_nbytes):
             self._map.madvise(mmap.MADV_REMOVE, start, size)
             self._cold.give(start, size)
+        self._watched, self._idle_nbytes = now, self._warm.total
 
     def next_trim(self) -> float | None:
         """When to ``trim``; None while there is nothing to give back."""
-        return self._trimmed + IDLE_S if len(self._warm) else None
+        return self._watched + IDLE_S if len(self._warm) else None

@@ -130,8 +130,8 @@ class BlockStore:
         return self._drop(indexes, fields, lambda field, slots: ~field.missing(slots))
 
     def take_back(self, indexes: IntArray, fields: Iterable[str], number: int) -> int:
-        """``drop``, but only what came with this write and was not replaced since."""
-        return self._drop(indexes, fields, lambda field, slots: field.written_by(slots, number))
+        """``drop``, but only what came with this write, replaced nothing and was not replaced since."""
+        return self._drop(indexes, fields, lambda field, slots: field.added_by(slots, number))
 
     def _drop(
         self,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,8 +76,8 @@ class FieldBlocks:
         rows = self._row_of[slots]
         return sum(self._blocks[n].piece.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
 
-    def written_by(self, slots: IntArray, write: int) -> NDArray[np.bool_]:
-        """True where the slot holds a value that came with this write."""
+    def added_by(self, slots: IntArray, write: int) -> NDArray[np.bool_]:
+        """True where the slot holds a value that came with this write, and held none before."""
         mine: NDArray[np.bool_] = ~self.missing(slots) & (self._write_of[slots] == write)
         return mine
 
@@ -89,13 +89,13 @@ class FieldBlocks:
         run = as_run(slots)
         held = self._block_of[run] >= 0
         replaced = bool(held.any())
+        self._write_of[run] = np.where(held, 0, write) if replaced else write
         if replaced:
             fresh = distinct(slots[~held])
             self.drop(distinct(slots[held]))
         else:
             fresh = slots if isinstance(run, slice) else distinct(slots)
         block = self._insert(slots, piece)
-        self._write_of[run] = write
         if not isinstance(run, slice):  # else no slot comes twice
             stale = np.flatnonzero(self._row_of[slots] != np.arange(piece.rows))
             if len(stale):
@@ -170,8 +170,11 @@ class FieldBlocks:
         if len(small) >= _MERGE_BLOCKS:
             self._rewrite(list(small.values()))
 
-    def _rewrite(self, blocks: Iterable[_Block]) -> None:
-        """Copy the live rows of these blocks, all of one family, into one new block."""
+    def _rewrite(self, blocks: Sequence[_Block]) -> None:
+        """Copy the live rows of these blocks, all of one family, into one new block.
+
+        Without memory for it they stay as they are: dead rows take room, but nothing is wrong.
+        """
         parts: list[tuple[Piece, Positions]] = []
         slots = []
         for block in blocks:
@@ -184,5 +187,10 @@ class FieldBlocks:
                 rows = np.flatnonzero(mine)
                 parts.append((block.piece, rows))
                 slots.append(at[rows])
+        try:
+            piece = gather(parts, self._allocate)
+        except MemoryError:
+            return
+        for block in blocks:
             self._remove(block)
-        self._insert(np.concatenate(slots), gather(parts, self._allocate))
+        self._insert(np.concatenate(slots), piece)

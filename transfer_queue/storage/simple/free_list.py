@@ -7,13 +7,12 @@ from bisect import bisect_left, insort
 
 
 class FreeList:
-    """Every range carries the time it was last given back; a range made of several carries the latest."""
+    """No two ranges touch."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # (size, start), ascending
         self._sizes: dict[int, int] = {}  # start -> size
         self._starts: dict[int, int] = {}  # end -> start
-        self._since: dict[int, float] = {}  # start -> time
         self.total = 0
 
     def __len__(self) -> int:
@@ -29,40 +28,43 @@ class FreeList:
         if at == len(self._by_size):
             return None
         found, start = self._by_size[at]
-        since = self._since[start]
         self._remove(start)
         if found > size:
-            self._insert(start + size, found - size, since)
+            self._insert(start + size, found - size)
         return start
 
-    def give(self, start: int, size: int, now: float = 0.0) -> None:
+    def give(self, start: int, size: int) -> None:
         """Make a range free; it must not overlap one that is."""
         end = start + size
         before = self._starts.get(start)
         if before is not None:
-            now = max(now, self._since[before])
             self._remove(before)
             start = before
         if end in self._sizes:
-            now = max(now, self._since[end])
             end += self._remove(end)
-        self._insert(start, end - start, now)
+        self._insert(start, end - start)
 
-    def take_older(self, than: float) -> list[tuple[int, int]]:
-        """Take all ranges that were given back at that time or before."""
-        old = [(start, self._sizes[start]) for start, since in self._since.items() if since <= than]
-        for start, _ in old:
+    def take_largest(self, total: int) -> list[tuple[int, int]]:
+        """Take so much in all, which must be free, from as few ranges as will do: (start, size), the largest first."""
+        taken = []
+        while total:
+            found, start = self._by_size[-1]
+            size = min(found, total)
             self._remove(start)
-        return old
+            if found > size:
+                self._insert(start + size, found - size)
+            taken.append((start, size))
+            total -= size
+        return taken
 
-    def _insert(self, start: int, size: int, since: float) -> None:
+    def _insert(self, start: int, size: int) -> None:
         insort(self._by_size, (size, start))
-        self._sizes[start], self._starts[start + size], self._since[start] = size, start, since
+        self._sizes[start], self._starts[start + size] = size, start
         self.total += size
 
     def _remove(self, start: int) -> int:
         size = self._sizes.pop(start)
-        del self._starts[start + size], self._since[start]
+        del self._starts[start + size]
         del self._by_size[bisect_left(self._by_size, (size, start))]
         self.total -= size
         return size

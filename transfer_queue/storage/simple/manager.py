@@ -5,42 +5,41 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, from_wire
+from transfer_queue.errors import ConfigError, InvalidRequestError, from_wire
 from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, Parts, StorageManager, Update
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run, groups
-from transfer_queue.storage.simple.link import UnitLink
+from transfer_queue.storage.simple.link import News, UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
     Drop,
     Failed,
     Forsake,
     Forsaken,
-    Leased,
-    Present,
     Read,
     Request,
     Rows,
     Stats,
     TakeBack,
     UnitStats,
-    Written,
     decode_answer,
     encode,
+    expect,
     pack_indexes,
     unpack_indexes,
 )
 from transfer_queue.storage.simple.parts import unpack_parts
 from transfer_queue.storage.simple.pins import Pins
+from transfer_queue.storage.simple.spreading import SpreadPut
 from transfer_queue.storage.simple.unit import INLINE_NBYTES
 from transfer_queue.storage.simple.updates import UnitUpdate
-from transfer_queue.storage.simple.writing import Sources, Terms, UnitWrite
+from transfer_queue.storage.simple.writing import Sources, Terms
 from transfer_queue.transport.base import Call, Caller, Peer, Reply
 from transfer_queue.transport.modes import is_blocking
 
@@ -96,9 +95,13 @@ class SimpleStorageManager(StorageManager):
         units = [unit for unit, _ in self._shares(indexes)]
         update = UnitUpdate(data, absent, next(self._numbers), units, self)
         terms = Terms(self._put_timeout_s, self._inline_nbytes, update.number, absent)
-        if await self._write(indexes, sources, terms):
-            return update
-        await self.take_back(update.number, metadata.global_indexes)  # other units may have had no value
+        try:
+            if await self._write(indexes, sources, terms):
+                return update
+        except BaseException:
+            await update.abandon(metadata.global_indexes)
+            raise
+        await update.take_back(metadata.global_indexes)  # other units may have had no value
         update.settle()
         return None
 
@@ -148,11 +151,11 @@ class SimpleStorageManager(StorageManager):
     async def _read(self, wanted: IntArray, names: list[str], pins: Pins) -> dict[str, list[tuple[Positions, Piece]]]:
         """What lies in arenas stays there as long as it is pinned."""
         shares = self._shares(wanted)
-        reads = [(unit, Read(pack_indexes(wanted[at]), names, pins.ask(unit)), ()) for unit, at in shares]
+        reads = [(unit, Read(pack_indexes(wanted[at]), names, pins.ask(unit))) for unit, at in shares]
         answers = await self._ask(reads)
         parts: dict[str, list[tuple[Positions, Piece]]] = {name: [] for name in names}
         for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
-            rows = _expect(Rows, answer)
+            rows = expect(answer, Rows)
             pins.keep(unit, rows.pinned)
             for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, len(at), pins.view(unit)):
                 parts[name].append((as_run(at[where]), piece))
@@ -173,14 +176,13 @@ class SimpleStorageManager(StorageManager):
         await self._write(_as_indexes(indexes), sources, Terms(self._put_timeout_s, self._inline_nbytes))
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
-        dropped, names = _as_indexes(indexes), None if fields is None else sorted(set(fields))
-        shares = self._shares(dropped)
-        await self._ask([(unit, Drop(pack_indexes(dropped[at]), names), ()) for unit, at in shares])
+        names = None if fields is None else sorted(set(fields))
+        await self._forget(indexes, lambda packed, given_up: Drop(packed, names, given_up))
 
     async def stats(self) -> list[UnitStats]:
         """What every unit holds, in the order of the configuration."""
-        answers = await self._ask([(unit, Stats(), ()) for unit in range(len(self._links))])
-        return [_expect(UnitStats, answer) for answer, _ in answers]
+        answers = await self._ask([(unit, Stats()) for unit in range(len(self._links))])
+        return [expect(answer, UnitStats) for answer, _ in answers]
 
     def paths(self) -> list[str]:
         """How values of each unit reach this client: "arena" or "frames"."""
@@ -194,23 +196,8 @@ class SimpleStorageManager(StorageManager):
         """False: a unit holds a value where there must be none; other units may have stored their share."""
         if not sources or not len(indexes):
             return True
-        shares, timeout_s = self._shares(indexes), self._put_timeout_s + self._timeout_s
-        writes: list[tuple[int, UnitWrite]] = []
-        try:
-            for unit, at in shares:
-                writes.append((unit, UnitWrite(self._links[unit], indexes, at, sources, terms)))
-            leases = [(unit, write, lease) for unit, write in writes if (lease := write.lease()) is not None]
-            answers = await self._ask(((unit, lease, ()) for unit, _, lease in leases), timeout_s) if leases else []
-            for (_, write, _), (answer, _) in zip(leases, answers, strict=True):
-                write.leased(_expect(Leased, answer))
-            # One unit reads its message while the share of the next is copied.
-            answers = await self._ask(_messages(writes), timeout_s)
-            written = [write.done(_written(answer)) for (_, write), (answer, _) in zip(writes, answers, strict=True)]
-            return all(written)
-        except BaseException:
-            for _, write in writes:
-                write.give_up()
-            raise
+        shares = [(self._links[unit], at) for unit, at in self._shares(indexes)]
+        return await SpreadPut(self.caller, shares, indexes, sources, terms, self._timeout_s).carry_out()
 
     def settle(self, number: int, units: Iterable[int]) -> None:
         """An open write of this number, to these units, needs to be remembered no more."""
@@ -218,26 +205,29 @@ class SimpleStorageManager(StorageManager):
             self._links[unit].settle(number)
 
     async def take_back(self, number: int, indexes: Sequence[int], client: str = "") -> None:
-        """Forget what an open write of this client ("": this one) stored for these samples and nobody replaced."""
-        wanted = _as_indexes(indexes)
-        shares = self._shares(wanted)
-        await self._ask([(unit, TakeBack(client, number, pack_indexes(wanted[at])), ()) for unit, at in shares])
+        """Forget what an open write of this client ("": this one) added to these samples and nobody replaced."""
+        await self._forget(indexes, lambda packed, given_up: TakeBack(client, number, packed, given_up))
+
+    async def _forget(self, indexes: Sequence[int], request: Callable[[bytes, list[int]], Drop | TakeBack]) -> None:
+        """``request``: of a unit's share of the indexes, and of what of this client must not come after it."""
+        forgotten = _as_indexes(indexes)
+        shares = [(unit, forgotten[at], self._links[unit].news().given_up) for unit, at in self._shares(forgotten)]
+        await self._ask([(unit, request(pack_indexes(mine), given_up)) for unit, mine, given_up in shares])
+        for unit, _, given_up in shares:
+            self._links[unit].told(News([], given_up))
 
     async def forsake(self, client: str) -> list[OpenWrite]:
-        answers = await self._ask([(unit, Forsake(client), ()) for unit in range(len(self._links))])
-        writes = [write for answer, _ in answers for write in _expect(Forsaken, answer).writes]
+        answers = await self._ask([(unit, Forsake(client)) for unit in range(len(self._links))])
+        writes = [write for answer, _ in answers for write in expect(answer, Forsaken).writes]
         return [OpenWrite(write.number, unpack_indexes(write.indexes).tolist(), write.fields) for write in writes]
 
     def _shares(self, indexes: IntArray) -> Shares:
         """(unit, positions in ``indexes`` that are its own), units without any left out."""
         return groups(unit_of(indexes, len(self._links)))
 
-    async def _ask(
-        self, asks: Iterable[tuple[int, Request, Sequence[Any]]], timeout_s: float | None = None
-    ) -> list[tuple[Answer, list[memoryview]]]:
-        calls = (Call(self._links[unit].peer, encode(request), frames) for unit, request, frames in asks)
-        replies = await self.caller.call_many(calls, timeout_s or self._timeout_s)
-        return [_accepted(reply) for reply in replies]
+    async def _ask(self, asks: Iterable[tuple[int, Request]]) -> list[tuple[Answer, list[memoryview]]]:
+        calls = [Call(self._links[unit].peer, encode(request)) for unit, request in asks]
+        return [_accepted(reply) for reply in await self.caller.call_many(calls, self._timeout_s)] if calls else []
 
     def _check_rows(self, rows: int, expected: int) -> None:
         if rows != expected:
@@ -245,23 +235,6 @@ class SimpleStorageManager(StorageManager):
                 f"put of {rows} rows for {expected} samples: data and metadata must have the same number of rows. "
                 f"Nothing was stored."
             )
-
-
-def _messages(writes: Iterable[tuple[int, UnitWrite]]) -> Iterator[tuple[int, Request, Sequence[Any]]]:
-    """What each unit is told, when its share is copied; large shares are copied together, which takes less time."""
-    from transfer_queue.storage.copying import Copies
-
-    pieces: dict[str, Piece] = {}
-    copies = Copies()
-    made: list[tuple[int, Request, Sequence[Any]]] = []
-    for unit, write in writes:
-        made.append((unit, *write.message(pieces, copies)))
-        if not copies.worth_sharing:
-            copies.finish()
-            yield from made
-            made = []
-    copies.finish()
-    yield from made
 
 
 def _as_indexes(indexes: Sequence[int]) -> IntArray:
@@ -273,13 +246,3 @@ def _accepted(reply: Reply) -> tuple[Answer, list[memoryview]]:
     if isinstance(answer, Failed):
         raise from_wire(answer.code, answer.text)
     return answer, reply.frames
-
-
-def _written(answer: Answer) -> Written | Present:
-    return answer if isinstance(answer, Present) else _expect(Written, answer)
-
-
-def _expect(kind: Any, answer: Answer) -> Any:
-    if not isinstance(answer, kind):
-        raise ProtocolError(f"a storage unit answered {type(answer).__name__}, expected {kind.__name__}")
-    return answer

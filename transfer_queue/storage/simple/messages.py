@@ -6,7 +6,7 @@ Values travel beside the header, or lie in the unit's arena, which the client ha
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -73,6 +73,9 @@ class Write(Message, frozen=True):
 
     Onto samples that others may know already: ``number`` (positive, of the client's choice) marks the write as open,
     so that it can be taken back, until the client names it as ``settled``; ``absent``: refuse it when a value is there.
+
+    ``attempt`` (positive, never used twice) names this message. Those that are ``given_up`` must have no effect from
+    now on, also where they arrive only later: they were sent over other lines.
     """
 
     indexes: bytes
@@ -85,6 +88,8 @@ class Write(Message, frozen=True):
     number: int = 0
     absent: bool = False
     settled: list[int] = []
+    attempt: int = 0
+    given_up: list[int] = []
 
 
 class Written(Message, frozen=True):
@@ -98,11 +103,15 @@ class Present(Message, frozen=True):
 
 
 class TakeBack(Message, frozen=True):
-    """Forget what an open write of this client stored, of these indexes (None: all), where nobody replaced it since."""
+    """Forget what an open write of this client stored, of these indexes (None: all).
+
+    Not where it replaced a value, which readers may know, nor where it was replaced since. ``given_up``: see ``Write``.
+    """
 
     client: str
     number: int
     indexes: bytes | None = None
+    given_up: list[int] = []
 
 
 class Forsake(Message, frozen=True):
@@ -142,10 +151,11 @@ class Rows(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """Forget these fields (None: all) of these indexes; unknown ones are no error."""
+    """Forget these fields (None: all) of these indexes; unknown ones are no error. ``given_up``: see ``Write``."""
 
     indexes: bytes
     fields: list[str] | None = None
+    given_up: list[int] = []
 
 
 class Dropped(Message, frozen=True):
@@ -182,13 +192,15 @@ class UnitStats(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """``errors.to_wire`` of what went wrong."""
+    """``errors.to_wire`` of what went wrong. ``later``: there was no room, and the request would not wait for any."""
 
     code: str
     text: str
+    later: bool = False
 
 
 Request: TypeAlias = Lease | Write | Read | Drop | TakeBack | Forsake | Stats
+Expected = TypeVar("Expected")
 Answer: TypeAlias = Leased | Written | Present | Forsaken | Rows | Dropped | UnitStats | Failed
 
 encode = msgspec.msgpack.Encoder().encode
@@ -203,6 +215,13 @@ def decode_request(header: bytes) -> Request:
 
 def decode_answer(header: bytes) -> Answer:
     answer: Answer = _decode(_answers, header)
+    return answer
+
+
+def expect(answer: Answer, kind: type[Expected]) -> Expected:
+    """The answer, which must be of this kind."""
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"a storage unit answered {type(answer).__name__}, expected {kind.__name__}")
     return answer
 
 

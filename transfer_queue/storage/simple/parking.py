@@ -15,7 +15,10 @@ from transfer_queue.transport.base import Envelope, Outgoing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parked:
-    """``nbytes`` is what it needs, less what values of these fields of these indexes take now: it replaces them."""
+    """``nbytes`` is what it needs, less what values of these fields of these indexes take now: it replaces them.
+
+    ``hold`` or ``attempt`` names it to its client.
+    """
 
     envelope: Envelope
     indexes: IntArray
@@ -25,6 +28,7 @@ class Parked:
     deadline: float
     carry_out: Callable[[], list[Outgoing]]
     hold: Hold | None = None
+    attempt: int = 0
 
 
 class Parking:

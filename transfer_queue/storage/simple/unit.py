@@ -15,6 +15,7 @@ from transfer_queue.storage.selection import heap
 from transfer_queue.storage.simple.answers import answer_in_frames, answer_in_place
 from transfer_queue.storage.simple.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.simple.blocks import BlockStore
+from transfer_queue.storage.simple.given_up import GivenUp
 from transfer_queue.storage.simple.holds import AHEAD_S, Holds
 from transfer_queue.storage.simple.messages import (
     Answer,
@@ -71,6 +72,7 @@ class StorageUnit:
         self._holds = Holds()
         self._parking = Parking()
         self._open_writes = OpenWrites()
+        self._given_up = GivenUp()
 
     # ---- a transport handler ----
 
@@ -164,7 +166,10 @@ class StorageUnit:
         if self._open_writes.has_ended(envelope.client):
             raise ProtocolError(f"client {envelope.client!r} was taken for dead, and what it wrote given up.")
         if isinstance(request, Write):
-            return self._write(envelope, request, frames, now)
+            if not request.given_up:
+                return self._write(envelope, request, frames, now)
+            self._give_up(envelope.client, request.given_up)
+            return self._let_in() + self._answered(envelope, lambda: self._write(envelope, request, frames, now))
         if isinstance(request, Lease):
             return self._lease(envelope, request, now)
         if isinstance(request, Read):
@@ -216,17 +221,33 @@ class StorageUnit:
         return [_answer(envelope, Leased(self._arena.offset_of(extent)))]
 
     def _write(self, envelope: Envelope, request: Write, frames: list[memoryview], now: float) -> list[Outgoing]:
+        if self._given_up.take(envelope.client, request.attempt):
+            raise ProtocolError("a write that its client gave up before it came.")
+        if request.lease is not None:
+            # The lease is gone, whatever becomes of the write, and it may have taken more than what is kept now.
+            return (
+                self._answered(envelope, partial(self._write_leased, envelope, request, frames, now)) + self._let_in()
+            )
+        indexes, parts = self._parts(request, frames)
+        keep = partial(self._keep, envelope, request, indexes, parts, now)
+        if self._capacity is None and not len(self._parking):
+            return keep()
+        nbytes = sum(piece.nbytes for _, _, piece in parts)
+        fields = [name for name, _, _ in parts]
+        deadline, attempt = now + request.wait_s, request.attempt
+        return self._admit(Parked(envelope, indexes, fields, nbytes, now, deadline, keep, attempt=attempt), now)
+
+    def _write_leased(self, envelope: Envelope, request: Write, frames: list[memoryview], now: float) -> list[Outgoing]:
+        indexes, parts = self._parts(request, frames)
+        return self._keep(envelope, request, indexes, parts, now)
+
+    def _parts(self, request: Write, frames: list[memoryview]) -> tuple[IntArray, FieldParts]:
+        """The write's indexes and rows, some of them in what was its lease until now."""
         indexes = unpack_indexes(request.indexes)
         if any(part.picks >= 0 for part in request.parts):
             raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if request.lease is None else self._leased(request)
-        parts = unpack_parts(request.parts, request.tables, frames, len(indexes), view)
-        keep = partial(self._keep, envelope, request, indexes, parts, now)
-        if view is not None or (self._capacity is None and not len(self._parking)):
-            return keep()
-        nbytes = sum(piece.nbytes for _, _, piece in parts)
-        fields = [name for name, _, _ in parts]
-        return self._admit(Parked(envelope, indexes, fields, nbytes, now, now + request.wait_s, keep), now)
+        return indexes, unpack_parts(request.parts, request.tables, frames, len(indexes), view)
 
     def _leased(self, request: Write) -> Callable[[int, int], ByteArray]:
         """The parts' own memory, cut out of the lease."""
@@ -252,7 +273,7 @@ class StorageUnit:
             )
         if len(self._parking) or not self._fits(parked):
             if parked.deadline <= now:
-                raise self._full(parked, now)
+                return [_failed(parked.envelope, self._full(parked, now), later=True)]
             self._parking.add(parked)
             return []
         return parked.carry_out()
@@ -281,7 +302,14 @@ class StorageUnit:
         self._squeeze()
         return [_answer(envelope, Written(self._ahead(request, now)))]
 
+    def _give_up(self, client: str, attempts: list[int]) -> None:
+        """``_let_in`` must follow."""
+        if attempts:
+            self._given_up.add(client, attempts)
+            self._parking.forget(lambda parked: parked.attempt in attempts and parked.envelope.client == client)
+
     def _drop(self, envelope: Envelope, request: Drop) -> list[Outgoing]:
+        self._give_up(envelope.client, request.given_up)
         indexes = unpack_indexes(request.indexes)
         answers = [_answer(envelope, Dropped(self._store.drop(indexes, request.fields)))]
         if request.fields is None:
@@ -293,6 +321,7 @@ class StorageUnit:
         return answers + self._let_in()
 
     def _take_back(self, envelope: Envelope, request: TakeBack) -> list[Outgoing]:
+        self._give_up(envelope.client, request.given_up)
         found = self._open_writes.take(request.client or envelope.client, request.number, request.indexes)
         dropped = 0
         if found is not None:
@@ -332,5 +361,5 @@ def _answer(envelope: Envelope, answer: Answer, frames: Iterable[Any] = ()) -> O
     return Outgoing(envelope, encode(answer), list(frames))
 
 
-def _failed(envelope: Envelope, error: BaseException) -> Outgoing:
-    return _answer(envelope, Failed(*to_wire(error)))
+def _failed(envelope: Envelope, error: BaseException, later: bool = False) -> Outgoing:
+    return _answer(envelope, Failed(*to_wire(error), later))

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from transfer_queue.errors import TransferQueueError
 from transfer_queue.storage.base import Update
 
 if TYPE_CHECKING:
@@ -30,3 +32,9 @@ class UnitUpdate(Update):
 
     async def take_back(self, indexes: Sequence[int]) -> None:
         await self._manager.take_back(self.number, indexes)
+
+    async def abandon(self, indexes: Sequence[int]) -> None:
+        """It failed. Where a unit can't be told, it remembers what is open, and takes it back when this client ends."""
+        with suppress(TransferQueueError):
+            await self.take_back(indexes)
+            self.settle()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,8 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from transfer_queue.storage.pieces import IntArray, Piece
 from transfer_queue.storage.selection import as_run, cut
 from transfer_queue.storage.simple.arena import whole_pages
-from transfer_queue.storage.simple.link import Place, UnitLink
-from transfer_queue.storage.simple.messages import Hold, Lease, Leased, Present, Write, Written, pack_indexes
+from transfer_queue.storage.simple.link import News, Place, UnitLink
+from transfer_queue.storage.simple.messages import (
+    Drop,
+    Hold,
+    Lease,
+    Leased,
+    Present,
+    TakeBack,
+    Write,
+    Written,
+    pack_indexes,
+)
 from transfer_queue.storage.simple.parts import Packer
 from transfer_queue.storage.simple.unit import least_in_arena
 from transfer_queue.storage.spans import Copy
@@ -21,9 +32,11 @@ if TYPE_CHECKING:
 
 Sources = Mapping[str, "Source"]
 
+_attempts = itertools.count(1)
+
 
 class Terms(NamedTuple):
-    """See ``Write``: the same for all units that a put touches."""
+    """See ``Write``: the same for all units that a put touches. ``wait_s``: how long it may wait, for all of them."""
 
     wait_s: float
     inline_nbytes: int
@@ -32,7 +45,8 @@ class Terms(NamedTuple):
 
 
 class UnitWrite:
-    """Steps: ``lease`` if that is not None, then ``message`` (which copies), then ``done``; or ``give_up``."""
+    """Steps: ``lease`` if that is not None, then ``message`` (which copies), then ``done`` or ``refused``; at any time
+    ``give_up``, which changes nothing once it is done."""
 
     def __init__(self, link: UnitLink, indexes: IntArray, at: IntArray, sources: Sources, terms: Terms) -> None:
         """``at``: which of the put's rows belong to this unit."""
@@ -42,7 +56,9 @@ class UnitWrite:
         self._run = as_run(at)
         self._sources = sources
         self._terms = terms
-        self._settled: list[int] = []
+        self._news = News([], [])
+        self._attempt = 0
+        """Its message, unless that is answered."""
         self._place: Place | None = None
         self._asked: Hold | None = None
         self._next: tuple[Hold, int] | None = None
@@ -53,8 +69,7 @@ class UnitWrite:
             self._arena = None
         self._sizes = self._placed_sizes()
         self._total = sum(map(whole_pages, self._sizes.values()))
-        if self._total:
-            self._place = link.take_ahead(self._total)
+        self.is_written = False
 
     def _placed_sizes(self) -> dict[str, int]:
         """Fields that the arena takes, with their bytes; none where frames are cheaper, or all there is."""
@@ -68,19 +83,27 @@ class UnitWrite:
     def link(self) -> UnitLink:
         return self._link
 
-    def lease(self) -> Lease | None:
+    @property
+    def is_leased(self) -> bool:
+        """It has the memory that it needs, so its message is never refused for lack of room."""
+        return self._place is not None
+
+    def lease(self, wait_s: float) -> Lease | None:
         """What to ask for first."""
-        if not self._total or self._place is not None or self._arena is None:
+        if not self._total or self._arena is None:
+            return None
+        self._place = self._link.take_ahead(self._total)
+        if self._place is not None:
             return None
         self._asked = self._arena.hold()
-        return Lease(self._asked, self._total, self._indexes, list(self._sources), self._terms.wait_s)
+        return Lease(self._asked, self._total, self._indexes, list(self._sources), wait_s)
 
     def leased(self, answer: Leased) -> None:
         hold, self._asked = self._asked, None
         if hold is not None and answer.offset >= 0:
             self._place = Place(hold, answer.offset, self._total)
 
-    def message(self, pieces: dict[str, Piece], copy: Copy) -> tuple[Write, list[object]]:
+    def message(self, pieces: dict[str, Piece], copy: Copy, wait_s: float) -> tuple[Write, list[object]]:
         """The write, whose values lie in the arena once ``copy`` has copied them, and its frames.
 
         ``pieces`` keeps what several units' frames are cut from.
@@ -104,25 +127,37 @@ class UnitWrite:
             self._next = (arena.hold(), ahead)
         self._sent = time.monotonic()
         hold = None if self._next is None else self._next[0]
-        terms, self._settled = self._terms, self._link.settled()
+        terms, news, self._attempt = self._terms, self._link.news(), next(_attempts)
+        self._news = news
         write = Write(
-            self._indexes, packer.parts, packer.tables, terms.wait_s, lease, hold, ahead, terms.number, terms.absent,
-            self._settled,
+            self._indexes, packer.parts, packer.tables, wait_s, lease, hold, ahead, terms.number, terms.absent,
+            news.settled, self._attempt, news.given_up,
         )  # fmt: skip
         return write, packer.frames
 
     def done(self, answer: Written | Present) -> bool:
         """Was it written?"""
-        self._place = None
+        self._place, self._attempt = None, 0
+        self.is_written = isinstance(answer, Written)
         if isinstance(answer, Present):
             self.give_up()
             return False
-        self._link.told(self._settled)
+        self._link.told(self._news)
         if self._next is not None and answer.ahead >= 0:
             self._link.keep_ahead(Place(self._next[0], answer.ahead, self._next[1]), self._sent)
         self._next = None
         self._detach()
         return True
+
+    def refused(self) -> None:
+        """The unit has no room now: it keeps nothing of what was asked last."""
+        self._asked, self._attempt = None, 0
+
+    def undo(self) -> TakeBack | Drop:
+        """Forget what it wrote. Without a number its samples are new, so nobody else's values are at stake."""
+        if self._terms.number:
+            return TakeBack("", self._terms.number, self._indexes)
+        return Drop(self._indexes, list(self._sources))
 
     def give_up(self) -> None:
         """Nothing of what was asked for is wanted any more."""
@@ -130,7 +165,9 @@ class UnitWrite:
         for hold in holds:
             if self._arena is not None and hold is not None:
                 self._arena.let_go(hold)
-        self._asked = self._place = self._next = None
+        if self._attempt:
+            self._link.give_up(self._attempt)
+        self._asked, self._place, self._next, self._attempt = None, None, None, 0
         self._detach()
 
     def _detach(self) -> None:
