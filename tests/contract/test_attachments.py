@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import select
@@ -112,11 +113,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
     assert (descriptors(), os.path.exists(made.path)) == (before, False)
 
 
-def leave(attachment: Attachment) -> None:
-    os.close(attachment.descriptor)
-    attachment.close()
-
-
 def stranger(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, SEQPACKET)
     connection.connect(path)
@@ -129,44 +125,108 @@ def test_a_guest_gets_a_descriptor_of_its_own_a_number_and_the_greeting(place):
     assert len({place.book.lent.fileno(), first.descriptor, second.descriptor}) == 3
     assert os.pread(second.descriptor, 10, 0) == b"lent"
     assert not os.get_inheritable(first.descriptor)
-    leave(first)
-    leave(second)
+    first.close()
+    second.close()
 
 
 def test_words_arrive_in_order_and_the_end_after_them(place):
     guest, words = place.attach(), [0, 1, 5, 2**64 - 1, 5]
     for word in words:
         guest.say(word)
-    leave(guest)
+    guest.close()
     place.until(("attached", 1), *(("told", 1, word) for word in words), ("detached", 1))
 
 
-def test_words_that_the_host_has_no_room_for_never_wait_and_are_said_with_later_ones_in_order(place):
+def told(*words: int) -> list[tuple]:
+    return [("told", 1, word) for word in words]
+
+
+def test_words_that_the_host_has_no_room_for_never_wait_and_are_said_in_order_when_there_is_some(place):
     guest = place.attach()
     for word in range(3000):
         guest.say(word)
     assert not guest.say_at_once(9999), "the host's buffer is full"
-    heard = []
-    while len(heard) < 3000:
+    place.until(("attached", 1), *told(*range(3000)))  # an idle guest says no more
+    guest.say(3000)
+    place.until(*told(3000))
+    guest.close()
+
+
+def test_the_words_of_a_dropped_guest_are_heard_before_its_end(place):
+    guest = place.attach()
+    for word in range(3000):
+        guest.say(word)
+    del guest
+    place.until(("attached", 1), *told(*range(3000)), ("detached", 1))
+
+
+def test_a_guest_that_leaves_with_words_unsaid_is_gone_once_the_host_has_heard_the_others(place):
+    before, guest = descriptors(), place.attach()
+    for word in range(3000):
+        guest.say(word)
+    guest.close()
+    deadline = time.monotonic() + WAIT_S
+    while ("detached", 1) not in place.book.events and time.monotonic() < deadline:
+        place.turn(0.1)
+    heard = len(place.book.events) - 2
+    assert place.book.events == [("attached", 1), *told(*range(heard)), ("detached", 1)]
+    assert (heard < 3000, descriptors()) == (True, before)
+
+
+def test_a_process_ends_at_once_with_words_unsaid(place, script):
+    process = script("for word in range(3000): guest.say(word)", place.path)
+    place.until(("attached", 1))  # the host is busy from here on: it doesn't look at what is said
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, errors) == (0, "")
+    while ("detached", 1) not in place.book.events:
+        assert place.turn()
+    heard = [event for event in place.book.events if event[0] == "told"]
+    assert heard == told(*range(len(heard)))
+
+
+def test_in_one_turn_the_host_hears_no_more_of_one_guest_than_it_must(place):
+    guest, other = place.attach(), place.attach()
+    place.book.events.clear()
+    for word in range(3000):
+        guest.say(word)
+    other.say(7)
+    place.turn()
+    heard = [event[1] for event in place.book.events]
+    assert (heard.count(1) < 1000, heard.count(2)) == (True, 1)
+    guest.close()
+    other.close()
+
+
+def refused(*_: object) -> int:
+    raise RuntimeError("can't start new thread")
+
+
+def test_where_no_thread_can_be_had_words_are_said_with_later_ones_in_order(place):
+    guest = place.attach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", refused)
+        for word in range(3000):
+            guest.say(word)
         while place.turn():
             pass
-        heard += [event[2] for event in place.book.events if event[0] == "told" and event[2] < 3000]
-        place.book.events.clear()
-        guest.say(10_000)
-    assert heard == list(range(3000))
-    leave(guest)
+        assert len(place.book.events) < 1000
+        guest.catch_up()
+    place.until(("attached", 1), *told(*range(3000)))
+    guest.close()
 
 
 def test_a_word_said_at_once_overtakes_those_that_wait(place):
     guest = place.attach()
-    for word in range(3000):
-        guest.say(word)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("_thread.start_new_thread", refused)
+        for word in range(3000):
+            guest.say(word)
     while place.turn():
         pass
     place.book.events.clear()
     assert guest.say_at_once(9999)
-    place.until(("told", 1, 9999))
-    leave(guest)
+    place.until(*told(9999))
+    guest.close()
 
 
 def test_words_of_several_threads_all_arrive_once(place):
@@ -176,15 +236,11 @@ def test_words_of_several_threads_all_arrive_once(place):
         thread.start()
     while any(thread.is_alive() for thread in threads):
         place.turn(0.01)
-    said = []
-    while len(said) < 800:
-        said = [event for event in place.book.events if event[0] == "told"]
-        guest.catch_up()
-        place.turn()
-    assert sorted(event[2] for event in place.book.events if event[0] == "told") == sorted(
-        [1000 * n + i for n in range(4) for i in range(200)]
-    )
-    leave(guest)
+    deadline = time.monotonic() + WAIT_S
+    while len(place.book.events) < 801 and time.monotonic() < deadline:
+        place.turn(0.1)
+    assert sorted(place.book.events[1:]) == sorted(told(*(1000 * n + i for n in range(4) for i in range(200))))
+    guest.close()
 
 
 def test_what_is_said_to_a_host_that_ended_or_after_leaving_is_no_error(place):
@@ -192,9 +248,9 @@ def test_what_is_said_to_a_host_that_ended_or_after_leaving_is_no_error(place):
     place.reception.close()
     guest.say(1)
     assert not guest.say_at_once(1)
-    leave(guest)
     guest.close()
-    leave(other)
+    guest.close()
+    other.close()
     other.say(2)
     assert not other.say_at_once(2)
     place.reception = Reception(place.path, place.attend, place.book)
@@ -211,10 +267,16 @@ guest = attach(sys.argv[1])
 def script() -> Iterator[Callable[..., subprocess.Popen]]:
     started = []
 
-    def run(code: str, path: str) -> subprocess.Popen:
+    def run(code: str, path: str, before: str = "") -> subprocess.Popen:
         pipe = subprocess.PIPE
         started.append(
-            subprocess.Popen([sys.executable, "-c", ATTACH + code, path], stdin=pipe, stdout=pipe, text=True)
+            subprocess.Popen(
+                [sys.executable, "-W", "error", "-c", before + ATTACH + code, path],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+            )
         )
         return started[-1]
 
@@ -229,6 +291,49 @@ def test_the_death_of_a_process_is_heard_after_what_it_said(place, script):
     place.until(("attached", 1), ("told", 1, 5))
     os.kill(process.pid, signal.SIGKILL)
     place.until(("detached", 1))
+
+
+LAST = """
+import atexit, sys
+def last():  # all that was registered later has been done by now
+    print('ending', flush=True)
+    sys.stdin.read()
+atexit.register(last)
+"""
+
+
+def test_a_process_that_ends_is_attached_as_long_as_its_threads_may_run(place, script):
+    process = script("", place.path, before=LAST)
+    place.until(("attached", 1))
+    assert process.stdout.readline() == "ending\n"
+    while place.turn():
+        pass
+    assert place.book.events == []
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    place.until(("detached", 1))
+
+
+def test_an_attachment_that_is_dropped_ends(place):
+    guest, before = place.attach(), descriptors()
+    del guest
+    gc.collect()
+    place.until(("attached", 1), ("detached", 1))
+    assert descriptors() == before - 3, "its two ends, and the host's"
+
+
+def test_a_forked_child_keeps_no_descriptor_of_its_parents_attachment_and_closes_none_twice(place):
+    before = descriptors()
+    guest, theirs = place.attach(), place.book.lent.fileno()
+    child = os.fork()
+    if child == 0:
+        kept = descriptors() - before - 1  # the host's end is no guest's
+        reused = [os.dup(theirs) for _ in range(2)]
+        guest.close()
+        os._exit(10 * kept + len([os.fstat(descriptor) for descriptor in reused]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert os.pread(guest.descriptor, 10, 0) == b"lent"
+    guest.close()
 
 
 def test_a_forked_child_does_not_keep_the_attachment_of_its_dead_parent_alive(place, script):
@@ -252,11 +357,11 @@ def test_a_child_started_by_exec_inherits_neither_the_attachment_nor_the_descrip
     held = ["-c", "import os; print([f for f in os.listdir('/proc/self/fd') if int(f) > 2][:-1])"]
     shown = subprocess.run([sys.executable, *held], capture_output=True, text=True, close_fds=False, check=True).stdout
     assert str(guest.descriptor) not in shown
-    leave(guest)
+    guest.close()
     place.until(("attached", 1), ("detached", 1))
 
 
-@pytest.mark.parametrize("garbage", [b"x", b"x" * 7, b"", b"x" * 4000, b"x" * 9])
+@pytest.mark.parametrize("garbage", [b"x", b"x" * 7, b"", b"x" * 4001, b"x" * 8 * 513, b"x" * 9])
 def test_a_stranger_that_says_garbage_harms_nobody(place, garbage):
     guest = place.attach()
     connection = stranger(place.path)
@@ -270,13 +375,13 @@ def test_a_stranger_that_says_garbage_harms_nobody(place, garbage):
         pass
     assert [event for event in place.book.events if event[1] == guest.number] == [("attached", 1), ("told", 1, 3)]
     assert place.book.events.count(("detached", 2)) == 1
-    leave(guest)
+    guest.close()
 
 
 def test_a_stranger_that_leaves_before_it_is_let_in_is_shown_out_once(place):
     stranger(place.path).close()
     place.until(("attached", 1), ("detached", 1))
-    leave(place.attach())
+    place.attach().close()
     place.until(("attached", 2), ("detached", 2))
 
 
@@ -292,7 +397,7 @@ def test_a_host_out_of_descriptors_lets_newcomers_in_when_a_guest_leaves_and_doe
                 filled.append(os.dup(0))
         assert place.turn()
         assert not place.turn(), "nothing can be done for it now"
-        leave(guest)
+        guest.close()
         place.until(("attached", 1), ("detached", 1), ("attached", 2))
     finally:
         for descriptor in filled:
@@ -345,7 +450,7 @@ def test_there_is_no_attachment_to_a_host_that_lends_nothing_or_greets_wrongly_a
         thread.join()
         if lent == 2:  # more than asked for are cut off by the kernel
             assert attachment is not None
-            leave(attachment)
+            attachment.close()
         else:
             assert attachment is None
     assert descriptors() == before
@@ -354,7 +459,7 @@ def test_there_is_no_attachment_to_a_host_that_lends_nothing_or_greets_wrongly_a
 def test_guests_that_come_and_go_leave_no_descriptor(place):
     before = descriptors()
     for _ in range(20):
-        leave(place.attach())
+        place.attach().close()
     while place.turn(0.05):
         pass
     assert descriptors() == before

@@ -273,6 +273,7 @@ def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_sock
         files = held()
         for _ in range(10):
             asyncio.run(SocketCaller("dropped").call_many(calls(peer, b"echo"), 10.0))
+            run_blocking(SocketCaller("dropped").call_many(calls(peer, b"echo"), 10.0))
         gc.collect()  # a ResourceWarning would be an error here
         assert held() == files
         code = (
@@ -324,6 +325,36 @@ def test_a_forked_child_keeps_no_end_of_its_parents_lines_open(caller, desk, tmp
         child.join(JOIN_S)
         assert child.exitcode == 0
         child.close()
+
+
+def _files_in_a_fork(caller: SocketCaller, peer: Peer, told: Any) -> None:
+    before = held()[1]
+    own = caller.for_this_process("child")
+    assert echo(own, peer) == [b"echo"]
+    own.close()
+    told.put((before, held()[1]))
+
+
+def test_a_forked_child_has_no_file_of_its_parents_caller(tmp_path):
+    with served_by_process(tmp_path) as (peer, _):
+        context = multiprocessing.get_context("fork")
+        told = context.SimpleQueue()
+
+        def files(caller: SocketCaller) -> tuple[int, int]:
+            child = context.Process(target=_files_in_a_fork, args=(caller, peer, told))
+            child.start()
+            found = told.get()
+            child.join(JOIN_S)
+            assert child.exitcode == 0
+            child.close()
+            return found
+
+        fresh = files(SocketCaller("fresh"))
+        used = SocketCaller("used")
+        assert echo(used, peer) == [b"echo"]
+        assert files(used) == fresh == (fresh[0], fresh[0])
+        used.close()
+        told.close()
 
 
 def test_a_server_whose_zmq_address_cannot_be_bound_leaves_nothing(tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import zlib
@@ -16,12 +17,15 @@ import torch
 from tensordict import TensorDict
 
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
+from tests.contract.transport_kit import held
 from transfer_queue.errors import StorageFullError
 from transfer_queue.storage.columns import sources
 from transfer_queue.storage.simple.hosting import host_unit
 from transfer_queue.storage.simple.link import UnitLink
+from transfer_queue.storage.simple.manager import SimpleStorageManager
 from transfer_queue.storage.simple.writing import Terms, UnitWrite
 from transfer_queue.transport.base import Peer
+from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
 
@@ -130,16 +134,36 @@ def test_memory_stays_a_writers_own_while_it_writes_also_when_its_link_is_closed
         peer = Peer("u0", f"ipc://{tmp_path}/u0")
         link, source = UnitLink(peer), sources({"x": large(4)})
         write = UnitWrite(link, np.arange(4), np.arange(4), source, Terms(1.0, 0))
-        assert write.lease() is not None
+        assert write.lease(1.0) is not None
         link.close()
-        write.message({}, np.copyto)
+        write.message({}, np.copyto, 1.0)
         assert [unit.attached for unit in run_blocking(storage.manager.stats())] == [1]
         write.give_up()
         write.give_up()
         until(storage.manager, lambda stats: stats[0].attached == 0)
         late = UnitWrite(link, np.arange(4), np.arange(4), source, Terms(1.0, 0))
-        assert late.lease() is None, "what comes after the end travels as frames"
+        assert late.lease(1.0) is None, "what comes after the end travels as frames"
         late.give_up()
+
+
+@pytest.mark.parametrize("viewed", [False, True], ids=["nothing is used", "a view is used"])
+def test_a_client_that_is_dropped_unclosed_leaves_no_descriptor_once_nothing_of_it_is_used(tmp_path, viewed):
+    with hosted(1, tmp_path, 0) as storage:
+        data, units = large(64), [{"name": "u0", "address": f"ipc://{tmp_path}/u0"}]
+        storage.put({"x": data}, range(64))
+        gc.collect()  # what the tests before this one dropped
+        before = held()
+        dropped = SimpleStorageManager(SocketCaller("dropped"), {"units": units})
+        view = run_blocking(dropped.get_views(meta(range(64), ["x"])))["x"] if viewed else None
+        assert viewed or len(run_blocking(dropped.get_data(meta(range(64), ["x"])))) == 64
+        del dropped
+        gc.collect()
+        if view is not None:
+            assert [unit.pins for unit in run_blocking(storage.manager.stats())] == [1]
+            assert torch.equal(view.values().view(64, -1), data)
+            del view
+            gc.collect()
+        until(storage.manager, lambda stats: (stats[0].attached, stats[0].pins, held()) == (1, 0, before))
 
 
 def test_a_unit_whose_arena_can_have_no_address_sends_frames(tmp_path):

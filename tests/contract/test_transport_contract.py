@@ -258,6 +258,52 @@ def test_a_cancelled_call_leaves_the_others_of_its_loop_alone(caller, peer):
     assert asyncio.run(story()) == [b"free", b"last"]
 
 
+class Keeper(Desk):
+    """Has no time for anybody until it is told, and keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+        self.kept: list[bytes] = []
+
+    def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> Any:
+        assert self.free.wait(JOIN_S)
+        self.kept += [bytes(frame) for frame in frames]
+        return super().handle(envelope, header, frames, now)
+
+
+async def _cancelled(caller: SocketCaller, several: list[Call]) -> None:
+    call = asyncio.ensure_future(caller.call_many(several, 30.0))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def _timed_out(caller: SocketCaller, several: list[Call]) -> None:
+    with pytest.raises(QueueUnreachableError, match="did not answer"):
+        await caller.call_many(several, 0.0)
+
+
+@pytest.mark.parametrize("give_up", [_cancelled, _timed_out])
+def test_a_call_that_was_given_up_half_sent_says_nothing_that_was_not_meant(caller, tmp_path, plain, give_up):
+    frames = [np.full(size, 2, np.uint8) for size in (1, 1000, 32 << 20, 1000, 32 << 20)]
+    keeper = Keeper()
+
+    async def story(peer: Peer) -> list[bytes]:
+        first = asyncio.ensure_future(caller.call_many(calls(peer, b"first"), 30.0))
+        await asyncio.sleep(0)
+        await give_up(caller, calls(peer, b"given up", frames=frames))
+        for frame in frames:
+            frame.fill(9)  # the caller's own again
+        keeper.free.set()
+        return headers(await first) + headers(await caller.call_many(calls(peer, b"last"), 30.0))
+
+    with served_by_thread(tmp_path, keeper, plain) as (peer, _):
+        assert asyncio.run(story(peer)) == [b"first", b"last"]
+    assert [(len(kept), set(kept)) for kept in keeper.kept] == [(frame.nbytes, {2}) for frame in frames]
+
+
 # ---- sockets: ends ----
 
 

@@ -76,6 +76,20 @@ def test_what_a_killed_process_looked_at_is_recycled_when_its_samples_are_cleare
     assert until(nothing_held), units()
 
 
+def test_an_idle_client_keeps_nothing_of_what_it_let_go_of_while_the_units_were_busy(client, queue, name):
+    meta = client.put(batch(), partition_id=name)
+    views = [client.get_data(meta, copy=False) for _ in range(600)]
+    assert summed("pins") == 2 * 600
+    client.clear_samples(meta)
+    pids = [unit.pid for unit in queue.backend.SimpleStorage.zmq_info.values()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    views.clear()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert until(lambda: not summed("pins")), units()
+
+
 def put_and_die_while_it_is_copied(partition: str) -> None:
     client = tq.get_client()
     for _ in range(4):  # then memory is leased ahead, too
@@ -94,10 +108,39 @@ def test_memory_that_a_killed_writer_leased_is_given_back_and_nothing_of_its_put
     assert client.get_stats()["partitions"][name]["samples"] == 0
 
 
+def test_memory_that_a_thread_writes_into_is_not_given_away_while_its_process_ends(client, queue, script):
+    process = script(
+        "import atexit, sys\n"
+        "def last():  # all that was registered later has been done by now\n"
+        "    print('ending', flush=True)\n"
+        "    sys.stdin.read()\n"
+        "atexit.register(last)\n"
+        "import threading, torch, transfer_queue as tq\n"
+        "from transfer_queue.storage.copying import Copies\n"
+        "copying = threading.Event()\n"
+        "def finish(copies):\n"
+        "    copying.set()\n"
+        "    threading.Event().wait()\n"
+        "Copies.finish = finish\n"
+        f"tq.init({queue.address!r})\n"
+        f"data = {{'x': torch.ones({ROWS}, {WIDTH}, dtype=torch.int32)}}\n"
+        "put = lambda: tq.get_client().put(data, partition_id='ending')\n"
+        "threading.Thread(target=put, daemon=True).start()\n"
+        "assert copying.wait(30)\n",
+    )
+    assert process.stdout.readline() == "ending\n"
+    assert summed("leased_nbytes") == ROWS * WIDTH * 4
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert until(lambda: summed("leased_nbytes") == 0), units()
+
+
 def work_with_little_address_space(partition: str, nbytes: int, line: Any) -> None:
+    client = tq.get_client()
+    client.get_config()
+    assert client.storage_manager  # its own: what its parent mapped takes no room any more
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, used + nbytes))
-    client = tq.get_client()
     meta = client.put(batch(7), partition_id=partition)
     line.send((holds(client.get_data(meta), 7), client.storage_manager.paths(), meta.global_indexes))
 

@@ -1,28 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file descriptor handed to processes of this host over a Unix socket, which stays open: its end is the process' end.
 
-The guest may say 64-bit words on it, which cost a system call and no answer.
+The guest may say 64-bit words on it, which cost a system call and no answer. A packet is as many as there are to say.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import itertools
 import os
+import select
 import socket
 import struct
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from transfer_queue.transport.base import Outgoing
+from transfer_queue.transport.descriptors import Descriptors
 
 _WORD = struct.Struct("<Q")
 _GREETING_TIMEOUT_S = 10.0
 _BACKLOG = 512
+_WORDS_PER_PACKET = 512
 _WORDS_PER_TURN = 256
+_LOOK_AGAIN_MS = 1000
 
 Ready = Callable[[float], Iterable[Outgoing]]
 Attend = Callable[[int, Ready], Callable[[], None]]
@@ -98,19 +102,21 @@ class Reception:
         if number not in self._guests:  # it was shown out in this very turn
             return answers
         connection, _ = self._guests[number]
-        for _ in range(_WORDS_PER_TURN):
+        left = _WORDS_PER_TURN
+        while left > 0:
             try:
-                packet = connection.recv(_WORD.size)
+                packet = connection.recv(_WORDS_PER_PACKET * _WORD.size + 1)  # of a longer one so much is no words
             except BlockingIOError:
                 break
             except OSError:
                 packet = b""
-            if len(packet) != _WORD.size:
+            if not packet or len(packet) % _WORD.size:
                 self._show_out(number)
                 answers += self._host.detached(number, now)
                 break
-            (word,) = _WORD.unpack(packet)
-            answers += self._host.told(number, word, now)
+            left -= len(packet) // _WORD.size
+            for (word,) in _WORD.iter_unpack(packet):
+                answers += self._host.told(number, word, now)
         return answers
 
     def _show_out(self, number: int) -> None:
@@ -125,51 +131,87 @@ class Reception:
 
 
 class Attachment:
-    """The guest's side. ``descriptor`` is its own copy of what was lent; whoever uses it closes it."""
+    """The guest's side. ``descriptor`` is its own copy of what was lent, closed with the attachment.
+
+    An attachment that was not closed ends when it is dropped, or after the last thread of its process: until then a
+    thread may use what was lent, and whatever the host frees may become somebody else's.
+    """
 
     def __init__(self, connection: socket.socket, number: int, descriptor: int, greeting: bytes) -> None:
+        """``connection``: a non-blocking one."""
         self.number = number
         self.descriptor = descriptor
         self.greeting = greeting
-        self._connection = connection
-        weakref.finalize(self, connection.close)  # a client may be dropped, or the process end, unclosed
+        self._ends = Descriptors(self, connection.detach(), descriptor)
         self._unsaid: deque[int] = deque()
-        _attachments.add(self)
+        self._waiting = _thread.allocate_lock()  # taken by the thread that waits for room
 
     def say(self, word: int) -> None:
         """From any thread, also while garbage is collected: it never waits.
 
-        Where the host has no room to hear it now it is said with a later one, or by ``catch_up``.
+        Where the host has no room to hear it now, a thread says it as soon as there is some.
         """
-        self._unsaid.append(word)
-        self.catch_up()
+        if self._unsaid or not self.say_at_once(word):
+            self._unsaid.append(word)
+            self.catch_up()
 
     def catch_up(self) -> None:
-        """Say what the host had no room for before."""
-        while self._unsaid:
+        """Say what was left unsaid where no thread could be had that waits for room."""
+        if self._unsaid and not self._waiting.locked():
+            self._speak()
+
+    def _speak(self) -> None:
+        while words := self._next_words():
             try:
-                word = self._unsaid.popleft()
-            except IndexError:  # another thread said it
-                break
-            try:
-                self._connection.send(_WORD.pack(word), socket.MSG_DONTWAIT)
+                self._send(struct.pack(f"<{len(words)}Q", *words))
             except BlockingIOError:
-                self._unsaid.appendleft(word)
+                self._unsaid.extendleft(reversed(words))
+                self._wait_elsewhere()
                 break
             except OSError:  # the host has ended, and all that it lent with it
                 break
 
+    def _next_words(self) -> list[int]:
+        words: list[int] = []
+        while self._unsaid and len(words) < _WORDS_PER_PACKET:
+            try:
+                words.append(self._unsaid.popleft())
+            except IndexError:  # another thread says it
+                break
+        return words
+
+    def _send(self, packet: bytes) -> None:
+        # Nothing between the two: another thread might close it there, and open something else of the same number.
+        os.write(self._ends.at(0), packet)
+
+    def _wait_elsewhere(self) -> None:
+        if self._waiting.acquire(blocking=False):
+            try:
+                # Not threading's: that one waits for locks, and this may happen where garbage is collected.
+                _thread.start_new_thread(self._wait_for_room, ())
+            except RuntimeError:  # none can be had: ``catch_up`` will do
+                self._waiting.release()
+
+    def _wait_for_room(self) -> None:
+        while self._unsaid and (connection := self._ends.at(0)) >= 0:
+            poll = select.poll()
+            poll.register(connection, select.POLLOUT)
+            poll.poll(_LOOK_AGAIN_MS)
+            self._speak()
+        self._waiting.release()
+        self.catch_up()  # what was left to this thread just now
+
     def say_at_once(self, word: int) -> bool:
         """Before anything that was not said yet. Returns True once it lies with the host, which may have to read it."""
         try:
-            self._connection.send(_WORD.pack(word), socket.MSG_DONTWAIT)
+            self._send(_WORD.pack(word))
         except OSError:
             return False
         return True
 
     def close(self) -> None:
         """Idempotent. In a fork of the process that attached it leaves the parent's attachment alone."""
-        self._connection.close()
+        self._ends.close()
 
 
 def attach(path: str, timeout_s: float = _GREETING_TIMEOUT_S) -> Attachment | None:
@@ -187,19 +229,7 @@ def attach(path: str, timeout_s: float = _GREETING_TIMEOUT_S) -> Attachment | No
             os.close(descriptor)
         connection.close()
         return None
-    connection.settimeout(None)
+    connection.setblocking(False)
     (number,) = _WORD.unpack(packet[: _WORD.size])
     os.set_inheritable(descriptors[0], False)
     return Attachment(connection, number, descriptors[0], packet[_WORD.size :])
-
-
-_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A child's copy of the connection would keep a dead parent's attachment alive.
-    for attachment in list(_attachments):
-        attachment.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import Call, Peer, Reply
 from transfer_queue.transport.blocked import Asked, wait_for_some
+from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.line import Line, closed, gone, silent
 from transfer_queue.transport.loop_line import LoopLine
 from transfer_queue.transport.modes import is_blocking
@@ -36,7 +37,7 @@ class SocketCaller:
         self._idle: dict[tuple[str, int | None], list[Line]] = {}
         self._lines: dict[tuple[int, Peer], LoopLine] = {}
         self._num_blocked = 0
-        self._wake: tuple[int, int] | None = None
+        self._wake: Descriptors | None = None
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         """See ``Caller``. Raises ClosedError after ``close``, also where that came while the call waited."""
@@ -63,19 +64,14 @@ class SocketCaller:
             lines = list(self._lines.values())
             self._lines.clear()
             if self._num_blocked and self._wake is not None:
-                os.write(self._wake[1], b"x")
-            else:
-                self._close_wake()
+                os.write(self._wake.at(1), b"x")
+            elif self._wake is not None:
+                self._wake.close()
             for line in itertools.chain.from_iterable(self._idle.values()):
                 line.close()
             self._idle.clear()
         for loop_line in lines:
             loop_line.close_from_anywhere(closed)
-
-    def _close_wake(self) -> None:
-        for descriptor in self._wake or ():
-            os.close(descriptor)
-        self._wake = None
 
     def _connect(self, peer: Peer) -> Line:
         plain = self._plain.get(peer)
@@ -98,15 +94,15 @@ class SocketCaller:
             if self._closed:
                 raise closed()
             if self._wake is None:
-                self._wake = os.pipe()
+                self._wake = Descriptors(self, *os.pipe())
             self._num_blocked += 1
-            return self._wake[0]
+            return self._wake.at(0)
 
     def _leave(self) -> None:
         with self._lock:
             self._num_blocked -= 1
-            if self._closed and not self._num_blocked:
-                self._close_wake()
+            if self._closed and not self._num_blocked and self._wake is not None:
+                self._wake.close()
 
     def _borrow(self, peer: Peer) -> Line:
         with self._lock:

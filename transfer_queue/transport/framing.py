@@ -101,6 +101,10 @@ class Outbound:
             return
         self._take(sent)
 
+    def own(self) -> None:
+        """Copy what waits: its buffers may be changed by their owners from now on."""
+        self._parts = deque(part if isinstance(part, bytes) else bytes(part) for part in self._parts)
+
     def _take(self, sent: int) -> None:
         parts = self._parts
         while sent and (size := len(parts[0])) <= sent:

@@ -32,6 +32,11 @@ class Line(Protocol):
         ...
 
     @property
+    def sends_later(self) -> bool:
+        """A thread of others sends what the frames hold by then, and ``own`` can't change that any more."""
+        ...
+
+    @property
     def unsent(self) -> bool:
         """Something waits for ``flush``."""
         ...
@@ -47,6 +52,10 @@ class Line(Protocol):
 
     def flush(self) -> None:
         """Send more of what didn't go at once. Raises QueueUnreachableError: the peer has gone."""
+        ...
+
+    def own(self) -> None:
+        """Who sent may change his frames from now on: copy what is unsent."""
         ...
 
     def receive(self) -> list[tuple[int, Reply]]:

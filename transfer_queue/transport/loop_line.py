@@ -30,6 +30,8 @@ class LoopLine:
         if not self._waiting:
             self._listen()
         future = self._waiting[request_id] = self.loop.create_future()
+        if call.frames and self._line.sends_later:  # the call may be given up before, and its line serves others
+            call = Call(call.peer, call.header, [bytes(frame) for frame in call.frames])
         self._try(lambda: self._line.send(request_id, call))
         if self._line.tells_once:
             self.loop.call_soon(self._receive)
@@ -42,7 +44,9 @@ class LoopLine:
         future = self._waiting.pop(request_id, None)
         if future is None:
             return
-        if future.done() and not future.cancelled():
+        if not future.done():
+            self._line.own()  # the half of it that is sent can't be taken back, and the other must not be another's
+        elif not future.cancelled():
             future.exception()  # looked at, so that asyncio doesn't complain about an error nobody awaited
         if not self._waiting:
             self._stop_listening()

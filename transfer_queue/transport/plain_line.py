@@ -17,6 +17,7 @@ class PlainLine:
 
     watch = None
     tells_once = False
+    sends_later = False
 
     def __init__(self, peer: Peer, client: str) -> None:
         """Raises OSError: the peer has no plain socket, or nobody accepts there."""
@@ -50,6 +51,9 @@ class PlainLine:
             self._outbound.flush(self._socket)
         except OSError as error:
             raise self._broken() from error
+
+    def own(self) -> None:
+        self._outbound.own()
 
     def receive(self) -> list[tuple[int, Reply]]:
         try:

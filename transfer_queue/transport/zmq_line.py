@@ -21,6 +21,7 @@ class ZmqLine:
     """See ``Line``."""
 
     tells_once = True
+    sends_later = True
     unsent = False
     broken = False
 
@@ -37,6 +38,9 @@ class ZmqLine:
 
     def flush(self) -> None:
         """Nothing to do: ZMQ's own thread sends."""
+
+    def own(self) -> None:
+        """Nothing that could be done: see ``sends_later``."""
 
     def receive(self) -> list[tuple[int, Reply]]:
         replies = []

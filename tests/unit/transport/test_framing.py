@@ -123,6 +123,19 @@ def test_frames_are_sent_without_a_copy():
     assert np.shares_memory(np.frombuffer(part, np.uint8), frame)
 
 
+@pytest.mark.parametrize("sent", [1, 30, 43, 44, 60, 70])
+def test_what_was_made_its_own_is_sent_as_it_was_then(sent):
+    outbound, pipe = Outbound(), Pipe([sent], [])
+    frames = [bytearray(b"abcd"), bytearray(b"e" * 10)]
+    outbound.send(pipe, encode(1, b"header", frames))
+    outbound.own()
+    for frame in frames:
+        frame[:] = b"X" * len(frame)
+    while outbound:
+        outbound.flush(pipe)
+    assert bytes(pipe.data) == b"".join(map(bytes, encode(1, b"header", [b"abcd", b"e" * 10])))
+
+
 def test_a_message_keeps_nothing_of_its_neighbours_and_a_large_frame_nothing_of_its_message():
     pipe, inbound = Pipe([], []), Inbound()
     small = Message(0, b"", [memoryview(b"s" * 64)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from transfer_queue.storage.simple.holds import AHEAD_S
@@ -16,6 +15,16 @@ from transfer_queue.transport.base import Peer
 _STEADY_WRITES = 2
 """Lease ahead from so many writes in a row: a lone one should leave nothing behind."""
 _LOOSE = 1.25  # writes that differ by less are alike, and the lease for the next one leaves room for that
+
+
+_REMEMBERED = 1024
+
+
+class News(NamedTuple):
+    """What a unit doesn't know yet: which open writes are settled, which messages are given up."""
+
+    settled: list[int]
+    given_up: list[int]
 
 
 class Place(NamedTuple):
@@ -33,6 +42,7 @@ class UnitLink:
         """``shared`` False: don't try to map the arena, values travel as frames."""
         self.peer = peer
         self._settled: set[int] = set()
+        self._given_up: set[int] = set()
         self._lock = threading.Lock()
         self._shared = shared
         self._tried = False
@@ -82,15 +92,23 @@ class UnitLink:
         with self._lock:
             self._settled.add(number)
 
-    def settled(self) -> list[int]:
+    def give_up(self, attempt: int) -> None:
+        """Tell the unit with the next message that changes anything that this one must not any more."""
+        with self._lock:
+            self._given_up.add(attempt)
+            if len(self._given_up) > _REMEMBERED:  # of a unit that answers nothing
+                self._given_up.discard(min(self._given_up))
+
+    def news(self) -> News:
         """What to tell it now."""
         with self._lock:
-            return sorted(self._settled)
+            return News(sorted(self._settled), sorted(self._given_up))
 
-    def told(self, settled: Sequence[int]) -> None:
-        """The unit knows that these are settled."""
+    def told(self, news: News) -> None:
+        """The unit knows it."""
         with self._lock:
-            self._settled.difference_update(settled)
+            self._settled.difference_update(news.settled)
+            self._given_up.difference_update(news.given_up)
 
     def close(self) -> None:
         """Let go of the arena. What views of it are still used keep it mapped."""

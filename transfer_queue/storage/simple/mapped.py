@@ -31,7 +31,7 @@ class MappedArena:
         """Raises OSError where a mapping of this size is refused."""
         self._attachment = attachment
         self._numbers = itertools.count(1)
-        self.use = Use(self._end)
+        self.use = Use(attachment.close)
         self.nbytes = int.from_bytes(attachment.greeting, "little")
         self.descriptor = attachment.descriptor
         self._memory = np.frombuffer(mmap.mmap(attachment.descriptor, self.nbytes), np.uint8)
@@ -48,10 +48,6 @@ class MappedArena:
     def close(self) -> None:
         """All holds fall once nobody reads or writes where the values lie: until then ``use`` has one user more."""
         self.use.less()
-
-    def _end(self) -> None:
-        self._attachment.close()
-        os.close(self.descriptor)
 
     def segment(self, memory: ByteArray) -> Segment | None:
         """Which part of the arena this memory is."""
@@ -79,5 +75,4 @@ def map_arena(address: str) -> MappedArena | None:
         return MappedArena(attachment)
     except (OSError, ValueError, OverflowError):  # a limit on addresses, say: frames work everywhere
         attachment.close()
-        os.close(attachment.descriptor)
         return None
