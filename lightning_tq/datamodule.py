@@ -21,7 +21,7 @@ from lightning_tq.place import Place
 from lightning_tq.producers import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.ranks import on_first_rank, quiet_known_warnings, resumed_from
-from lightning_tq.run import LabelledStreams, Run, check_ends, check_tasks, stage_streams
+from lightning_tq.run import LabelledStreams, Run, check_ends, check_replays, check_tasks, stage_streams
 from lightning_tq.stream import Stream, sampler_modules
 from lightning_tq.topology import Rank, Topology, trainer_topology
 from transfer_queue import TransferQueueClient
@@ -80,6 +80,7 @@ class TQDataModule(LightningDataModule):
         if ack not in get_args(Ack):
             raise InvalidRequestError(f"ack must be one of {', '.join(map(repr, get_args(Ack)))}, got {ack!r}.")
         check_tasks([stream for streams in self._streams.values() for stream in streams])
+        check_replays([stream for stage in ("val", "test", "predict") for stream in self._streams[stage]])
         self._queue_config = as_queue_config(queue)
         self._producers = list(producers or [])
         self._dp_rank = dp_rank
@@ -171,6 +172,8 @@ class TQDataModule(LightningDataModule):
         self.open()
         self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client, self._ack)
         self._run.start(streams, self._places, self._connection.conf, self._held)
+        if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
+            self._run.tell_missing(self._held)
         self._keep_books(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: LabelledStreams) -> str:

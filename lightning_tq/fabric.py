@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STATE = {"epoch", "position"}
+_NEEDED = {"epoch", "position"}
+_STATE = {*_NEEDED, "taken"}
+"""``taken``, the micro-batches of that pass so far, was added later."""
 
 
 class FabricLoader:
@@ -130,7 +132,7 @@ class FabricLoader:
             self._books.settle()
 
     def __len__(self) -> int:
-        """Micro-batches of a pass. Raises TypeError where ``Stream.num_batches`` doesn't say it."""
+        """Micro-batches of a whole pass. Raises TypeError where ``Stream.num_batches`` doesn't say it."""
         return len(self._loader)
 
     # ---- checkpoints ----
@@ -139,16 +141,16 @@ class FabricLoader:
         """Behind the batch that was handed out last. Plain data, the same on every rank."""
         if self._ack != "step":
             self._books.dumped()
-        return {"epoch": self.epoch, "position": dict(self._feed.place or {})}
+        return {"epoch": self.epoch, "position": dict(self._feed.place or {}), "taken": self._feed.taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass goes on there, in that epoch; it is an empty one where that epoch was read to its end."""
-        if set(state) != _STATE:
+        if not _NEEDED <= set(state) <= _STATE:
             raise InvalidRequestError(f"can't resume from {dict(state)!r}: not a FabricLoader's state.")
         self._books.keeps = self._ack != "step"
         self._next_epoch = self.epoch = int(state["epoch"])
         if state["position"]:
-            self._feed.restore(state["position"])
+            self._feed.restore(state["position"], int(state.get("taken", 0)))
 
     # ---- what its feed asks (feed.Host) ----
 

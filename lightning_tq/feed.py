@@ -77,7 +77,7 @@ class Feed:
         self.waited_s = 0.0
         self.waiting_since: float | None = None
         self.taken = 0
-        """Batches handed out by the live iterator."""
+        """Batches handed out by the live iterator, and before it in a pass over a FabricLoader that was resumed."""
         self.trained = 0
         """How many of those were trained (train only)."""
         self.batches_done = 0
@@ -94,9 +94,12 @@ class Feed:
         """Partitions that the queue held when the run began, before any producer of it; nothing on other ranks."""
         self.is_over: Callable[[int], bool] | None = None
         """Will this reader train nothing in this epoch, or so many later?"""
+        self.on_begin: Callable[[str], None] | None = None
+        """Told of the partition that an iterator begins to read."""
         self.on_whole: Callable[[BatchMeta], None] | None = None
         """Told of each batch all of whose micro-batches were trained."""
         self._restored = False
+        self._taken_before = 0
         self._handed: deque[Handed] = deque()
         self._trained_to: Place | None = None
         self._begun: Place = {}
@@ -165,7 +168,10 @@ class Feed:
         if self.partition not in (None, name):
             self.left.append(str(self.partition))
         self.partition = name
-        self.taken = self.trained = self.unstepped = self.batches_done = 0
+        if self.on_begin is not None:
+            self.on_begin(name)
+        self.taken = self._taken_before if goes_on else 0
+        self.trained = self.unstepped = self.batches_done = 0
         self._handed.clear()
         self._trained_to = None
         self.resumed = self._restored
@@ -288,11 +294,16 @@ class Feed:
             self._places[self.label], self._trained_to = self._trained_to, None
         self.unstepped = 0
 
-    def restore(self, place: Place) -> None:
-        """The next iterator goes on there, if it reads that partition."""
+    def restore(self, place: Place, taken: int = 0) -> None:
+        """The next iterator goes on there, if it reads that partition.
+
+        Args:
+            taken: Batches of that epoch so far, where nobody else counts them: a Trainer does.
+        """
         check_is_place(place, self.label)
         self._trained_to = None
         self._places[self.label] = dict(place)
+        self.taken = self._taken_before = taken
         self._restored = True
 
     # ---- ending ----

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -14,11 +16,11 @@ from lightning_tq.books import Ack, Books, keeps_checkpoints
 from lightning_tq.callbacks.publish_weights import policy_version
 from lightning_tq.feed import Feed, Reading
 from lightning_tq.peers import peer_looks
-from lightning_tq.place import Place
+from lightning_tq.place import Place, listed
 from lightning_tq.stream import Stream
 from lightning_tq.topology import Topology
 from lightning_tq.watch import Watch
-from transfer_queue import TransferQueueClient
+from transfer_queue import BaseSampler, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -76,6 +78,20 @@ class Run:
             self.books.append(Books(feed, self._client, self.topology, keeps, never, auto))
         self._watch.start()
 
+    def tell_missing(self, held: Collection[str]) -> None:
+        """Tell at once of a partition that a feed waits for in vain, unless another program fills it."""
+
+        def tell(feed: Feed, name: str) -> None:
+            if held and name not in held:
+                self._warn_once(
+                    f"missing {name}",
+                    f"stream {feed.label!r} ({feed.stream.partition!r}) reads partition {name!r}, which isn't in the "
+                    f"queue: it waits for somebody to fill it. There are {listed(held)}.",
+                )
+
+        for feed in self.feeds.values():
+            feed.on_begin = partial(tell, feed)
+
     def of_stage(self, stage: str) -> list[Feed]:
         return [feed for feed in self.feeds.values() if feed.stage == stage]
 
@@ -91,6 +107,8 @@ class Run:
     def epoch(self) -> int:
         # Not current_epoch: after a resume at the end of an epoch it lags behind until training starts.
         progress: Any = self.trainer.fit_loop.epoch_progress.current
+        if self.trainer.state.fn != TrainerFn.FITTING:  # the last one that was trained: nobody fills one that never is
+            return max(int(progress.processed) - 1, 0)
         return int(progress.processed)
 
     def _is_over(self, epochs_ahead: int) -> bool:
@@ -128,8 +146,8 @@ class Run:
                 f"{feed.stream.task!r} has yet to train. Its samples were trained before, or fill no batch. To train "
                 f"them again: Stream(replay=True), or another task.",
             )
-        if self._is_last(feed):
-            self.trainer.should_stop = True  # or the Trainer would spin through empty epochs
+        if self._is_last(feed):  # the Trainer would spin through empty epochs
+            self.trainer.should_stop = True
             rank_zero_info(
                 f"Partition {feed.partition!r} was read to its end; training stops after this epoch. For more epochs "
                 f"over the same samples: Stream(replay=True). For one partition per epoch: 'train@{{epoch}}'."
@@ -259,8 +277,23 @@ def check_tasks(streams: Sequence[Stream]) -> None:
     first: dict[str, Stream] = {}
     for stream in streams:
         other = first.setdefault(stream.task, stream)
-        if (other.sampler, other.tail) != (stream.sampler, stream.tail):
+        if other is not stream and (_sampling(other), other.tail) != (_sampling(stream), stream.tail):
             raise InvalidRequestError(
                 f"two streams of task {stream.task!r} have different samplers or tails ({other.sampler!r}, "
                 f"{other.tail!r} and {stream.sampler!r}, {stream.tail!r}). Give them the same, or tasks of their own."
+            )
+
+
+def _sampling(stream: Stream) -> Any:
+    """Type and arguments of a sampler: a configuration file builds one for each stream that names it."""
+    return stream.sampler.spec() if isinstance(stream.sampler, BaseSampler) else stream.sampler
+
+
+def check_replays(streams: Sequence[Stream]) -> None:
+    """Raises InvalidRequestError where streams that aren't for training are asked to go on where they stood."""
+    for stream in streams:
+        if stream.replay is False:
+            raise InvalidRequestError(
+                f"stream of task {stream.task!r}: replay=False is for training. Validation, test and prediction begin "
+                f"at the first batch of their partition each time. Leave replay out."
             )

@@ -144,6 +144,7 @@ def switching(logs: Path) -> Job:
             producing.fill(client, f"val@{step}", 8)
 
     def note(trainer: Trainer, model: Any) -> None:
+        trainer.strategy.barrier("noted")  # the first rank clears, and may be the slower one
         partitions = sorted(trainer.datamodule.client.get_partition_list())
         seen = {stage: model.seen[stage] for stage in ("train", "val")}
         (logs / f"rank{trainer.global_rank}").write_text(json.dumps([seen, partitions, loader.is_used, told]) + "\n")

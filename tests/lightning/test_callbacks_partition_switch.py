@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import stream
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from producing import fill
 from recorders import Recorder
 
@@ -111,6 +112,30 @@ def test_names_of_ones_own_and_partitions_that_stay(data: Make, trainer: MakeTra
     trainer(max_epochs=3, callbacks=[Curriculum(clear_finished=False)]).fit(model, datamodule=dm)
     assert model.order == ["easy", "easy", "hard-2"]
     assert sorted(dm.client.get_partition_list()) == ["easy", "hard-2"]
+
+
+def test_a_name_of_ones_own_per_epoch_is_read_to_the_last_epoch_also_after_a_resume(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    class Named(PartitionSwitch):
+        def partition(self, stream: Stream, **at: Any) -> str:
+            return ["easy", "fair", "hard"][at["epoch"]]
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    dm = data(train=stream("any"), ack="never")
+    indexes = [fill(dm.client, name, 8) for name in ("easy", "fair", "hard")]
+    whole = indexes[0] + indexes[1] + indexes[2]
+    model = Recorder()
+    trainer(max_epochs=3, callbacks=[Named(clear_finished=False), Save()]).fit(model, datamodule=dm)
+    assert model.indexes() == whole
+    for step in (1, 2):  # within an epoch, and behind its last batch
+        model = Recorder()
+        resumed = trainer(max_epochs=3, callbacks=[Named(clear_finished=False)])
+        resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / f"{step}.ckpt")
+        assert model.indexes() == whole[4 * step :]
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one() -> None:

@@ -84,6 +84,36 @@ def test_a_resumed_pass_holds_the_rest_of_it(fabric: Fabric, options: dict[str, 
                 assert passes(resumed, 2) == [batches[0][done:], batches[1]]
 
 
+@pytest.mark.parametrize("partition", ["train", "train@{epoch}"])
+def test_a_resumed_pass_is_as_long_as_the_stream_promises(fabric: Fabric, partition: str) -> None:
+    endless = stream(partition, micro_batch_size=2, num_batches=3)
+    with FabricLoader(fabric, endless, {"units": 1}, ack="never") as loader:
+        for name in {partition.format(epoch=epoch) for epoch in range(2)}:
+            fill(loader.client, name, 40)
+        states, batches = [], []
+        for _ in range(2):
+            for _, meta in loader:
+                batches.append(list(meta.global_indexes))
+                states.append(loader.state_dict())
+        for done, state in enumerate(states, start=1):
+            with FabricLoader(fabric, endless, ack="never") as resumed:
+                resumed.load_state_dict(state)
+                assert resumed.state_dict() == state
+                first = (done - 1) // 3
+                rest = [each for batches in passes(resumed, 2 - first) for each in batches]
+                assert rest == batches[done:], done
+
+
+def test_a_state_that_does_not_say_how_far_its_pass_was_is_welcome(fabric: Fabric) -> None:
+    with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}, ack="never") as loader:
+        indexes = fill(loader.client, "train@0", 12)
+        states = [loader.state_dict() for _ in loader]
+        assert states[0].pop("taken") == 1
+        with FabricLoader(fabric, stream("train@{epoch}"), ack="never") as resumed:
+            resumed.load_state_dict(states[0])
+            assert passes(resumed) == [[indexes[4:8], indexes[8:]]]
+
+
 def in_flight(loader: FabricLoader) -> int:
     return int(loader.client.get_stats()["partitions"]["train"]["tasks"]["learn"]["in_flight"])
 
