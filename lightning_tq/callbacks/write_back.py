@@ -3,19 +3,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from tensordict import NonTensorStack, TensorDict
 
 from lightning_tq.callbacks.partition_switch import datamodule_of
-from transfer_queue import BatchMeta, TransferQueueClient
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue import BatchMeta, StorageFullError, TransferQueueClient
+from transfer_queue.errors import InvalidRequestError, TransferQueueError
+
+if TYPE_CHECKING:
+    from lightning_tq.datamodule import TQDataModule
 
 Stage = Literal["train", "val", "test", "predict"]
+_CLEAR_EVERY_S = 0.2
+_ROOM = (
+    "What a step of a fit writes back finds no room in a queue that is full of samples, since training makes room only "
+    "by going on. Bound the queue by samples (queue.total_storage_size), so that as many with all of their fields fit "
+    "into queue.memory; or pace producers (StalenessGuard); or raise queue.memory."
+)
 _STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -25,6 +38,9 @@ class WriteBack(Callback):
     The step returns a mapping with one row per sample, ``{"loss": loss, "log_probs": log_probs}``. The fields are there
     for every task as soon as the step's hooks are over. Each data-parallel group writes its own samples once; rows that
     only pad a batch, and the sanity check, are left out.
+
+    A queue that is bounded in bytes must keep room for the new fields: in a fit, training is what makes room, and it
+    goes on once they are written. ``total_storage_size`` samples with all of their fields should fit into ``memory``.
     """
 
     # In place, not in a thread: a put takes milliseconds (benchmarks/callbacks.py), and what failed fails this step.
@@ -77,8 +93,16 @@ class WriteBack(Callback):
             return
         values = {field: self._value(outputs, key) for field, key in self.fields.items()}
         datamodule = datamodule_of(trainer, "WriteBack")
-        if datamodule.topology.is_reader:  # peers of the group computed the same
+        if not datamodule.topology.is_reader:
+            return  # peers of the group computed the same
+        if trainer.state.fn != TrainerFn.FITTING:
             put_back(datamodule.client, meta_of(batch), values)
+            return
+        try:
+            with _making_room(datamodule):
+                put_back(datamodule.client, meta_of(batch), values)
+        except StorageFullError as error:
+            raise StorageFullError(f"{error} {_ROOM}") from error
 
     def _value(self, outputs: Any, key: str) -> Any:
         if isinstance(outputs, Mapping) and key in outputs:
@@ -90,6 +114,34 @@ class WriteBack(Callback):
             f"WriteBack looks for {key!r} in what {_STEPS[self.stage]} returns, which is {found}. Return a mapping "
             f"with it, one row per sample; in training beside the loss."
         )
+
+
+@contextmanager
+def _making_room(datamodule: TQDataModule) -> Iterator[None]:
+    """Clears what every task is done with while this thread waits: it is the one that does so from batch to batch."""
+    feed = datamodule.train_feed()
+    others = feed.stream.clear_consumed
+    if others is False or feed.partition is None:
+        yield
+        return
+    tasks = [feed.stream.task, *(others if isinstance(others, list) else ())]
+    clear = partial(datamodule.client.clear_consumed, feed.partition, tasks)
+    over = threading.Event()
+    thread = threading.Thread(target=_repeat, args=(clear, over), name="lightning-tq-room", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _repeat(clear: Callable[[], object], over: threading.Event) -> None:
+    while not over.wait(_CLEAR_EVERY_S):
+        try:
+            clear()
+        except TransferQueueError:
+            return  # the put hears of it, too
 
 
 def meta_of(batch: Any) -> BatchMeta:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import HERE, ROOT, stream
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from producing import fill
 from recorders import Recorder
 
-from lightning_tq import TQDataModule, WriteBack, put_back
-from transfer_queue import TransferQueueClient
+import transfer_queue as tq
+from lightning_tq import Stream, TQDataModule, WriteBack, put_back
+from transfer_queue import StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
 Make = Callable[..., TQDataModule]
@@ -215,6 +217,78 @@ def test_one_loader_of_several_may_be_meant(data: Make, trainer: MakeTrainer) ->
     run.fit(Scorer(doubled), datamodule=dm)
     assert dm.client.get_stats()["partitions"]["a"]["fields"] == ["x", "text"]
     assert stored(dm.client, "b", "double") == [0.0, 2.0, 4.0, 6.0]
+
+
+ROW_NBYTES = 1 << 14
+
+
+def start_small(**limits: Any) -> TransferQueueClient:
+    """A queue for 16 rows of these sizes, or for 8 with what is written back to them."""
+    storage = {"num_data_storage_units": 1, "capacity_bytes": 16 * ROW_NBYTES, "put_timeout_s": 1.0}
+    tq.init({"backend": {"SimpleStorage": {**storage, **limits}}})
+    return tq.get_client()
+
+
+def put_large(client: TransferQueueClient, count: int) -> None:
+    client.put({"large": torch.zeros(count, ROW_NBYTES // 4)}, partition_id="train")
+
+
+class Large(LightningModule):
+    """Returns a field as large as what it was given; ``at[batch]()`` is called within that step."""
+
+    def __init__(self, at: dict[int, Callable[[], Any]]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        data, _ = batch
+        if batch_idx in self.at:
+            self.at[batch_idx]()
+        return {"loss": self.layer(data["large"][:, :1]).mean(), "double": 2 * data["large"]}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def large_data(num_batches: int, clear_consumed: bool | list[str]) -> TQDataModule:
+    return TQDataModule(
+        train=Stream(
+            partition="train", task="learn", fields=["large"], batch_size=4, num_batches=num_batches,
+            clear_consumed=clear_consumed,
+        )
+    )  # fmt: skip
+
+
+def test_a_full_queue_is_an_error_that_says_how_to_keep_room(trainer: MakeTrainer) -> None:
+    client = start_small()
+    put_large(client, 16)
+    with pytest.raises(StorageFullError, match=r"a put of 65536 bytes waited 1.0 s .* Bound the queue by samples"):
+        trainer(callbacks=[WriteBack(["double"], "train")]).fit(Large({}), datamodule=large_data(4, True))
+
+
+def test_while_it_waits_for_room_what_every_task_is_done_with_is_cleared(trainer: MakeTrainer) -> None:
+    client = start_small(put_timeout_s=30.0)
+    put_large(client, 8)
+
+    def fill_up_and_criticize() -> None:
+        """Others take the last room, and then are done with the batch that was trained before this one."""
+        put_large(client, 4)
+        client.get_meta(["double"], 4, "train", task_name="criticize", timeout_s=20)
+
+    run = trainer(callbacks=[WriteBack(["double"], "train")])
+    run.fit(Large({1: fill_up_and_criticize}), datamodule=large_data(2, ["criticize"]))
+    assert (run.global_step, client.get_stats()["partitions"]["train"]["samples"]) == (2, 8)
+
+
+def test_a_queue_bounded_by_samples_that_fit_with_their_new_fields_never_lacks_room(trainer: MakeTrainer) -> None:
+    client = start_small(total_storage_size=8)
+    with ThreadPoolExecutor(1) as pool:
+        producing = pool.submit(lambda: [put_large(client, 4) for _ in range(10)])
+        run = trainer(callbacks=[WriteBack(["double"], "train")])
+        run.fit(Large({}), datamodule=large_data(10, True))
+        producing.result(20)
+    assert run.global_step == 10
 
 
 def test_arguments_that_can_not_be_right_are_refused() -> None:

@@ -102,7 +102,8 @@ def test_a_put_that_failed_is_made_up_for_in_the_same_turn_and_the_others_go_on_
 
 
 def test_turns_need_no_room_in_the_queue() -> None:
-    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1, "total_storage_size": 2, "put_timeout_s": 0.1}}})
+    storage = {"num_data_storage_units": 1, "total_storage_size": 2, "put_timeout_s": 0.1}
+    tq.init({"backend": {"SimpleStorage": storage}})
     client = tq.get_client()
     grants, pacer = Grants(client), Pacer(client)
     grants.begin()
