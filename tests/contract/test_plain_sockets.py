@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import Inbound, encode
 from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.plain_sockets import connected, listening
 from transfer_queue.transport.server import SocketServer
 
 MIB = 1 << 20
@@ -106,6 +109,56 @@ def test_a_path_too_long_for_the_plain_socket_is_served_over_zmq_alone(caller, d
     with served_by_thread(directory, desk) as (peer, _):
         assert os.listdir(directory) == ["thread"]
         assert echo(caller, peer) == [b"echo"]
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Inside, this process can open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held()[1] + 20, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["zmq", "plain"])
+def test_out_of_descriptors_the_error_says_so_and_not_that_a_peer_has_ended(tmp_path, plain):
+    known, stranger = SocketCaller("known"), SocketCaller("stranger")
+    with served_by_process(tmp_path, plain) as (peer, _):
+        echo(known, peer)
+        line = known._borrow(peer)  # as a call of another thread would
+        with pytest.raises(QueueUnreachableError, match="did not answer"):
+            echo(stranger, Peer("nobody", f"ipc://{tmp_path}/nobody"), timeout_s=0.0)  # it has met nobody yet
+        for caller in (known, stranger):
+            told = r"can't connect to desk at \S+ .*Too many open files.* \(ulimit -n\)\.$"
+            with no_descriptors(), pytest.raises(QueueUnreachableError, match=told):
+                echo(caller, peer)
+        line.close()
+        assert echo(known, peer) == echo(stranger, peer) == [b"echo"]
+    known.close()
+    stranger.close()
+
+
+def test_while_too_many_want_in_at_once_a_newcomer_is_served_over_zmq(desk, tmp_path):
+    early, late = SocketCaller("early"), SocketCaller("late")
+    with served_by_thread(tmp_path, desk) as (peer, _):
+        echo(early, peer)
+        line = early._borrow(peer)  # as a call of another thread would
+        os.unlink(line_of(peer))
+        with listening(line_of(peer), 0), connected(line_of(peer)):
+            with pytest.raises(BlockingIOError):
+                connected(line_of(peer))
+            assert echo(early, peer) == echo(late, peer) == [b"echo"]
+        line.close()
+    early.close()
+    late.close()
 
 
 def test_a_server_leaves_no_file_and_replaces_what_a_killed_one_left(caller, desk, tmp_path):

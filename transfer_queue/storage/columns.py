@@ -116,14 +116,15 @@ def column_of(values: Sequence[Any]) -> Any:
 def values_of(column: Any, count: int) -> list[Any]:
     """The rows of a column that is no tensor."""
     if isinstance(column, np.ndarray):
-        return list(column) if column.dtype == object else column.tolist()
+        # As Python's own, dates and durations would lose their unit, and be plain numbers where that is nanoseconds.
+        return list(column) if column.dtype.kind in "OMm" else column.tolist()
     if not is_non_tensor(column):
         return list(column)
     if isinstance(column, NonTensorStack):
         return column.tolist()
     shared = column.data
-    # TensorDict keeps arrays of text or objects whole, although they have one entry per row.
-    if isinstance(shared, np.ndarray) and shared.dtype.kind in "OUS" and shared.ndim and len(shared) == count:
+    # TensorDict keeps arrays of text, dates or objects whole, although they have one entry per row.
+    if isinstance(shared, np.ndarray) and shared.dtype.kind in "OUSMm" and shared.ndim and len(shared) == count:
         return values_of(shared, count)
     return [shared] * count
 

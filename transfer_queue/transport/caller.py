@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import threading
@@ -14,11 +15,14 @@ from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import Call, Peer, Reply
 from transfer_queue.transport.blocked import Asked, wait_for_some
 from transfer_queue.transport.descriptors import Descriptors
-from transfer_queue.transport.line import Line, closed, gone, silent
+from transfer_queue.transport.line import Line, closed, gone, silent, unconnected
 from transfer_queue.transport.loop_line import LoopLine
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.plain_line import PlainLine
 from transfer_queue.transport.zmq_line import ZmqLine
+
+_NOBODY_THERE = (errno.ENOENT, errno.ECONNREFUSED)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SocketCaller:
@@ -75,16 +79,21 @@ class SocketCaller:
 
     def _connect(self, peer: Peer) -> Line:
         plain = self._plain.get(peer)
-        if plain is not False:
-            try:
-                line = PlainLine(peer, self._client)
-                self._plain[peer] = True
-                return line
-            except OSError as error:
-                if plain:
-                    raise gone(peer) from error
-        self._plain[peer] = False
-        return ZmqLine(peer, self._client)
+        if plain is False:
+            return ZmqLine(peer, self._client)
+        try:
+            line = PlainLine(peer, self._client)
+        except BlockingIOError:  # too many newcomers at once: over ZMQ they wait for each other
+            return ZmqLine(peer, self._client)
+        except OSError as error:
+            if error.errno in _NO_ROOM or (plain and error.errno not in _NOBODY_THERE):
+                raise unconnected(peer, error) from error
+            if plain:
+                raise gone(peer) from error
+            self._plain[peer] = False
+            return ZmqLine(peer, self._client)
+        self._plain[peer] = True
+        return line
 
     # ---- in a blocked thread ----
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Protocol
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
@@ -73,6 +74,20 @@ def gone(peer: Peer) -> QueueUnreachableError:
         f"{peer.name} at {peer.address}{process} has ended. What it held is lost; look at its output and start the "
         f"queue again."
     )
+
+
+_ADVICE = {
+    errno.EMFILE: "Close some files, or raise this process' limit (ulimit -n).",
+    errno.ENFILE: "All processes of this machine together have too many files open.",
+    errno.ENOMEM: "This machine is short of memory.",
+    errno.ENOBUFS: "This machine is short of memory.",
+}
+
+
+def unconnected(peer: Peer, error: OSError) -> QueueUnreachableError:
+    """The fault is on this side: the peer may live."""
+    advice = _ADVICE.get(error.errno or 0, "May this process use that socket?")
+    return QueueUnreachableError(f"can't connect to {peer.name} at {peer.address}: {error}. {advice}")
 
 
 def silent(peer: Peer, timeout_s: float) -> QueueUnreachableError:

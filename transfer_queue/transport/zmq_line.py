@@ -11,8 +11,10 @@ import zmq
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer, Reply
+from transfer_queue.transport.descriptors import Descriptors
+from transfer_queue.transport.line import unconnected
 from transfer_queue.transport.zmq_context import close_socket, open_socket
-from transfer_queue.utils.processes import close_descriptor, open_process
+from transfer_queue.utils.processes import open_process
 
 _ID = struct.Struct("<Q")
 
@@ -32,6 +34,7 @@ class ZmqLine:
         self._socket = _connected(peer)
         self.descriptor: int = self._socket.FD
         self.watch = open_process(peer.pid, peer.pid_namespace)
+        self._watches = Descriptors(self, *() if self.watch in (None, -1) else (self.watch,))
 
     def send(self, request_id: int, call: Call) -> None:
         self._socket.send_multipart([self._client, _ID.pack(request_id), call.header, *call.frames], copy=False)
@@ -54,13 +57,15 @@ class ZmqLine:
         return replies
 
     def close(self) -> None:
-        if not self._socket.closed:
-            close_descriptor(self.watch)
+        self._watches.close()
         close_socket(self._socket)
 
 
 def _connected(peer: Peer) -> Any:
-    socket = open_socket(zmq.DEALER)
+    try:
+        socket = open_socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        raise unconnected(peer, OSError(error.errno, error.strerror)) from error
     try:
         socket.connect(peer.address)
     except zmq.ZMQError as error:

@@ -135,6 +135,22 @@ def test_text_in_any_container_is_one_value_per_sample(column):
     assert result.tolist() == ["a", "b"]
 
 
+@pytest.mark.parametrize("container", [lambda dates: dates, list, lambda dates: NonTensorData(dates, batch_size=[2])])
+@pytest.mark.parametrize("kind", ["M8[ns]", "M8[us]", "M8[s]", "M8[D]", "m8[ns]", "m8[ms]", ">M8[s]"])
+def test_dates_and_durations_in_any_container_are_one_value_per_sample_and_keep_their_unit(kind, container):
+    dates = np.array([1_600_000_000_000, "NaT"], kind)
+    result = kept(container(dates), 2).tolist()
+    assert [(type(value), value.dtype) for value in result] == [(dates.dtype.type, dates[0].dtype)] * 2
+    assert np.array_equal(np.array(result), dates, equal_nan=True)
+
+
+def test_dates_in_rows_are_one_row_per_sample():
+    dates = np.array([["2020-01-01", "2021-01-01"], ["NaT", "2022-01-01"]], "M8[s]")
+    for column in (dates, TensorDict({"x": dates}, [2]).get("x")):
+        result = kept(column, 2).tolist()
+        assert [(row.dtype, row.tolist()) for row in result] == [(row.dtype, row.tolist()) for row in dates]
+
+
 def test_a_shared_value_belongs_to_each_sample():
     assert kept(NonTensorData("q", batch_size=[2]), 2).tolist() == ["q", "q"]
     assert kept(NonTensorData([1, 2], batch_size=[2]), 2).tolist() == [[1, 2], [1, 2]]
