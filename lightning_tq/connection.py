@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from multiprocessing.util import Finalize
 from typing import Any
 
 import transfer_queue as tq
-from lightning_tq.queue_config import QueueConfig
+from lightning_tq.queue_config import QueueConfig, differences
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import ConfigError, NotInitializedError
+
+logger = logging.getLogger(__name__)
 
 
 class Connection:
@@ -45,8 +48,11 @@ class Connection:
     def open(self, config: QueueConfig, sampler_modules: Iterable[str], address: str | None = None) -> None:
         """Use the queue that this process is in already, that an address or TQ_ADDRESS names, or a new one.
 
+        Args:
+            config: For a new one. What a queue that runs already has otherwise is told in a warning.
+            address: Where another rank says that it has opened the queue.
         Raises:
-            ConfigError: this process is in another queue than the one that was asked for.
+            ConfigError: this process is in another queue than the one that was asked for, or an unknown key.
             TransferQueueError: as ``transfer_queue.init``.
         """
         if self.is_open:
@@ -56,13 +62,15 @@ class Connection:
             tq.get_client()
             self._is_ours = False
         except NotInitializedError:
-            tq.init(wanted or config.conf(sampler_modules))
+            tq.init({**config.conf(sampler_modules), "address": wanted})
             self._is_ours = True
         if wanted is not None and self.address != wanted:
             raise ConfigError(
                 f"this process is in the queue at {self.address} already (transfer_queue.init or TQ_ADDRESS), so not "
                 f"in the one at {wanted}. Leave that queue first, or leave out the address."
             )
+        if address is None and (wanted is not None or not self._is_ours):
+            _tell_differences(config, self.conf)
         self._pid = os.getpid()
         # multiprocessing's, not atexit: it also runs at the end of spawned and forked ranks. Before the queue's own,
         # and for no object: a garbage collection may run in any thread, the client's own included.
@@ -78,6 +86,15 @@ class Connection:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_pid": None, "_is_ours": False, "_finalizer": None}  # a spawned rank opens its own
+
+
+def _tell_differences(config: QueueConfig, running: Any) -> None:
+    found = differences(config, running)
+    if found:
+        logger.warning(
+            f"the queue at {running['address']} runs already, so what was asked of it otherwise can't apply: "
+            f"{', '.join(found)}. Start that queue so, or leave it out."
+        )
 
 
 def _close_if_ours(is_ours: bool, pid: int) -> None:

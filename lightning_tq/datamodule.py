@@ -21,7 +21,7 @@ from lightning_tq.place import Place
 from lightning_tq.producers import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.ranks import on_first_rank, quiet_known_warnings, resumed_from
-from lightning_tq.run import LabelledStreams, Run, check_ends, check_replays, check_tasks, stage_streams
+from lightning_tq.run import LabelledStreams, Run, check_ends, check_streams, stage_streams
 from lightning_tq.stream import Stream, sampler_modules
 from lightning_tq.topology import Rank, Topology, trainer_topology
 from transfer_queue import TransferQueueClient
@@ -79,8 +79,7 @@ class TQDataModule(LightningDataModule):
         }  # fmt: skip
         if ack not in get_args(Ack):
             raise InvalidRequestError(f"ack must be one of {', '.join(map(repr, get_args(Ack)))}, got {ack!r}.")
-        check_tasks([stream for streams in self._streams.values() for stream in streams])
-        check_replays([stream for stage in ("val", "test", "predict") for stream in self._streams[stage]])
+        check_streams(self._streams)
         self._queue_config = as_queue_config(queue)
         self._producers = list(producers or [])
         self._dp_rank = dp_rank
@@ -93,7 +92,7 @@ class TQDataModule(LightningDataModule):
         self._run: Run | None = None
         self._places: dict[str, Place] = {}
         self._places_of: str | None = None
-        self._held: list[str] = []
+        self._held: list[str] = []  # on the first rank: partitions that were there before this run could make any
         if not self._streams["val"]:  # Lightning takes val_dataloader for a promise, before setup
             warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
 

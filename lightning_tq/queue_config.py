@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 from transfer_queue.errors import ConfigError
 
 _SECTIONS = ("address", "launch", "metrics", "client", "controller", "backend")
+_FOREIGN = {"MooncakeStore", "RayStore", "Yuanrong"}
+"""Sections of backends that this version doesn't have; a shared configuration may hold them."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -103,6 +105,43 @@ def as_queue_config(queue: QueueConfig | Mapping[str, Any] | str | None) -> Queu
     return QueueConfig(**values)
 
 
+def differences(config: QueueConfig, running: Mapping[str, Any]) -> list[str]:
+    """What was asked for, beside the address, that a queue which runs already has otherwise.
+
+    Raises:
+        ConfigError: a key that no queue has, with the nearest known one.
+    """
+    usual = dict(_leaves(QueueConfig().conf()))
+    found = []
+    for path, value in _leaves(config.conf()):
+        if path == ("address",) or (path in usual and usual[path] == value) or not _FOREIGN.isdisjoint(path):
+            continue
+        has = _at(path, running)
+        if value != has and not (path[-1] == "sampler_modules" and set(value) <= set(has)):
+            found.append(f"{'.'.join(path)}: {value!r} (it has {has!r})")
+    return found
+
+
+def _leaves(conf: Mapping[str, Any], within: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in conf.items():
+        path = (*within, str(key))
+        if isinstance(value, Mapping):
+            yield from _leaves(value, path)
+        else:
+            yield path, value
+
+
+def _at(path: tuple[str, ...], conf: Mapping[str, Any]) -> Any:
+    node: Any = conf
+    for depth, key in enumerate(path, 1):
+        if not isinstance(node, Mapping):
+            break
+        if key not in node:
+            raise _unknown(f"queue.{'.'.join(path[:depth])}", key, map(str, node))
+        node = node[key]
+    return node
+
+
 def parse_bytes(text: str | int) -> int:
     """ "4GiB" -> 4294967296. Raises ConfigError for anything that isn't a positive size."""
     number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
@@ -114,11 +153,11 @@ def parse_bytes(text: str | int) -> int:
 def _read(path: str) -> Mapping[str, Any]:
     from omegaconf import OmegaConf
 
+    from lightning_tq.yaml_file import load_mapping
+
     if not Path(path).is_file():
         raise ConfigError(f"queue is {path!r}: no such file, and no address either (ipc://..., tcp://...).")
-    plain = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path} must hold keys and values of a queue's configuration, got {type(plain).__name__}.")
+    plain: Any = OmegaConf.to_container(load_mapping(path), resolve=True)
     return {str(key): value for key, value in plain.items()}
 
 

@@ -156,8 +156,10 @@ class Run:
     def _is_last(self, feed: Feed) -> bool:
         """Would the next epoch read the same partition again, and find nothing more in it?"""
         ahead = feed.epoch + 1 - self.epoch
-        if self._is_over(ahead) or (feed.replay and feed.taken):
+        if feed.replay and feed.taken:
             return False
+        if self._is_over(ahead):  # a name of one's own may not be asked for an epoch that never comes
+            return not set(feed.stream.variables) - {"stage"}
         # What was taken may still be on its way into a step, after which a template may say another name.
         return feed.partition == self.partition_of(feed.stage, feed.stream, ahead, 1 if feed.taken else 0)
 
@@ -272,8 +274,14 @@ def check_ends(streams: LabelledStreams, dp_size: int) -> None:
             )
 
 
-def check_tasks(streams: Sequence[Stream]) -> None:
-    """Raises InvalidRequestError where streams share a task but not how it draws: the queue knows one way per task."""
+def check_streams(streams: Mapping[str, Sequence[Stream]]) -> None:
+    """Raises InvalidRequestError for streams per stage that can't be right together, or in their stage."""
+    _check_tasks([stream for each in streams.values() for stream in each])
+    _check_replays([stream for stage, each in streams.items() if stage != "train" for stream in each])
+
+
+def _check_tasks(streams: Sequence[Stream]) -> None:
+    """The queue knows one way to draw per task, so streams that share a task must share that, too."""
     first: dict[str, Stream] = {}
     for stream in streams:
         other = first.setdefault(stream.task, stream)
@@ -289,8 +297,8 @@ def _sampling(stream: Stream) -> Any:
     return stream.sampler.spec() if isinstance(stream.sampler, BaseSampler) else stream.sampler
 
 
-def check_replays(streams: Sequence[Stream]) -> None:
-    """Raises InvalidRequestError where streams that aren't for training are asked to go on where they stood."""
+def _check_replays(streams: Sequence[Stream]) -> None:
+    """Nobody notes where streams stood that aren't for training, so they can't go on there."""
     for stream in streams:
         if stream.replay is False:
             raise InvalidRequestError(

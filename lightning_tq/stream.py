@@ -47,7 +47,7 @@ class Stream:
     nothing ahead of the batch it trains; needed when producers wait for step k before they make batch k+1."""
     replay: bool | None = None
     """Whether an iterator that comes back to its partition reads it from the first batch again (true), or goes on
-    behind what was trained (false). Default: false for training, true for validation, test and prediction."""
+    behind what was trained (false). Default: false for training; all others always read again."""
     clear_consumed: bool | list[str] = False
     """Training only: forget samples, for good, once they are trained and every task that reads the partition is done
     with them, so that a partition without end takes bounded memory. A list names tasks that must be done, too, though
@@ -57,7 +57,7 @@ class Stream:
     persistent_workers: bool = False
     """Keep the workers from one epoch to the next. Needs num_workers of 1 or more."""
     multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
-    """How workers start. Default: as torch does on this system."""
+    """How workers start. Needs num_workers of 1 or more. Default: as torch does on this system."""
     prefetch_batches: int = 2
     """Batches fetched ahead, per worker. 0: each is fetched when it is asked for."""
     layout: Literal["dense", "jagged"] = "dense"
@@ -75,10 +75,12 @@ class Stream:
         self._check_sizes()
         _check_choice("tail", self.tail, ("drop", "pad", "uneven_ok", None))
         _check_choice("layout", self.layout, ("dense", "jagged"))
+        _check_choice("multiprocessing_context", self.multiprocessing_context, ("fork", "spawn", "forkserver", None))
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InvalidRequestError(f"timeout_s must be above 0, or None to wait, got {self.timeout_s!r}.")
-        if self.persistent_workers and not self.num_workers:
-            raise InvalidRequestError("persistent_workers needs num_workers of at least 1, got num_workers=0.")
+        for name in ("persistent_workers", "multiprocessing_context"):
+            if getattr(self, name) and not self.num_workers:
+                raise InvalidRequestError(f"{name} needs num_workers of at least 1, got num_workers=0.")
         _check_clearing(self.clear_consumed, bool(self.replay))
         if not isinstance(self.sampler, (BaseSampler, str, type(None))):
             raise InvalidRequestError(f"sampler must be a sampler, a built-in's name or None, got {self.sampler!r}.")

@@ -27,6 +27,7 @@ from lightning_tq.cli_errors import explain, known_keys
 from lightning_tq.datamodule import TQDataModule
 from lightning_tq.peers import RankGoneError
 from lightning_tq.producers import ProducerError
+from lightning_tq.yaml_file import load_mapping
 from transfer_queue import BatchTimeoutError, ConfigError, ProducersGoneError, QueueUnreachableError
 from transfer_queue.errors import InvalidRequestError, LaunchError, SamplerError
 
@@ -115,15 +116,9 @@ def _configs(args: Sequence[str]) -> Iterator[Any]:
         if name not in values:
             continue
         value = value or "".join(args[position + 1 : position + 2])
-        conf = _loaded(value)
-        if conf is not None:
+        if Path(value).is_file():  # else the parser says so
+            conf = load_mapping(value)
             yield OmegaConf.create({"data": conf}) if name == "--data" else conf
-
-
-def _loaded(value: str) -> Any:
-    if not Path(value).is_file():
-        return None  # the parser says so
-    return OmegaConf.load(value)
 
 
 def run(args: Sequence[str] | None) -> int:

@@ -51,8 +51,13 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Tabl
     for name in (columns[at] for at in shown):
         table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name not in _LONG)
     for row in rows:
-        table.add_row(*(row[at] for at in shown))
+        table.add_row(*(_plain(row[at]) for at in shown))
     return table
+
+
+def _plain(cell: str | Text) -> Text:
+    """Names as they are: rich would read ``val[hard]`` as markup."""
+    return Text(cell) if isinstance(cell, str) else cell
 
 
 def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:

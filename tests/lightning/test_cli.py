@@ -185,6 +185,25 @@ def test_a_mistake_in_a_configuration_is_one_line_that_helps(
     assert lines[-2].startswith(f"error: {says}"), lines
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("data: [\n  a: 1\n", "can't be read as YAML: while parsing a flow sequence"),
+        ("- data\n- model\n", "must hold keys and values, its top is a list."),
+        ("data: ${nope}\n", "can't be read as YAML: Interpolation key 'nope' not found"),
+    ],
+    ids=["malformed", "a list", "a reference to nothing"],
+)
+@pytest.mark.parametrize("option", ["--config", "--data"])
+def test_a_file_that_is_no_configuration_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, text: str, says: str
+) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    assert main(["fit", option, str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {path} {says}")
+
+
 def test_an_option_is_not_guessed_from_its_beginning(
     config: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

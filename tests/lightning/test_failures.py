@@ -230,6 +230,48 @@ def test_memory_is_shared_out_over_the_units_and_options_go_over_everything(tmp_
     assert (storage["num_data_storage_units"], storage["capacity_bytes"], storage["put_timeout_s"]) == (4, 2**28, 3)
 
 
+def test_what_a_running_queue_has_otherwise_than_asked_is_told_and_what_it_has_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with TQDataModule(queue={"units": 1, "put_timeout_s": 5, "options": {"client": {"layout": "dense"}}}) as first:
+        asked: list[dict[str, Any]] = [
+            {"units": 1, "put_timeout_s": 5, "client": {"layout": "dense"}},
+            {"address": first.address, "units": 1},
+            {"units": 3, "sampler_modules": ["mine"], "options": {"backend": {"MooncakeStore": {"any": 1}}}},
+        ]
+        for queue in asked:
+            TQDataModule(queue=queue).open()
+        address = first.address
+    told = (
+        f"the queue at {address} runs already, so what was asked of it otherwise can't apply: "
+        "controller.sampler_modules: ['mine'] (it has []), "
+        "backend.SimpleStorage.num_data_storage_units: 3 (it has 1). "
+        "Start that queue so, or leave it out."
+    )
+    assert [record.getMessage() for record in caplog.records if "runs already" in record.getMessage()] == [told]
+
+
+@pytest.mark.parametrize("with_address", [True, False], ids=["by address", "already in it"])
+def test_a_misspelt_key_is_refused_where_a_queue_is_joined(with_address: bool) -> None:
+    conf = tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+    queue = {"client": {"tiemout_s": 3}, **({"address": conf["address"]} if with_address else {})}
+    with pytest.raises(ConfigError, match=r"'queue\.client\.tiemout_s'; did you mean 'timeout_s'"):
+        TQDataModule(queue=queue).open()
+
+
+def test_a_misspelt_key_is_refused_before_a_queue_of_another_process_is_joined() -> None:
+    with pytest.raises(ConfigError, match=r"'client\.tiemout_s'\. Nearest known key: 'timeout_s'"):
+        TQDataModule(queue={"client": {"tiemout_s": 3}, "address": "ipc:///nowhere/controller"}).open()
+
+
+@pytest.mark.parametrize(("text", "says"), [("units: [4\n", "can't be read as YAML"), ("- 4\n", "its top is a list")])
+def test_a_file_of_a_queue_that_cannot_be_read_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "queue.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"queue.yaml .*{says}"):
+        TQDataModule(queue=str(file))
+
+
 def test_a_killed_trainer_leaves_no_producer_and_no_server(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = f"""

@@ -14,7 +14,7 @@ from producing import fill, rows
 from recorders import Recorder
 
 from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule, run
-from transfer_queue import BatchTimeoutError, EndOfPartitionError
+from transfer_queue import BatchTimeoutError
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -104,62 +104,6 @@ def test_what_lightning_fetched_ahead_is_trained_by_the_next_fit(data: Make, tra
     assert model.indexes() == indexes[:20]
 
 
-def test_a_partition_read_to_its_end_stops_the_trainer_instead_of_spinning(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
-    train, val = fill(dm.client, "train", 8), fill(dm.client, "val", 4)
-    model = Recorder()
-    fitted = trainer(max_epochs=-1, num_sanity_val_steps=0)
-    fitted.fit(model, datamodule=dm)
-    assert (model.indexes(), model.indexes("val"), fitted.current_epoch) == (train, val, 1)
-
-
-def test_a_stage_in_a_name_makes_no_partition_per_epoch(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("{stage}@a"), val=stream("{stage}@a", task="evaluate"))
-    train, val = fill(dm.client, "train@a", 8), fill(dm.client, "val@a", 4)
-    model = Recorder()
-    fitted = trainer(max_epochs=20, num_sanity_val_steps=0)
-    fitted.fit(model, datamodule=dm)
-    assert (model.indexes(), model.indexes("val"), fitted.current_epoch) == (train, val, 1)
-
-
-@pytest.mark.parametrize(
-    "options", [{"partition": "train@{global_step}"}, {"partition": "train@0", "replay": True}], ids=["step", "replay"]
-)
-def test_a_partition_without_a_batch_stops_the_trainer_if_the_next_epoch_would_read_it_again(
-    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
-) -> None:
-    dm = data(train=stream(tail="drop", **options))
-    fill(dm.client, "train@0", 3)
-    fitted = trainer(max_epochs=20)
-    fitted.fit(Recorder(), datamodule=dm)
-    assert (fitted.global_step, fitted.current_epoch) == (0, 0)
-    assert "epoch 0 trains nothing: partition 'train@0' has no batch that task 'learn' has yet to train" in caplog.text
-
-
-def test_a_partition_of_one_step_is_followed_by_that_of_the_next_step(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train@{global_step}"))
-    indexes = [fill(dm.client, f"train@{step}", 4) for step in range(3)]
-    model = Recorder()
-    trainer(max_epochs=3).fit(model, datamodule=dm)
-    assert model.indexes() == flat(indexes)
-
-
-def test_an_epoch_whose_partition_was_trained_by_another_fit_is_told_and_the_next_one_goes_on(
-    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    dm = data(train=stream("train@{epoch}"))
-    indexes = [fill(dm.client, f"train@{epoch}", 8) for epoch in range(2)]
-    trainer().fit(Recorder(), datamodule=dm)
-    assert "trains nothing" not in caplog.text
-    model = Recorder()
-    trainer(max_epochs=2).fit(model, datamodule=dm)
-    assert model.indexes() == indexes[1]
-    assert [text for text in caplog.messages if "trains nothing" in text] == [
-        "epoch 0 trains nothing: partition 'train@0' has no batch that task 'learn' has yet to train. Its samples were "
-        "trained before, or fill no batch. To train them again: Stream(replay=True), or another task."
-    ]
-
-
 def test_replay_reads_the_partition_again_every_epoch(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", replay=True))
     indexes = fill(dm.client, "train", 8)
@@ -201,13 +145,6 @@ def test_loaders_made_again_every_epoch_lose_no_batch(data: Make, trainer: MakeT
     assert model.indexes() == flat(indexes)
 
 
-def test_a_promised_length_that_the_stream_does_not_keep_is_an_error(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train", num_batches=5))
-    fill(dm.client, "train", 12)
-    with pytest.raises(EndOfPartitionError, match=r"num_batches=5.*ended after 3"):
-        trainer().fit(Recorder(), datamodule=dm)
-
-
 def test_fit_then_validate_test_and_predict_use_one_queue(data: Make, trainer: MakeTrainer) -> None:
     val, test = stream("val", task="evaluate"), stream("test", task="examine")
     dm = data(train=stream("train"), val=val, test=test, predict=stream("test", task="answer"))
@@ -221,36 +158,6 @@ def test_fit_then_validate_test_and_predict_use_one_queue(data: Make, trainer: M
     assert flat(fitted.predict(model, datamodule=dm)) == expected["test"]
     assert (model.indexes("val"), model.indexes("test")) == (expected["val"] * 2, expected["test"])
     assert dm.address == address
-
-
-@pytest.mark.parametrize("limits", [{}, {"max_steps": 3}], ids=["whole epochs", "stopped within one"])
-def test_validation_after_a_fit_reads_the_partition_of_the_last_epoch_that_was_trained(
-    data: Make, trainer: MakeTrainer, limits: dict[str, Any]
-) -> None:
-    dm = data(train=stream("train@{epoch}"), val=stream("val@{epoch}", task="evaluate"))
-    for epoch in range(2):
-        fill(dm.client, f"train@{epoch}", 8)
-    val = [fill(dm.client, f"val@{epoch}", 4) for epoch in range(2)]
-    fitted = trainer(max_epochs=2, num_sanity_val_steps=0, limit_val_batches=1, **limits)
-    fitted.fit(Recorder(), datamodule=dm)
-    model = Recorder()
-    fitted.validate(model, datamodule=dm, verbose=False)
-    trainer().validate(model, datamodule=dm, verbose=False)  # which trained none
-    assert model.indexes("val") == val[1] + val[0]
-
-
-def test_a_test_of_a_partition_that_is_not_there_is_told_at_once(
-    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    dm = data(test=stream("test@{epoch}", timeout_s=0.1))
-    for name in ("test", "train@0"):
-        fill(dm.client, name, 4)
-    with pytest.raises(BatchTimeoutError):
-        trainer().test(Recorder(), datamodule=dm, verbose=False)
-    assert (
-        "stream 'test' ('test@{epoch}') reads partition 'test@0', which isn't in the queue: it waits for somebody to "
-        "fill it. There are 'test', 'train@0'." in caplog.messages
-    )
 
 
 def test_self_log_weights_by_rows_without_a_batch_size_and_without_a_warning(data: Make, trainer: MakeTrainer) -> None:
@@ -335,15 +242,6 @@ def test_a_deadlock_of_producers_that_wait_for_a_step_is_explained(
     model = Recorder()
     trainer(callbacks=[OnPolicy()]).fit(model, datamodule=dm)
     assert len(model.indexes()) == 20
-
-
-def test_a_limit_that_the_stream_does_not_reach_is_told(
-    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    dm = data(train=stream("train@{epoch}"))
-    fill(dm.client, "train@0", 8)
-    trainer(limit_train_batches=5).fit(Recorder(), datamodule=dm)
-    assert "ended after 2 batches, 5 were expected (limit_train_batches)" in caplog.text
 
 
 def test_jagged_fields_and_numbers_come_as_asked(data: Make, trainer: MakeTrainer) -> None:

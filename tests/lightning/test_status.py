@@ -103,6 +103,13 @@ def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
     assert shown[4].endswith("2.0 MiB 2 2 (2.0 KiB)")
 
 
+def test_names_are_shown_as_they_are_whatever_brackets_they_hold() -> None:
+    stats = look(1.0, {}).stats
+    stats["partitions"] = {"val[hard]": {**PARTITION, "tasks": {"[b]": TASK}}, "data[/x]": {**PARTITION, "tasks": {}}}
+    shown = drawn(report("a", Look(stats, [], 1.0)))
+    assert shown[2:] == ["val[hard] open 10 [b] 6 1 4", "data[/x] open 10 nobody reads it"]
+
+
 def test_units_that_do_not_answer_are_told_below_what_the_controller_knows() -> None:
     shown = drawn(report("a", Look(look(1.0, {}).stats, [], 1.0, "storage unit unit0 has ended.")))
     assert shown[2:] == ["train open 10 learn 6 1 4", "storage: storage unit unit0 has ended."]
