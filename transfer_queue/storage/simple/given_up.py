@@ -12,13 +12,13 @@ class GivenUp:
     """Of all clients of a unit, the latest ones only: most of these writes were carried out, or never come."""
 
     def __init__(self) -> None:
-        self._attempts: dict[tuple[str, int], None] = {}
+        self.attempts: dict[tuple[str, int], None] = {}
 
     def add(self, client: str, attempts: Iterable[int]) -> None:
-        self._attempts.update(dict.fromkeys((client, attempt) for attempt in attempts))
-        while len(self._attempts) > _REMEMBERED:
-            del self._attempts[next(iter(self._attempts))]
+        self.attempts.update(dict.fromkeys((client, attempt) for attempt in attempts))
+        while len(self.attempts) > _REMEMBERED:
+            del self.attempts[next(iter(self.attempts))]
 
     def take(self, client: str, attempt: int) -> bool:
         """Was it given up? It comes only once."""
-        return bool(self._attempts) and self._attempts.pop((client, attempt), 0) is None
+        return self.attempts.pop((client, attempt), 0) is None

@@ -31,6 +31,8 @@ class OpenWrites:
 
     def begin(self, client: str, write: Write) -> int:
         """The store's number for this write; 0: it needs none."""
+        if not write.number and not write.settled:
+            return 0
         mine = self._open.setdefault(client, {})
         for number in write.settled:
             mine.pop(number, None)

@@ -221,7 +221,7 @@ class StorageUnit:
         return [_answer(envelope, Leased(self._arena.offset_of(extent)))]
 
     def _write(self, envelope: Envelope, request: Write, frames: list[memoryview], now: float) -> list[Outgoing]:
-        if self._given_up.take(envelope.client, request.attempt):
+        if self._given_up.attempts and self._given_up.take(envelope.client, request.attempt):
             raise ProtocolError("a write that its client gave up before it came.")
         if request.lease is not None:
             # The lease is gone, whatever becomes of the write, and it may have taken more than what is kept now.
@@ -244,8 +244,9 @@ class StorageUnit:
     def _parts(self, request: Write, frames: list[memoryview]) -> tuple[IntArray, FieldParts]:
         """The write's indexes and rows, some of them in what was its lease until now."""
         indexes = unpack_indexes(request.indexes)
-        if any(part.picks >= 0 for part in request.parts):
-            raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
+        for part in request.parts:
+            if part.picks >= 0:
+                raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if request.lease is None else self._leased(request)
         return indexes, unpack_parts(request.parts, request.tables, frames, len(indexes), view)
 
@@ -304,12 +305,12 @@ class StorageUnit:
 
     def _give_up(self, client: str, attempts: list[int]) -> None:
         """``_let_in`` must follow."""
-        if attempts:
-            self._given_up.add(client, attempts)
-            self._parking.forget(lambda parked: parked.attempt in attempts and parked.envelope.client == client)
+        self._given_up.add(client, attempts)
+        self._parking.forget(lambda parked: parked.attempt in attempts and parked.envelope.client == client)
 
     def _drop(self, envelope: Envelope, request: Drop) -> list[Outgoing]:
-        self._give_up(envelope.client, request.given_up)
+        if request.given_up:
+            self._give_up(envelope.client, request.given_up)
         indexes = unpack_indexes(request.indexes)
         answers = [_answer(envelope, Dropped(self._store.drop(indexes, request.fields)))]
         if request.fields is None:
@@ -321,7 +322,8 @@ class StorageUnit:
         return answers + self._let_in()
 
     def _take_back(self, envelope: Envelope, request: TakeBack) -> list[Outgoing]:
-        self._give_up(envelope.client, request.given_up)
+        if request.given_up:
+            self._give_up(envelope.client, request.given_up)
         found = self._open_writes.take(request.client or envelope.client, request.number, request.indexes)
         dropped = 0
         if found is not None:
