@@ -62,11 +62,22 @@ class Copies:
         finally:
             # Whoever gives up here gives back memory that no thread may write into any more.
             chunks.clear()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+            _join([thread for thread in threads if thread.ident is not None])
         if errors:
             raise errors[0]
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    """All have ended when it returns, and when it raises what interrupted it."""
+    interrupted: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # Ctrl-C: a chunk takes less than a millisecond
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _chunks(jobs: Iterable[_Job]) -> Iterable[_Job]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -113,3 +114,30 @@ def test_where_no_more_threads_can_be_started_one_copies_alone(monkeypatch):
     monkeypatch.setattr(copying.torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert copied([9 * MIB])
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_after_ctrl_c_at_any_moment_no_thread_writes_any_more(threads):
+    before, out, interrupted = signal.signal(signal.SIGALRM, _interrupt), np.zeros(12 * MIB, np.uint8), 0
+    try:
+        for after_us in range(50, 4000, 50):
+            copies = Copies()
+            copies(out, SOURCE)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, after_us * 1e-6)
+                copies.finish()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            out[:] = 0
+            # One that was just being started may still be there, and finds nothing to do.
+            for thread in [each for each in threading.enumerate() if each.name == "tq-copy" and each.is_alive()]:
+                thread.join()
+            assert not out.any()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted
