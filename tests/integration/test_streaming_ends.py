@@ -350,3 +350,15 @@ def test_an_ended_fetch_is_an_error_for_who_asks_by_hand(queue, client, name):
     assert numbers(fetch(batch_index=0)) == [0, 1, 2, 3]
     with pytest.raises(EndOfPartitionError):
         fetch(batch_index=1)
+
+
+def test_samples_that_come_when_one_worker_has_seen_the_end_are_left_to_the_next_pass(queue, client, name):
+    produce(client, name, [28], seal=False)
+    made = loader(queue, name, 2, should_check_consumption_status=True)
+    items = iter(made)
+    while not client.check_consumption_status(TASK, name):  # the workers have fetched all
+        pass
+    for _ in range(100):  # and one of them asks for more
+        client.check_consumption_status(TASK, name)
+    produce(client, name, [24], seal=False, first=28)
+    assert [*read(items), *read(made), *read(made)] == cut(52, 4)

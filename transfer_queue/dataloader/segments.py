@@ -2,7 +2,7 @@
 """Memory that a worker writes batches into and the loader's process reads them from, without a copy in between.
 
 Each segment is mapped once by either side and used again when the loader's process has dropped all that lay in it. What
-was handed over has a place in the segment's last page, where the receiver's side sets a byte when it is gone.
+was handed over has a place in the segment's last page, where the receiver's side sets a byte when it has dropped it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import DupFd
@@ -26,7 +27,8 @@ LEAST_NBYTES = 64 * 1024
 """Smaller columns are copied into the message instead."""
 _PLACES = mmap.PAGESIZE
 _MOST_SEGMENTS = 64
-"""Each takes file descriptors in both processes; what needs more memory than that travels as torch sends it."""
+"""Of one worker. Each takes file descriptors in both processes; what needs more travels as torch sends it."""
+_DROPPED, _DROPPED_BUT_FORKED = 1, 2
 
 
 class Lent(NamedTuple):
@@ -57,14 +59,25 @@ class _Segment(mmap.mmap):
     @property
     def is_back(self) -> bool:
         """Is nothing of what was lent in use any more?"""
-        return self.lent == 0 or self[self.room : self.room + self.lent] == b"\1" * self.lent
+        return self._places == bytes([_DROPPED]) * self.lent
+
+    @property
+    def is_spent(self) -> bool:
+        """The same, but a fork of the other process may still read it."""
+        places = self._places
+        return 0 not in places and _DROPPED_BUT_FORKED in places
+
+    @property
+    def _places(self) -> bytes:
+        return self[self.room : self.room + self.lent]
 
 
 class Segments(Recycler):
     """A worker's side. Of several threads only the one that pickles calls ``lend``."""
 
-    def __init__(self, kept_nbytes: int = KEPT_NBYTES) -> None:
+    def __init__(self, kept_nbytes: int = KEPT_NBYTES, most: int = _MOST_SEGMENTS) -> None:
         super().__init__(kept_nbytes, LEAST_NBYTES)
+        self._most = most
         self._numbers = itertools.count()
         self._forgotten: list[int] = []
 
@@ -93,19 +106,22 @@ class Segments(Recycler):
         return told
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
-        if len(self._watches) + len(self._kept) >= _MOST_SEGMENTS:
+        if len(self._watches) + len(self._kept) >= self._most:
             idle = next(filter(self._is_back, self._kept), None)
             if idle is None:
                 return None
             self._drop(idle)
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + _PLACES
-        descriptor = os.memfd_create("transfer-queue-batches", os.MFD_CLOEXEC)
+        try:
+            descriptor = os.memfd_create("transfer-queue-batches", os.MFD_CLOEXEC)
+        except OSError:  # out of descriptors
+            return None
         try:
             os.ftruncate(descriptor, size)
             segment = _Segment(descriptor, size)
-        except BaseException:
+        except OSError:
             os.close(descriptor)
-            raise
+            return None
         segment.number, segment.descriptor = next(self._numbers), descriptor
         segment.lent, segment.is_known = 0, False
         weakref.finalize(segment, os.close, descriptor)
@@ -124,6 +140,11 @@ class Segments(Recycler):
     def _is_back(self, memory: Any) -> bool:
         return bool(memory.is_back)
 
+    def _collect(self) -> None:
+        super()._collect()
+        for segment in [each for each in self._kept if each.is_spent]:
+            self._drop(segment)
+
     def _drop(self, memory: Any) -> None:
         super()._drop(memory)
         if memory.is_known:
@@ -131,20 +152,23 @@ class Segments(Recycler):
 
 
 class _Receipt(Watch):
-    __slots__ = ("at", "process")
+    __slots__ = ("at", "mark", "process")
 
     at: int
+    mark: int
     process: int
 
 
 _own: Segments | None = None
 
 
-def take_all_from_segments() -> None:
-    """In a worker: whatever is read from the storage from now on can be lent. Idempotent."""
+def take_all_from_segments(num_workers: int) -> None:
+    """In one of so many workers: whatever is read from the storage from now on can be lent. Idempotent."""
     global _own
     if _own is None and hasattr(os, "memfd_create"):
-        _own = Segments()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        share = _MOST_SEGMENTS if descriptors == resource.RLIM_INFINITY else descriptors // (8 * num_workers)
+        _own = Segments(most=min(_MOST_SEGMENTS, share))
         recycling.use(_own)
 
 
@@ -178,15 +202,15 @@ def receive(lent: Lent) -> torch.Tensor:
 
 def _received(memory: mmap.mmap, offset: int, nbytes: int, place: int) -> ByteArray:
     receipt, whole = watched(memory, offset + nbytes, _Receipt, _give_back)
-    receipt.at, receipt.process = len(memory) - _PLACES + place, os.getpid()
+    receipt.at, receipt.mark, receipt.process = len(memory) - _PLACES + place, _DROPPED, os.getpid()
     _receipts[id(receipt)] = receipt
     return whole[offset:]
 
 
 def _give_back(receipt: _Receipt) -> None:
-    # In a fork, or where a fork may still be reading, the memory must not be used again.
-    if _receipts.pop(id(receipt), None) is not None and receipt.process == os.getpid():
-        receipt.memory[receipt.at] = 1
+    del _receipts[id(receipt)]
+    if receipt.process == os.getpid():  # else a fork has dropped its copy of what is not its own
+        receipt.memory[receipt.at] = receipt.mark
 
 
 def forget(owner: int, segments: Iterable[int]) -> None:
@@ -201,9 +225,10 @@ def forget_owners(owners: Sequence[int]) -> None:
         del _mapped[key]
 
 
-def _keep_from_reuse() -> None:
-    _receipts.clear()
+def _mark_as_forked() -> None:
+    for receipt in list(_receipts.values()):
+        receipt.mark = _DROPPED_BUT_FORKED
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_keep_from_reuse, after_in_child=_mapped.clear)
+    os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)

@@ -137,7 +137,10 @@ class StreamingDataLoader(DataLoader[Any]):
                 self._end(turn, failed)
 
     def _taken(self, bundles: Iterator[Any], place: Place) -> Iterator[Any]:
-        for bundle in bundles:
+        for batch_index, bundle in enumerate(bundles, place.start.batch_index):
+            # One worker saw the end of what there was, another one more that came since: that is for the next iterator.
+            if bundle.batch_index != batch_index:
+                return
             yield from self.stream.take(bundle, place)
 
     def _end(self, turn: WorkerTurn, failed: bool) -> None:

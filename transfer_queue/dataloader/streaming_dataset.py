@@ -193,7 +193,9 @@ class StreamingDataset(IterableDataset[Any]):
                 yield from self.take(bundle, place)
 
     def _bundles_for(self, cursor: Cursor, iteration: int) -> Iterator[Bundle]:
-        take_all_from_segments()
+        worker = get_worker_info()
+        assert worker is not None
+        take_all_from_segments(worker.num_workers)
         start = cursor.start_of(iteration)
         if start is not None:
             yield from self.bundles(start, lambda: cursor.is_over(iteration))
@@ -225,8 +227,8 @@ class StreamingDataset(IterableDataset[Any]):
             self._stream = weakref.ref(stream)
         with closing(iter(stream)) as batches:
             for batch_index, data, meta in batches:
-                begun = spec.begun is not None and batch_index == spec.begun[0]
-                yield Bundle(batch_index, list(self._process(data, meta)), start.micro_batch if begun else 0)
+                rest = spec.begun is not None and batch_index == spec.begun[0] and meta.size < self.batch_size
+                yield Bundle(batch_index, list(self._process(data, meta)), start.micro_batch if rest else 0)
                 del data, meta  # else they would be held while the next batch is awaited
 
     def _spec(self, start: Start, num_readers: int) -> StreamSpec:

@@ -142,8 +142,8 @@ def test_a_full_page_of_places_ends_what_is_lent_of_a_segment(own):
     lent[0].descriptor.detach()
 
 
-def test_more_than_so_many_segments_are_not_made_and_idle_ones_make_way(own, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_SEGMENTS", 3)
+def test_more_than_so_many_segments_are_not_made_and_idle_ones_make_way(own):
+    own = Segments(most=3)
     held = [filled(own, value, MIB // 8) for value in range(3)]
     assert own.lend(filled(own, 9, MIB // 8)) is None
     sent(own, held.pop())
@@ -166,10 +166,7 @@ def test_idle_memory_beyond_the_limit_is_given_up_on_both_sides(own):
 
 
 def test_what_is_read_when_the_process_forks_is_never_written_again(own):
-    tensor = filled(own, 4)
-    first = tensor.data_ptr()
-    came = sent(own, tensor)
-    del tensor
+    came = sent(own, filled(own, 4))
     told_read, told_write = os.pipe()
     seen_read, seen_write = os.pipe()
     child = os.fork()
@@ -184,7 +181,7 @@ def test_what_is_read_when_the_process_forks_is_never_written_again(own):
     os.write(told_write, b"x")
     assert os.read(seen_read, 8) == b"\x04"
     os.waitpid(child, 0)
-    assert first not in [each.data_ptr() for each in again]
+    assert (own.forgotten(), len(again)) == ([0], 3)
     for descriptor in (told_read, told_write, seen_read, seen_write):
         os.close(descriptor)
 
