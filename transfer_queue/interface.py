@@ -26,6 +26,8 @@ _TQ_STORAGE: Any = None
 _TQ_CONTROLLER: Any = None
 _TQ_CONFIG: Any = None
 _ended: set[str] = set()
+# Users set the names above to None to let a process join anew; that must not end what it started.
+_started: set[LocalQueue] = set()
 _lock = threading.RLock()
 
 Tag = dict[str, Any]
@@ -60,9 +62,11 @@ def _begin(merged: DictConfig) -> None:
         _TQ_CLIENT, _TQ_CONFIG = _join(str(address))
         return
     queue = LocalQueue(merged)
+    _started.add(queue)
     try:
         _TQ_CLIENT, _TQ_CONFIG = _join(queue.address)
     except BaseException:
+        _started.discard(queue)
         queue.close()
         raise
     _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
@@ -104,13 +108,12 @@ def close() -> None:
     """Leave the queue; the process that started it also ends it. Idempotent, never raises; init() may follow."""
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     with _lock:
-        client, queue = _TQ_CLIENT, _TQ_CONTROLLER
-        if queue is not None and not queue.is_owner:
-            queue = None  # a fork of the process that started it
+        client, own = _TQ_CLIENT, [queue for queue in _started if queue.is_owner]  # a fork has its parent's, too
         _TQ_CLIENT = _TQ_CONFIG = _TQ_CONTROLLER = _TQ_STORAGE = None
+        _started.clear()
         if client is not None:
             client.close()
-        if queue is not None:
+        for queue in own:
             if queue_address() == queue.address:
                 announce_address(None)
             queue.close()

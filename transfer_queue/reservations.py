@@ -7,6 +7,8 @@ import os
 import threading
 from collections.abc import Sequence
 
+_MOST_PARTITIONS = 8
+"""Producers go on to the next partition and never come back to the ones before."""
 _STEADY_PUTS = 2
 """Ask ahead after so many puts of one size into one partition: a lone put should leave no gap in the indexes."""
 
@@ -46,11 +48,17 @@ class Reservations:
             self._last = (partition, count)
             return count if self._streak > _STEADY_PUTS and not self._blocks.get(partition) else 0
 
-    def keep(self, partition: str, indexes: Sequence[int]) -> None:
-        """Hold what the controller reserved. Threads that put at the same time may hold a block each."""
-        if len(indexes):
-            with self._here():
-                self._blocks.setdefault(partition, []).append(indexes)
+    def keep(self, partition: str, indexes: Sequence[int]) -> dict[str, list[int]]:
+        """Hold what the controller reserved. Threads that put at the same time may hold a block each.
+
+        Returns the indexes of partitions that were not put into for the longest time, to be given back.
+        """
+        if not len(indexes):
+            return {}
+        with self._here():
+            self._blocks[partition] = [*self._blocks.pop(partition, ()), indexes]  # the latest is the last
+            old = list(self._blocks)[:-_MOST_PARTITIONS]
+            return {name: [index for block in self._blocks.pop(name) for index in block] for name in old}
 
     def drop(self, partition: str) -> list[int]:
         """Let go of a partition's blocks and return their indexes."""

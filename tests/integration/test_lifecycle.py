@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import pickle
@@ -402,3 +403,15 @@ def test_the_address_is_announced_while_the_queue_runs(start):
     assert os.environ["TQ_ADDRESS"] == conf.address
     tq.close()
     assert "TQ_ADDRESS" not in os.environ
+
+
+def test_a_process_that_forgets_its_queue_may_join_it_again_and_ends_it_with_close(start, monkeypatch):
+    conf = start()
+    tq.get_client().put(rows(a=torch.arange(4)), partition_id="p")
+    for name in ("_TQ_CLIENT", "_TQ_STORAGE", "_TQ_CONTROLLER"):
+        monkeypatch.setattr(f"transfer_queue.interface.{name}", None)
+    gc.collect()
+    assert tq.init().controller.zmq_info == conf.controller.zmq_info
+    assert tq.get_client().get_meta(["a"], 4, "p", task_name="t").size == 4
+    tq.close()
+    assert not psutil.pid_exists(conf.controller.zmq_info.pid)

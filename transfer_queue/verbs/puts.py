@@ -193,7 +193,9 @@ class Puts(Line):
         except (SampleClearedError, UnknownPartitionError, asyncio.CancelledError):
             await self.drop_orphans(partition, part.global_indexes)
             raise
-        self._reservations.keep(partition, p.unpack_indexes(published.indexes).tolist())
+        old = self._reservations.keep(partition, p.unpack_indexes(published.indexes).tolist())
+        for name, given_up in old.items():
+            await self.cancel(name, given_up)
 
 
 def as_tensordict(data: Any) -> TensorDict:
