@@ -120,6 +120,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come while garbage is collected
 def test_after_ctrl_c_at_any_moment_no_thread_writes_any_more(threads):
     before, out, interrupted = signal.signal(signal.SIGALRM, _interrupt), np.zeros(12 * MIB, np.uint8), 0
     try:

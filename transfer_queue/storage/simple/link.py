@@ -27,6 +27,9 @@ class News(NamedTuple):
     given_up: list[int]
 
 
+NO_NEWS = News([], [])
+
+
 class Place(NamedTuple):
     """Memory of the arena that was given to this client to write into."""
 
@@ -101,11 +104,15 @@ class UnitLink:
 
     def news(self) -> News:
         """What to tell it now."""
+        if not self._settled and not self._given_up:
+            return NO_NEWS
         with self._lock:
             return News(sorted(self._settled), sorted(self._given_up))
 
     def told(self, news: News) -> None:
         """The unit knows it."""
+        if news is NO_NEWS:
+            return
         with self._lock:
             self._settled.difference_update(news.settled)
             self._given_up.difference_update(news.given_up)

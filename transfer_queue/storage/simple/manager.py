@@ -81,8 +81,8 @@ class SimpleStorageManager(StorageManager):
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``.
 
-        When a unit refuses, what the others took stays there until it is cleared: only the caller knows whether the
-        samples are new (``clear_rows`` gives it back) or hold values that others may be reading.
+        For new samples: while a put over several units waits for room, none of its values is stored in those that come
+        later. When a unit refuses, what the others took stays there until it is cleared (``clear_rows``).
         """
         data, indexes, sources = await self._prepared(data, metadata, data_parser)
         await self._write(indexes, sources, Terms(self._put_timeout_s, self._inline_nbytes))
@@ -214,7 +214,8 @@ class SimpleStorageManager(StorageManager):
         shares = [(unit, forgotten[at], self._links[unit].news().given_up) for unit, at in self._shares(forgotten)]
         await self._ask([(unit, request(pack_indexes(mine), given_up)) for unit, mine, given_up in shares])
         for unit, _, given_up in shares:
-            self._links[unit].told(News([], given_up))
+            if given_up:
+                self._links[unit].told(News([], given_up))
 
     async def forsake(self, client: str) -> list[OpenWrite]:
         answers = await self._ask([(unit, Forsake(client)) for unit in range(len(self._links))])

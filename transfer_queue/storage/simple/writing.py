@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transfer_queue.storage.pieces import IntArray, Piece
 from transfer_queue.storage.selection import as_run, cut
 from transfer_queue.storage.simple.arena import whole_pages
-from transfer_queue.storage.simple.link import News, Place, UnitLink
+from transfer_queue.storage.simple.link import NO_NEWS, Place, UnitLink
 from transfer_queue.storage.simple.messages import (
     Drop,
     Hold,
@@ -56,7 +56,7 @@ class UnitWrite:
         self._run = as_run(at)
         self._sources = sources
         self._terms = terms
-        self._news = News([], [])
+        self._news = NO_NEWS
         self._attempt = 0
         """Its message, unless that is answered."""
         self._place: Place | None = None
@@ -138,7 +138,6 @@ class UnitWrite:
     def done(self, answer: Written | Present) -> bool:
         """Was it written?"""
         self._place, self._attempt = None, 0
-        self.is_written = isinstance(answer, Written)
         if isinstance(answer, Present):
             self.give_up()
             return False
@@ -147,6 +146,7 @@ class UnitWrite:
             self._link.keep_ahead(Place(self._next[0], answer.ahead, self._next[1]), self._sent)
         self._next = None
         self._detach()
+        self.is_written = True
         return True
 
     def refused(self) -> None:
@@ -161,6 +161,8 @@ class UnitWrite:
 
     def give_up(self) -> None:
         """Nothing of what was asked for is wanted any more."""
+        if self.is_written:
+            return
         holds = [self._asked, self._place and self._place.hold, self._next and self._next[0]]
         for hold in holds:
             if self._arena is not None and hold is not None:
