@@ -16,6 +16,8 @@ def own_processes(pid: int | None = None, recursive: bool = True) -> list[psutil
 def _counts(process: psutil.Process) -> bool:
     try:
         command = " ".join(process.cmdline())
-        return process.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in _PYTHONS_OWN)
+        if not command or process.status() == psutil.STATUS_ZOMBIE:  # one that ends loses its command first
+            return False
+        return not any(name in command for name in _PYTHONS_OWN)
     except psutil.NoSuchProcess:  # ended meanwhile, or a zombie
         return False

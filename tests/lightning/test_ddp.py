@@ -51,7 +51,7 @@ def test_padding_gives_every_rank_the_same_number_of_batches_and_loses_nothing(r
         assert {index for rank in val for batch in rank for index in batch} == set(range(first + 22, first + 31))
 
 
-@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("raise", marks=pytest.mark.slow), "SIGKILL"])
 def test_a_rank_that_fails_ends_the_other_and_everything_it_started(run: Any, how: str) -> None:
     code, output, ranks = run("ddp", "--fail-rank", "0" if how == "SIGKILL" else "1", "--how", how)
     assert code != 0

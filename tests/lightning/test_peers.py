@@ -49,7 +49,7 @@ def launched(rank: int, port: int, *args: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_waits_for_data_ends_with_an_error_when_another_is_killed(
     data: Callable[..., TQDataModule], tmp_path: Path, victim: int
 ) -> None:

@@ -60,6 +60,7 @@ def test_peers_get_the_same_batches_and_groups_share_the_rest(
     assert topologies(tmp_path) == [[group, size, rank in readers] for rank, group in enumerate(groups)]
 
 
+@pytest.mark.slow
 def test_the_same_holds_for_a_loop_on_fabric(run_ranks: Any, tmp_path: Path) -> None:
     code, output, ranks = run_ranks("fabric_script.py", "LOGS")
     assert code == 0, output
