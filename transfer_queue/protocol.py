@@ -125,7 +125,9 @@ class Fetch(Request, frozen=True):
 
     ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not. ``first_index``:
     the batches from there up to this one are drawn first, in their order, where nobody asked for them yet. ``skip``:
-    rows at the start of a batch given before that the caller doesn't need again; they may be cleared.
+    rows at the start of a batch given before that the caller doesn't need again; they may be cleared. ``pass_start``:
+    the batch that the caller's pass over a finite stream began with; all who began before an end are told that end.
+    ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
     """
 
     partition: str
@@ -141,10 +143,15 @@ class Fetch(Request, frozen=True):
     acks: list[str] = []
     first_index: int | None = None
     skip: int = 0
+    pass_start: int | None = None
+    after: str | None = None
 
 
 class Withdraw(Request, frozen=True):
-    """The caller has given up waiting for its ``request``: it is neither carried out nor answered any more."""
+    """The caller has given up waiting for its ``request``: it is neither carried out nor answered any more.
+
+    Where its answer was on the way already, what the request reserved, inserted or took from others is given back.
+    """
 
     request: int
 

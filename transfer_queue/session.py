@@ -28,6 +28,8 @@ R = TypeVar("R", bound=p.Reply)
 _HELLO_TIMEOUT_S = 10.0
 _LAST_WORDS_TIMEOUT_S = 1.0
 _BEFORE_THE_SERVERS = 20
+_HOLDING = (p.Fetch, p.Publish)
+"""Requests that take or reserve something for the client without waiting for it."""
 
 
 class Session:
@@ -94,7 +96,7 @@ class Session:
         try:
             return await self._exchange(message, expected, self.timeout_s + wait_s)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            if wait_s:  # it may be parked, and must not be carried out for nobody
+            if wait_s or request in _HOLDING:  # it may be parked, or hold something for nobody now
                 await self._tell(p.Withdraw(next(self._ids), message.id))
             raise
 

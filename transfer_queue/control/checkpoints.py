@@ -132,6 +132,7 @@ def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p
     state.partitions, state.tasks = restored.partitions, restored.tasks
     state.allocator, state.incarnations = restored.allocator, restored.incarnations
     state.staged.pop(client, None)
+    state.answered.clear()
     for lane in state.waiters.lanes():
         if not lane.startswith("\0"):
             state.touch(lane)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from transfer_queue.control.ledger import Ledger
 from transfer_queue.control.ready import ReadySet
-from transfer_queue.control.rows import Rows, RowState, RowTable
+from transfer_queue.control.rows import Rows, RowState, RowTable, ascending
 from transfer_queue.control.saved import SavedConsumer
 from transfer_queue.control.schema import Schema
 
@@ -18,6 +19,9 @@ UNLEDGERED = -1
 """In the "given" column: handed out without a ledger entry."""
 
 FieldNames = tuple[str, ...]
+
+_MAX_ENDS = 64
+"""Ends of passes kept in mind, the latest ones: nobody lags by so many passes."""
 
 _MAX_READY_SETS = 32
 """Sets of fields that a task reads at the same time. The one not used for longest is dropped, and scanned anew."""
@@ -30,9 +34,10 @@ class Consumer:
     ledger still names isn't consumed then, and isn't drawn into another batch either.
     """
 
-    def __init__(self, task: str, partition: str, incarnation: int, table: RowTable, schema: Schema) -> None:
+    def __init__(self, task: str, tokens: str, table: RowTable, schema: Schema) -> None:
+        """``tokens``: what those of its batches begin with."""
         self.task = task
-        self.ledger = Ledger(f"{partition}/{task}/{incarnation}")
+        self.ledger = Ledger(tokens)
         self.ended: str | None = None
         self.dropped = 0
         self._table = table
@@ -46,6 +51,7 @@ class Consumer:
         self._undrawn_with: dict[str, int] = {}  # by fields whose lack somebody was told of
         self._over_at: int | None = None
         self._told: set[int] = set()
+        self._ends: dict[int | None, list[int]] = {}
 
     @property
     def given(self) -> npt.NDArray[np.int32]:
@@ -116,6 +122,21 @@ class Consumer:
         self._drawn(fresh)
         return len(fresh)
 
+    def take_back(self, rows: Rows) -> None:
+        """What was given without a ledger entry came to nobody, and is to be drawn again."""
+        back = ascending(rows[self.given[rows] == UNLEDGERED])
+        if not len(back):
+            return
+        self.given[back] = 0
+        self.num_undrawn += len(back)
+        self.num_unconsumed += int(np.count_nonzero(self.consumed[back]))
+        self.consumed[back] = False
+        for fields, ready in self._ready.items():
+            ready.add(back[self._schema.complete(back, fields)])
+        for name in self._undrawn_with:
+            self._undrawn_with[name] += int(np.count_nonzero(self._schema.has(name)[back]))
+        self.ended, self.dropped = None, 0  # they may have been the last ones
+
     def cleared(self, rows: Rows) -> None:
         """The rows are about to be cleared. Ledger entries with no sample left are settled."""
         live = rows[self._table.column("state")[rows] == RowState.LIVE]
@@ -145,6 +166,7 @@ class Consumer:
         self.num_undrawn, self.num_unconsumed = int(np.count_nonzero(given[live] == 0)), len(live)
         self.ended, self.dropped = None, 0
         self._over_at, self._told = None, set()
+        self._ends.clear()
         self._undrawn_with.clear()
         self.rebuild()
 
@@ -153,6 +175,19 @@ class Consumer:
         self._ready.clear()
 
     # ---- the end of a stream that nobody sealed ----
+
+    def is_past_end(self, readers: int | None, pass_start: int, batch_index: int) -> bool:
+        """Was a reader that began before it told an end, at this batch or before?"""
+        ends = self._ends.get(readers, [])
+        at = bisect_right(ends, pass_start)
+        return at < len(ends) and ends[at] <= batch_index
+
+    def end_pass(self, readers: int | None, batch_index: int) -> None:
+        """A pass that began earlier ends before this batch, for all who read it; the next one may begin here."""
+        ends = self._ends.setdefault(readers, [])
+        if batch_index not in ends:
+            insort(ends, batch_index)
+            del ends[:-_MAX_ENDS]
 
     def is_over(self, batch_index: int | None) -> bool:
         """One rank was told that this batch doesn't exist, so the others are told the same."""
@@ -172,7 +207,7 @@ class Consumer:
         given, consumed = self.given[rows].astype("<i4"), self.consumed[rows]
         return SavedConsumer(
             self.task, given.tobytes(), consumed.tobytes(), self.ledger.save(), self.ended, self.dropped,
-            self._over_at, sorted(self._told),
+            self._over_at, sorted(self._told), list(self._ends.items()),
         )  # fmt: skip
 
     def load(self, saved: SavedConsumer, shift: int) -> None:
@@ -182,6 +217,7 @@ class Consumer:
         self.ledger.load(saved.ledger, shift)
         self.ended, self.dropped = saved.ended, saved.dropped
         self._over_at, self._told = saved.over_at, set(saved.told)
+        self._ends = {readers: list(ends) for readers, ends in saved.ends}
         live = self._live()
         self.num_undrawn = int(np.count_nonzero(self.given[live] == 0))
         self.num_unconsumed = int(np.count_nonzero(~self.consumed[live]))

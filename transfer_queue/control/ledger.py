@@ -48,6 +48,11 @@ class Ledger:
         self._next_index: dict[int | None, int] = {}
         self._count = 0
         self._resets = 0
+        self._missed: dict[int | None, set[int]] = {}
+
+    @property
+    def num_resets(self) -> int:
+        return self._resets
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,6 +75,9 @@ class Ledger:
 
     def next_index(self, dp_rank: int | None) -> int:
         """What a fetch of this rank means that names no batch_index: the batch after the last one it was given."""
+        missed = [at for at in self._missed.get(dp_rank, ()) if (dp_rank, at) in self._entries]
+        if missed:
+            return min(missed)
         index = start = self._next_index.get(dp_rank, 0)
         while self.is_settled((dp_rank, index)):  # cleared before this rank came to ask
             index += 1
@@ -80,6 +88,12 @@ class Ledger:
     def took(self, key: BatchKey) -> None:
         """The rank has been given this batch, so its next unnamed one is a later one."""
         self._next_index[key[0]] = max(self._next_index.get(key[0], 0), key[1] + 1)
+        if key[0] in self._missed:
+            self._missed[key[0]].discard(key[1])
+
+    def missed(self, key: BatchKey) -> None:
+        """The rank never got this batch: its next unnamed one is this."""
+        self._missed.setdefault(key[0], set()).add(key[1])
 
     def write(
         self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,
@@ -158,6 +172,7 @@ class Ledger:
             self._remove(entry)
         self._drawn.clear()
         self._next_index.clear()
+        self._missed.clear()
         self._resets += 1  # an ack under way from before means the earlier reading
         for key, entry in self._entries.items():
             self._mark_drawn(key)

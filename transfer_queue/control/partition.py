@@ -24,11 +24,14 @@ _CHUNK = 4096
 
 
 class Partition:
-    """Mutated by the plane only. ``preallocate``: least number of samples its first insert makes room for."""
+    """Mutated by the plane only. ``preallocate``: least number of samples its first insert makes room for.
+
+    ``restored``: number of the restore that made it, which its new tokens bear.
+    """
 
     def __init__(
         self, name: str, incarnation: int, allocator: IndexAllocator, preallocate: int = 1,
-        num_samples: int | None = None,
+        num_samples: int | None = None, restored: int | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.num_samples = num_samples
@@ -49,6 +52,7 @@ class Partition:
         self.num_puts = 0
         self.preallocate = preallocate
         self.incarnation = incarnation
+        self._restored = restored
         self._allocator = allocator
 
     @property
@@ -185,6 +189,16 @@ class Partition:
         self._compact_if_due()
         return indexes
 
+    def uninsert(self, indexes: Indexes) -> None:
+        """Forget inserted samples that nobody was told of, but for those that got values all the same."""
+        rows, found = self.table.find(indexes)
+        rows = rows[found]
+        bare = np.ones(len(rows), dtype=np.bool_)
+        for name in self.schema.written():
+            bare &= ~self.schema.has(name)[rows]
+        self.num_published -= int(np.count_nonzero(bare))
+        self.clear(indexes[found][bare])
+
     def _release(self, rows: Rows) -> Indexes:
         """Row numbers stay valid: callers compact when they are done with theirs."""
         state = self.table.column("state")[rows]
@@ -248,9 +262,17 @@ class Partition:
     def consumer(self, task: str) -> Consumer:
         consumer = self.consumers.get(task)
         if consumer is None:
-            consumer = Consumer(task, self.name, self.incarnation, self.table, self.schema)
+            tokens = self._tokens(task) if self._restored is None else f"{self._tokens(task)}.{self._restored}"
+            consumer = Consumer(task, tokens, self.table, self.schema)
             self.consumers[task] = consumer
         return consumer
+
+    def _tokens(self, task: str) -> str:
+        return f"{self.name}/{task}/{self.incarnation}"
+
+    def gave(self, token: str, task: str) -> bool:
+        """Is it the token of a batch of this very partition, also from before a restore?"""
+        return token.startswith((f"{self._tokens(task)}/", f"{self._tokens(task)}."))
 
     def counted(self) -> Rows:
         """Rows that status calls report: samples and pre-allocated ones."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control import checkpoints, lifecycle, queries, writing
-from transfer_queue.control.serving import Service, check_fetch
+from transfer_queue.control.serving import Service, Taken, check_fetch, give_back
 from transfer_queue.control.state import PlaneConfig, PlaneState
 from transfer_queue.control.waiters import Parked
 from transfer_queue.errors import ProducersGoneError, TransferQueueError, to_wire
@@ -181,7 +182,7 @@ class ControlPlane:
         if parked.lane == writing.WRITERS:
             return writing.full(self._state, request, now - parked.since)
         may_draw = self._state.waiters.is_first(parked.lane, request.task, parked.rank)
-        return self._answer(request, now, may_draw, waited=True) or self._not_ready(request, now)
+        return self._answer(parked.client, request, now, may_draw, waited=True) or self._not_ready(request, now)
 
     # ---- consumers ----
 
@@ -198,7 +199,7 @@ class ControlPlane:
             state.touch(lane, task)  # those in front go first: they may have waited for a batch that is settled now
             return None
         due = deadline <= now
-        reply = self._answer(fetch, now, state.waiters.is_first(lane, task, (order, math.inf)), waited=due)
+        reply = self._answer(client, fetch, now, state.waiters.is_first(lane, task, (order, math.inf)), waited=due)
         if reply is not None:
             state.touch(lane, task)
         elif due:
@@ -215,7 +216,7 @@ class ControlPlane:
             task = parked.request.task
             if only not in (None, task):
                 continue
-            reply = self._answer(parked.request, now, may_draw=task not in waiting)
+            reply = self._answer(parked.client, parked.request, now, may_draw=task not in waiting)
             if reply is None:
                 waiting.add(task)
                 continue
@@ -226,8 +227,10 @@ class ControlPlane:
             replies.append(To(parked.client, reply))
         return replies
 
-    def _answer(self, fetch: p.Fetch, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
+    def _answer(self, client: str, fetch: p.Fetch, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
         partition = self._state.partitions.get(fetch.partition)
+        if fetch.after is not None and (partition is None or not partition.gave(fetch.after, fetch.task)):
+            return p.Ended(fetch.id, "cleared")
         if partition is None:
             return None
         try:
@@ -235,7 +238,16 @@ class ControlPlane:
             reply = service.answer(now, may_draw, waited)
         except _REFUSALS as error:
             return p.Failed(fetch.id, *to_wire(error))
+        if isinstance(reply, p.Batch) and fetch.batch_index is None:
+            taken = service.taken(reply)
+            self._state.answered.remember(client, fetch.id, taken.drawn.nbytes, partial(self._give_back, taken))
         return reply or self._abandoned(fetch, now)
+
+    def _give_back(self, taken: Taken) -> None:
+        partition = self._state.find(taken.partition, taken.incarnation)
+        if partition is not None:
+            give_back(partition, taken)
+            self._state.touch(taken.partition, taken.task)
 
     def _abandoned(self, fetch: p.Fetch, now: float) -> p.Failed | None:
         missing = self._state.producers.missing(fetch.partition, fetch.fields, now)
@@ -262,7 +274,8 @@ class ControlPlane:
         given_up = self._state.waiters.remove_where(lambda parked: (parked.client, parked.request.id) == meant)
         for parked in given_up:
             self._make_way(parked)
-        return p.Done(request.id, len(given_up))
+        undone = not given_up and self._state.answered.undo(client, request.request)
+        return p.Done(request.id, len(given_up) + undone)
 
     def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:
         partition = self._state.partitions.get(request.partition)
@@ -292,8 +305,8 @@ class ControlPlane:
     # ---- producers ----
 
     def _write(self, client: str, request: writing.Writer, now: float) -> p.Reply | None:
-        reply = None
-        if self._state.waiters.first_come(writing.WRITERS) is None:
+        reply, nobody_waits = None, self._state.waiters.first_come(writing.WRITERS) is None
+        if nobody_waits or not writing.count_of(self._state, request):  # who needs no room waits behind nobody
             reply = writing.admit(self._state, client, request)
         else:
             writing.check(self._state, request)

@@ -54,6 +54,7 @@ class SavedConsumer(msgspec.Struct):
     dropped: int = 0
     over_at: int | None = None
     told: list[int] = []
+    ends: list[tuple[int | None, list[int]]] = []
 
 
 class SavedField(msgspec.Struct):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack
 
 QUIET_S = 2.0
 """A finite stream that nobody sealed ends with a short batch once nothing was published for so long."""
+
+_ALL_RANKS = -1
 
 
 def check_fetch(fetch: Fetch, task: Task) -> None:
@@ -48,6 +51,28 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         task.sampler.check(fetch.batch_size, dp_size)
 
 
+class Taken(NamedTuple):
+    """By a fetch that named no batch: ``drawn`` without a ledger, or the rank's next one of it, ``batch``."""
+
+    partition: str
+    incarnation: int
+    task: str
+    num_resets: int
+    drawn: Indexes
+    batch: BatchKey | None
+
+
+def give_back(partition: Partition, taken: Taken) -> None:
+    """The batch came to nobody: it is the next one again."""
+    consumer = partition.consumer(taken.task)
+    if consumer.ledger.num_resets != taken.num_resets:
+        return  # it may be drawn again already
+    rows, found = partition.table.find(taken.drawn)
+    consumer.take_back(rows[found])
+    if taken.batch is not None:
+        consumer.ledger.missed(taken.batch)
+
+
 class Service:
     """One fetch against one partition. ``answer`` may be asked again and again until it is not None."""
 
@@ -57,6 +82,7 @@ class Service:
         self._task = task
         self._consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = task.size_for(fetch)
+        self._drawn: Indexes = np.empty(0, dtype=np.int64)
         self._rank = 0 if fetch.dp_rank is None and self._dp_size is not None else fetch.dp_rank
 
     def _batch_index(self) -> int | None:
@@ -67,6 +93,8 @@ class Service:
     def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | None:
         """None: nothing to say yet. ``waited``: the fetch's deadline has come."""
         batch_index = self._batch_index()
+        if self._is_past_end(batch_index):
+            return Ended(self._fetch.id, "consumed")
         if batch_index is not None:
             entry = self._known((self._rank, batch_index))
             if entry is not None:
@@ -76,26 +104,40 @@ class Service:
                 reply = Service(fetch, self._partition, self._task).answer(now, may_draw, waited)
                 if not isinstance(reply, Batch):
                     return reply
-        if self._consumer.ended is not None:
-            return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
-        if self._consumer.is_over(batch_index):
-            return self._over(batch_index)
-        if self._missed_by_tail(batch_index):
-            return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed")
-        if not may_draw:
-            return None
+        told = self._told_before(batch_index)
+        if told is not None or not may_draw:
+            return told
         draw = self._draw(batch_index)
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
         return self._end(draw, now, waited)
 
+    def _told_before(self, batch_index: int | None) -> Ended | None:
+        """The end, where that was decided by an earlier fetch."""
+        if self._consumer.ended is not None:
+            return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
+        if self._consumer.is_over(batch_index):
+            return self._over(batch_index)
+        if self._missed_by_tail(batch_index):
+            return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed")
+        return None
+
+    def taken(self, batch: Batch) -> Taken:
+        """What this batch, which the fetch didn't name, took from those who come after it."""
+        key = None if batch.batch_index is None else (self._rank, batch.batch_index)
+        partition, consumer = self._partition, self._consumer
+        return Taken(partition.name, partition.incarnation, consumer.task, consumer.ledger.num_resets, self._drawn, key)
+
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Was this round a tail that ran out before it came to this rank?"""
         ranks = range(self._dp_size or 1)
         if batch_index is None or len(ranks) == 1 or self._task.tail_policy(self._dp_size) != "uneven_ok":
             return False
-        entries = (self._consumer.ledger.get((rank, batch_index)) for rank in ranks)
+        ledger = self._consumer.ledger
+        if any(ledger.is_settled((rank, batch_index)) for rank in ranks):
+            return True
+        entries = (ledger.get((rank, batch_index)) for rank in ranks)
         return any(entry is not None and entry.dp_size == self._dp_size for entry in entries)
 
     def _skipped(self, key: BatchKey) -> range:
@@ -140,6 +182,8 @@ class Service:
         """Write the round down, then answer the rank that asked."""
         draw.forget()
         if draw.batch_index is None:
+            fresh = shares[0].consumed[self._consumer.given[shares[0].consumed] == 0]
+            self._drawn = self._partition.table.column("index")[fresh]
             self._consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         reply: Batch | None = None
@@ -157,9 +201,23 @@ class Service:
 
     def _over(self, batch_index: int | None, dropped: int = 0) -> Ended:
         """The end, for now, of a stream that nobody sealed."""
-        if batch_index is not None and (self._dp_size or 1) > 1:
+        start = self._fetch.pass_start
+        if batch_index is not None and start is not None and start < batch_index:
+            self._consumer.end_pass(self._readers(), batch_index)
+        elif batch_index is not None and (self._dp_size or 1) > 1:
             self._consumer.tell_over(batch_index, self._rank or 0, self._dp_size or 1)
         return Ended(self._fetch.id, "consumed", dropped)
+
+    def _readers(self) -> int | None:
+        """Those who share a pass: everybody who reads rounds, else a rank's own readers."""
+        return self._rank if self._dp_size is None else _ALL_RANKS
+
+    def _is_past_end(self, batch_index: int | None) -> bool:
+        """Before the ledger is looked at: a reader of the next pass may have drawn this batch already."""
+        start = self._fetch.pass_start
+        if not self._fetch.finite or start is None or batch_index is None:
+            return False
+        return self._consumer.is_past_end(self._readers(), start, batch_index)
 
     def _from_ledger(self, entry: Entry) -> Batch | None:
         """None while its samples lack fields: it was drawn by a fetch that asked for others."""

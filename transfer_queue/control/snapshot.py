@@ -131,12 +131,13 @@ class Restored:
         """
         first = max(state.allocator.next_index, saved.next_index + shift)
         self.allocator = IndexAllocator(first)
-        self.incarnations = max(state.incarnations, saved.incarnations)
+        # A number that no token bears: those that were handed out since the state was saved must settle nothing here.
+        self.incarnations = max(state.incarnations, saved.incarnations) + 1
         self.tasks = _restore_tasks(saved, state, shift)
         self.partitions: dict[str, Partition] = {}
         try:
             for each in saved.partitions:
-                self.partitions[each.name] = _restore_partition(each, self.allocator, shift, now)
+                self.partitions[each.name] = _restore_partition(each, self.incarnations, self.allocator, shift, now)
             if len(self.partitions) < len(saved.partitions) or any(each.missing_free < 0 for each in saved.partitions):
                 raise ValueError("a partition is there twice, or lacks less than nothing")
             for each in saved.partitions:  # with new indexes, which must come after all others of their partition
@@ -152,8 +153,10 @@ class Restored:
             )
 
 
-def _restore_partition(saved: SavedPartition, allocator: IndexAllocator, shift: int, now: float) -> Partition:
-    partition = Partition(saved.name, saved.incarnation, allocator, saved.preallocate, saved.num_samples)
+def _restore_partition(
+    saved: SavedPartition, restored: int, allocator: IndexAllocator, shift: int, now: float
+) -> Partition:
+    partition = Partition(saved.name, saved.incarnation, allocator, saved.preallocate, saved.num_samples, restored)
     table, state = partition.table, np.frombuffer(saved.state, dtype=np.uint8)
     if not _SAVED[state].all():
         raise ValueError(f"a row of partition {saved.name!r} has an unknown state")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.control.answered import Answered
 from transfer_queue.control.frozen import Frozen
 from transfer_queue.control.indexes import IndexAllocator
 from transfer_queue.control.partition import Partition
@@ -57,6 +58,7 @@ class PlaneState:
         self._stranded: dict[int, deque[Indexes]] = {}
         self.incarnations = 0
         self.frozen = Frozen()
+        self.answered = Answered()
         self.staged: dict[str, list[Indexes]] = {}
         """By client: indexes of samples whose values it stores for a restore."""
 
@@ -79,6 +81,11 @@ class PlaneState:
         self.partitions[name] = partition
         return partition
 
+    def find(self, name: str, incarnation: int) -> Partition | None:
+        """The very partition that was meant, None when it was cleared since."""
+        partition = self.partitions.get(name)
+        return partition if partition is not None and partition.incarnation == incarnation else None
+
     def get_or_create(self, name: str) -> Partition:
         return self.partitions.get(name) or self.create(name)
 
@@ -99,6 +106,7 @@ class PlaneState:
 
     def client_gone(self, client: str) -> None:
         """What it kept from being dropped, or stored for a restore, is an orphan now."""
+        self.answered.forget(client)
         self.orphans += [*self.frozen.client_gone(client), *self.staged.pop(client, ())]
 
     def unstage(self, client: str, given_up: Indexes) -> None:

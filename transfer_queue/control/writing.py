@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -61,11 +62,14 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
     rows = partition.hold(request.count, state.holder(client))
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
+        _may_be_undone(state, client, request, partition, indexes)
         return p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
     for name in request.fields:
         partition.schema.expect(name)
     partition.make_live(rows)
     state.touch(request.partition)
+    undo = partial(_undo_insert, state, partition.name, partition.incarnation, indexes)
+    state.answered.remember(client, request.id, indexes.nbytes, undo)
     return describe(request.id, partition, indexes, request.fields, rows)
 
 
@@ -93,9 +97,11 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
     partition = state.get_or_create(request.partition) if new else state.partitions.get(request.partition)
     if partition is None:
         return p.Batch(request.id, request.partition, b"", {}, b"")
+    held = np.empty(0, dtype=np.int64)
     if new:
         rows = partition.hold(len(new), state.holder(client))
-        for key, index in zip(new, partition.table.column("index")[rows].tolist(), strict=True):
+        held = partition.table.column("index")[rows]
+        for key, index in zip(new, held.tolist(), strict=True):
             partition.keys.bind(key, index)
         if not request.hold:
             partition.make_live(rows)
@@ -103,7 +109,37 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
     batch = describe_keys(partition, request.id, request.keys)
     if replaces:
         state.frozen.give_leave(client, request.partition, batch.indexes)
+    if request.hold and (new or replaces):
+        _may_be_undone(state, client, request, partition, held, batch.indexes if replaces else None)
     return batch
+
+
+def _may_be_undone(
+    state: PlaneState, client: str, request: p.Request, partition: Partition, held: p.Indexes,
+    leave: bytes | None = None,
+) -> None:  # fmt: skip
+    """Should the client have given up already, these reservations and this leave are nobody's."""
+    undo = partial(_undo_hold, state, client, partition.name, partition.incarnation, held, leave)
+    state.answered.remember(client, request.id, held.nbytes + len(leave or b""), undo)
+
+
+def _undo_hold(
+    state: PlaneState, client: str, name: str, incarnation: int, held: p.Indexes, leave: bytes | None
+) -> None:
+    if leave is not None:
+        state.frozen.end_leave(client, name, leave)
+    partition = state.find(name, incarnation)
+    if partition is not None:
+        rows, found = partition.table.find(held)
+        partition.give_back(rows[found])  # another writer of the same key may have published it
+        state.touch(name)
+
+
+def _undo_insert(state: PlaneState, name: str, incarnation: int, indexes: p.Indexes) -> None:
+    partition = state.find(name, incarnation)
+    if partition is not None:
+        partition.uninsert(indexes)
+        state.touch(name)
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
@@ -126,17 +162,20 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     state.touch(request.partition)
     if request.describe:
         return describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
-    return p.Published(request.id, _reserve_next(state, client, partition, request.reserve_next))
+    return p.Published(request.id, _reserve_next(state, client, partition, request))
 
 
-def _reserve_next(state: PlaneState, client: str, partition: Partition, count: int) -> bytes:
+def _reserve_next(state: PlaneState, client: str, partition: Partition, request: p.Publish) -> bytes:
     """A reservation for the writer's next put, where that is free of charge: never under a capacity."""
+    count = request.reserve_next
     if count < 1 or partition.sealed or partition.num_free or state.config.capacity is not None:
         return b""
     if partition.num_samples is not None and partition.num_published + count > partition.num_samples:
         return b""
     rows = partition.hold(count, state.holder(client), RowState.HELD_AHEAD)
-    return p.pack_indexes(partition.table.column("index")[rows])
+    indexes = partition.table.column("index")[rows]
+    _may_be_undone(state, client, request, partition, indexes)
+    return p.pack_indexes(indexes)
 
 
 def cancel(state: PlaneState, client: str, request: p.Cancel) -> p.Reply:

@@ -37,7 +37,9 @@ class Fetches(Line):
             mode: "fetch" gives ``task_name`` its next ``batch_size`` ready samples; "insert" makes new samples;
                 "force_fetch" describes all samples of the partition, consumed or not, and marks nothing.
             sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; ``first_index`` (where several readers of one
-                stream began: its batches are drawn in their order); the rest goes to the sampler as keywords.
+                stream began: its batches are drawn in their order); ``pass_start`` (where this pass over a finite
+                stream began: who reads the same pass is told the same end); ``after`` (token of the last batch, whose
+                partition may have been cleared since); the rest goes to the sampler as keywords.
             timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
         Returns:
             Empty ("not yet") only when the queue is configured with ``polling_mode``.
@@ -94,11 +96,12 @@ class Fetches(Line):
         arguments = {str(key): value for key, value in (sampling_config or {}).items()}
         named = [arguments.pop(name, None) for name in ("dp_rank", "batch_index", "dp_size")]
         first_index, skip = arguments.pop("first_index", None), arguments.pop("skip", 0)
+        pass_start, after = arguments.pop("pass_start", None), arguments.pop("after", None)
         for name in ("partition_id", "task_name"):
             arguments.pop(name, None)
         reply: Any = await self.session.ask(
             p.Fetch, p.Reply, partition_id, task_name, list(fields), batch_size, *named, wait_s, finite, arguments,
-            list(acks), first_index, skip, wait_s=wait_s,
+            list(acks), first_index, skip, pass_start, after, wait_s=wait_s,
         )  # fmt: skip
         if isinstance(reply, p.Ended):
             raise EndOfPartitionError(

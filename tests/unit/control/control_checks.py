@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from transfer_queue.control.state import PlaneConfig
 
 GRACE_S = 5.0
 MAX_TOKENS = 8
+MAX_ANSWERED = 20
 SPECS = {name: p.FieldSpec("int64", (2,)) for name in ("a", "b")}
 
 
@@ -71,6 +73,7 @@ class CheckedPlane:
         self.orphans: set[int] = set()
         self.stranded: dict[str, set[int]] = {}
         self.tokens: list[tuple[str, str, str]] = []
+        self.answered: dict[tuple[str, int], Callable[[], None]] = {}
         for name, plan in TASKS.items():
             self.ask("anna", p.RegisterTask, name, plan.sampler, plan.dp_size, plan.tail)
 
@@ -152,7 +155,8 @@ class CheckedPlane:
         self.check_first_writer(request)
         indexes = p.unpack_indexes(reply.indexes).tolist()
         assert len(indexes) == request.count
-        return self.add(request.partition, client, indexes, "held")
+        self.add(request.partition, client, indexes, "held")
+        return self.remember(client, request, PartitionModel.give_back, indexes)
 
     def on_insert(self, client: str, request: Any, reply: Any, since: float) -> None:
         if isinstance(reply, p.Failed):
@@ -160,12 +164,12 @@ class CheckedPlane:
         self.check_first_writer(request)
         indexes = p.unpack_indexes(reply.indexes).tolist()
         self.add(request.partition, client, indexes, "held")
-        return self.model[request.partition].make_live(indexes)
+        self.model[request.partition].make_live(indexes)
+        return self.remember(client, request, PartitionModel.uninsert, indexes)
 
     def on_resolvekeys(self, client: str, request: Any, reply: Any, since: float) -> None:
         if isinstance(reply, p.Failed):
             return self.check_refused_writer(request, reply, since)
-        self.check_first_writer(request)
         found = dict(zip(reply.keys, p.unpack_indexes(reply.indexes).tolist(), strict=True))
         known = self.model[request.partition].keys if request.partition in self.model else {}
         assert {key: found[key] for key in request.keys if key in known} == {
@@ -174,11 +178,31 @@ class CheckedPlane:
         new = [key for key in request.keys if key not in known] if request.create else []
         assert set(found) == (set(request.keys) & set(known)) | set(new)
         if new:
+            self.check_first_writer(request)
             self.add(request.partition, client, [found[key] for key in new], "held")
             self.model[request.partition].keys.update({key: found[key] for key in new})
-            if not request.hold:
+            if request.hold:
+                self.remember(client, request, PartitionModel.give_back, [found[key] for key in new])
+            else:
                 self.model[request.partition].make_live([found[key] for key in new])
         return None
+
+    def remember(self, client: str, request: Any, undo: Callable[..., None], *args: Any) -> None:
+        """The client may have given up before it got the answer."""
+        meant = self.model[request.partition]
+
+        def undo_if_there() -> None:
+            if self.model.get(request.partition) is meant:
+                undo(meant, *args)
+
+        self.answered[client, request.id] = undo_if_there
+        while len(self.answered) > MAX_ANSWERED:
+            del self.answered[next(iter(self.answered))]
+
+    def on_withdraw(self, client: str, request: Any, reply: Any, since: float) -> None:
+        undo = self.answered.pop((client, request.request), None)
+        if undo is not None:
+            undo()
 
     def add(self, partition: str, client: str, indexes: list[int], state: str) -> None:
         assert indexes == sorted(indexes), "ascending"
@@ -204,8 +228,11 @@ class CheckedPlane:
         partition = self.model.get(request.partition)
         if partition is None:
             assert isinstance(reply, p.Ended) or reply == p.NotReady(request.id, self.needed(request), 0, 0)
+            assert isinstance(reply, p.Ended) or request.after is None
+        elif request.after is not None and request.after not in partition.tokens:
+            assert reply == p.Ended(request.id, "cleared"), "it read another partition of this name"
         elif isinstance(reply, p.Batch):
-            self.check_batch(partition, request, reply)
+            self.check_batch(client, partition, request, reply)
         elif isinstance(reply, p.NotReady):
             assert self.now >= since + request.wait_s
             self.check_not_ready(partition, request, reply)
@@ -239,26 +266,32 @@ class CheckedPlane:
         entry = partition.view(request.task).ledger.get((request.dp_rank, batch_index))
         return None if entry is None else entry.indexes
 
-    def check_batch(self, partition: PartitionModel, request: Any, reply: p.Batch) -> None:
+    def check_batch(self, client: str, partition: PartitionModel, request: Any, reply: p.Batch) -> None:
         indexes = p.unpack_indexes(reply.indexes).tolist()
         assert indexes, "an empty batch would be a fourth answer"
         assert all(partition.has(index, request.fields) for index in indexes), "atomic"
         assert set(reply.fields) == set(request.fields)
         assert reply.tags == {i: partition.samples[i].tags for i in set(indexes) if partition.samples[i].tags}
         view = partition.view(request.task)
+        num_resets = view.num_resets
+        assert not view.is_past_end(request, reply.batch_index), "who reads the same pass is told the same end"
         if reply.batch_index is None:
             self.check_drawn(partition, request, indexes, None, indexes)
             self.check_order(request)
             view.given.update(dict.fromkeys(indexes))
             view.consumed.update(indexes)
+            self.remember(client, request, lambda _: view.take_back(indexes, num_resets))
             return
         key = (request.dp_rank, reply.batch_index)
+        if request.batch_index is None:
+            self.remember(client, request, lambda _: None)
         assert request.batch_index in (None, reply.batch_index)
         if key not in view.ledger:
             self.take_round(partition, request, reply.batch_index)
         entry = view.ledger[key]
         assert (entry.indexes, entry.token) == (indexes, reply.token), "equal questions get equal answers"
         self.tokens.append((request.partition, request.task, entry.token))
+        partition.tokens.add(entry.token)
         view.consumed |= {index for index in entry.consumes if index in partition.samples}
 
     def take_round(self, partition: PartitionModel, request: Any, batch_index: int, guessed: bool = False) -> None:
@@ -321,7 +354,15 @@ class CheckedPlane:
         undrawn = partition.undrawn(request.task)
         if reply.reason == "consumed":
             assert request.finite
-            assert undrawn or not partition.held() or request.dp_rank is not None  # as another rank was told
+            # As another rank was told, or another reader.
+            assert undrawn or not partition.held() or request.dp_rank is not None or request.pass_start is not None
+            plain = request.first_index is None and request.batch_index is not None and request.pass_start is not None
+            if (
+                plain
+                and request.pass_start < request.batch_index
+                and not view.is_past_end(request, request.batch_index)
+            ):
+                view.ends.add(request.batch_index)
             return
         assert reply.reason == "sealed"
         assert partition.sealed
@@ -363,6 +404,7 @@ class CheckedPlane:
         assert not ahead or (self.capacity is None and not partition.sealed)
         if ahead:
             self.add(request.partition, client, ahead, "ahead")
+            self.remember(client, request, PartitionModel.give_back, ahead)
 
     def on_cancel(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.get(request.partition, PartitionModel())

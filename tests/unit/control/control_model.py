@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 Key = tuple[int | None, int]
 
@@ -37,6 +38,12 @@ class View:
     ledger: dict[Key, Entry] = field(default_factory=dict)
     settled: set[Key] = field(default_factory=set)
     ended: bool = False
+    num_resets: int = 0
+    ends: set[int] = field(default_factory=set)
+
+    def is_past_end(self, request: Any, batch_index: int | None) -> bool:
+        start = request.pass_start
+        return start is not None and batch_index is not None and any(start < end <= batch_index for end in self.ends)
 
     def ack(self, tokens: list[str], earlier: bool) -> int:
         named = [key for key, entry in self.ledger.items() if entry.token in tokens]
@@ -47,6 +54,14 @@ class View:
         for key in hit:
             self.settle(key)
         return len(hit)
+
+    def take_back(self, indexes: list[int], num_resets: int) -> None:
+        """An unnamed fetch got these, and its client had given up."""
+        back = [i for i in indexes if i in self.given and self.given[i] is None and num_resets == self.num_resets]
+        for index in back:
+            del self.given[index]
+            self.consumed.discard(index)
+        self.ended = self.ended and not back
 
     def settle(self, key: Key) -> None:
         del self.ledger[key]
@@ -65,6 +80,8 @@ class View:
             if entry.dp_size is not None and any(batch == key[1] for _, batch in self.settled):
                 del self.ledger[key]
         self.settled.clear()
+        self.num_resets += 1
+        self.ends.clear()
         self.consumed.clear()
         self.given = {index: key for index, key in self.given.items() if key in self.ledger}
         self.ended = False
@@ -83,6 +100,7 @@ class PartitionModel:
     last_published: float | None = None
     alive: dict[str, set[str]] = field(default_factory=dict)
     died_at: dict[str, float] = field(default_factory=dict)
+    tokens: set[str] = field(default_factory=set)
 
     def view(self, task: str) -> View:
         return self.views.setdefault(task, View())
@@ -142,6 +160,14 @@ class PartitionModel:
         for view in self.views.values():
             view.clear(set(gone))
         return gone
+
+    def give_back(self, indexes: list[int]) -> None:
+        self.clear([i for i in indexes if i in self.samples and self.samples[i].state != "live"])
+
+    def uninsert(self, indexes: list[int]) -> None:
+        bare = [i for i in indexes if i in self.samples and not self.samples[i].fields]
+        self.published -= len(bare)
+        self.clear(bare)
 
     def writer_gone(self, client: str, died: bool, now: float) -> None:
         for name, alive in self.alive.items():

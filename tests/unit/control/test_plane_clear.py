@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from control_kit import (
     ACTOR,
     CRITIC,
@@ -83,6 +84,20 @@ def test_clearing_a_partition_that_is_not_there_clears_nothing_and_ends_nothing(
     park(plane, 1)
     assert [indexes(to.reply) for to in send(plane, ACTOR, p.ClearPartition, "p")] == [[]]
     assert batches(publish(plane, reserve(plane, 1))) == [(ACTOR, [0])]
+
+
+def test_a_reader_that_comes_after_its_partition_was_cleared_is_told_so_and_a_new_one_waits(plane):
+    put(plane, 4)
+    token = fetch(plane, 2, 0, 0).token
+    assert batch(plane, 2, 0, 1, after=token) == [2, 3]
+    send(plane, ACTOR, p.ClearPartition, "p")
+    told = p.Ended(0, "cleared")
+    assert msgspec.structs.replace(fetch(plane, 2, 0, 1, after=token), id=0) == told
+    assert isinstance(fetch(plane, 2, 0, 1), p.NotReady)
+    put(plane, 4)
+    assert msgspec.structs.replace(fetch(plane, 2, 0, 1, after=token, wait_s=9.0), id=0) == told
+    new = fetch(plane, 2, 0, 0)
+    assert (indexes(new), batch(plane, 2, 0, 1, after=new.token)) == ([4, 5], [6, 7])
 
 
 def test_a_partition_cleared_and_used_again_begins_anew(plane):

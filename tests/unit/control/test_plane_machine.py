@@ -79,6 +79,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def client_gone(self, client: str, died: bool) -> None:
         for key in [key for key in self.open if key[0] == client]:
             del self.open[key], self.since[key]
+        self.answered = {key: undo for key, undo in self.answered.items() if key[0] != client}
         lost = self.stranded.pop(client, set())
         for partition in self.model.values():
             held = [i for i, s in partition.samples.items() if s.holder == client and s.state != "live"]
@@ -110,10 +111,11 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     @rule(
         data=st.data(), client=clients, partition=partitions, task=tasks, fields=field_sets, wait_s=waits,
         batch_index=st.one_of(st.none(), st.integers(0, 4)), from_first=st.booleans(),
+        pass_start=st.one_of(st.none(), st.integers(0, 4)),
     )  # fmt: skip
     def fetch(
         self, data: st.DataObject, client: str, partition: str, task: str, fields: list[str], wait_s: float,
-        batch_index: int | None, from_first: bool,
+        batch_index: int | None, from_first: bool, pass_start: int | None,
     ) -> None:  # fmt: skip
         plan, dp_size = TASKS[task], DP_SIZES[task]
         batch_size = data.draw(st.sampled_from(plan.sizes), "batch_size")
@@ -121,9 +123,12 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         if dp_size is None and batch_index is not None:
             rank = data.draw(st.sampled_from([0, 1]), "dp_rank")
         acks = data.draw(st.lists(st.sampled_from(self.tokens), max_size=2, unique=True)) if self.tokens else []
+        seen = [token for where, who, token in self.tokens if (where, who) == (partition, task)]
+        after = data.draw(st.sampled_from([None, *seen]), "after")
         self.ask(
             client, p.Fetch, partition, task, fields, batch_size, rank, batch_index, None, wait_s, plan.finite, {},
             [token for where, who, token in acks if (where, who) == (partition, task)], 0 if from_first else None,
+            0, pass_start if plan.finite else None, after,
         )  # fmt: skip
 
     @rule(data=st.data())
@@ -131,6 +136,13 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         client, request_id = data.draw(st.sampled_from(sorted(self.open)), "request")
         del self.open[client, request_id], self.since[client, request_id]
+        assert self.ask(client, p.Withdraw, request_id).value == 1
+        assert self.ask(client, p.Withdraw, request_id).value == 0
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.answered)
+    def withdraw_too_late(self, data: st.DataObject) -> None:
+        client, request_id = data.draw(st.sampled_from(sorted(self.answered)), "request")
         assert self.ask(client, p.Withdraw, request_id).value == 1
         assert self.ask(client, p.Withdraw, request_id).value == 0
 
@@ -214,12 +226,17 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     @invariant()
     def writers_wait_only_for_room(self) -> None:
         waiting = [each for each in self.open.values() if isinstance(each, (p.Reserve, p.Insert, p.ResolveKeys))]
+        assert all(self.room_for(each) for each in waiting), "who needs no room waits for nobody"
         if waiting:
             assert self.capacity is not None
             first = min(waiting, key=lambda request: request.id)
-            known = self.model[first.partition].keys if first.partition in self.model else {}
-            count = sum(key not in known for key in first.keys) if isinstance(first, p.ResolveKeys) else first.count
-            assert self.used() + count > self.capacity
+            assert self.used() + self.room_for(first) > self.capacity
+
+    def room_for(self, request: Any) -> int:
+        if not isinstance(request, p.ResolveKeys):
+            return int(request.count)
+        known = self.model[request.partition].keys if request.partition in self.model else {}
+        return sum(key not in known for key in request.keys) if request.create else 0
 
     @invariant()
     def status_calls_tell_what_the_model_knows(self) -> None:

@@ -385,6 +385,20 @@ def test_insert_and_new_keys_wait_for_room_too(make_plane):
     assert (two.client, two.reply.keys) == ("two", ["k"])
 
 
+def test_what_needs_no_room_waits_behind_nobody_who_does(make_plane):
+    plane = make_plane(capacity=2)
+    known = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u", "v"], True))
+    packed = p.pack_indexes(known)
+    assert ask(plane, REWARDER, p.Reserve, "p", 1) is None
+    assert indexes(ask(plane, ACTOR, p.ResolveKeys, "p", ["u"])) == known[:1]
+    assert indexes(ask(plane, ACTOR, p.ResolveKeys, "p", ["nobody"])) == []
+    assert indexes(ask(plane, ACTOR, p.ResolveKeys, "p", ["v", "u"], True, True, fields("x"))) == known[::-1]
+    assert ask(plane, ACTOR, p.CheckFields, "p", packed, fields("x")).value == {}
+    assert isinstance(publish(plane, known)[0].reply, p.Published)
+    assert ask(plane, ACTOR, p.ResolveKeys, "p", ["u", "new"], True) is None, "one new key needs room"
+    assert clear(plane, known) == known
+
+
 def test_a_seal_ends_the_wait_of_a_writer_as_soon_as_its_turn_comes(make_plane):
     plane = make_plane(capacity=1)
     put(plane, 1)

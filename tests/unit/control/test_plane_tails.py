@@ -7,6 +7,7 @@ import pytest
 from control_kit import (
     ACTOR,
     ROLLOUT,
+    ack,
     ask,
     batch,
     batches,
@@ -236,6 +237,19 @@ def test_a_rank_that_the_tail_did_not_reach_hears_the_end_after_a_reset_too(plan
     assert (ended(fetch(plane, 1, 1, 0)), batch(plane, 1, 0, 0)) == (("sealed", 0), [0])
 
 
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_rank_that_the_tail_did_not_reach_hears_the_end_after_the_others_settled_theirs_too(plane, sealed):
+    register(plane, dp_size=2, tail="uneven_ok")
+    put(plane, 3)
+    if sealed:
+        seal(plane)
+    first = [fetch(plane, 1, rank, 0, finite=True, now=5.0) for rank in range(2)]
+    tail = fetch(plane, 1, 0, 1, finite=True, now=5.0)
+    assert [indexes(each) for each in (*first, tail)] == [[0], [1], [2]]
+    assert ack(plane, *(each.token for each in (*first, tail))) == 3
+    assert ended(fetch(plane, 1, 1, 1, finite=True, now=5.0)) == ("sealed" if sealed else "consumed", 0)
+
+
 def test_uneven_gives_a_long_rest_in_several_batches(make_plane):
     from transfer_queue.sampler import SequentialSampler
 
@@ -327,6 +341,48 @@ def test_what_one_rank_is_told_of_the_end_of_a_finite_stream_all_ranks_are_told(
     assert ended(fetch(plane, 1, 0, 1, finite=True)) == ("consumed", 0)
     assert ended(fetch(plane, 1, 1, 1, finite=True)) == ("consumed", 0)
     assert [batch(plane, 1, rank, 1, finite=True) for rank in range(2)] == [[2], [3]]
+
+
+@pytest.mark.parametrize("dp_size", [None, 1, 2])
+def test_all_who_read_one_pass_of_a_finite_stream_are_told_the_same_end(plane, dp_size):
+    ranks = range(dp_size or 1)
+    one_pass = {"finite": True, "dp_size": dp_size, "pass_start": 0}
+    next_pass = {**one_pass, "pass_start": 1}
+    put(plane, len(ranks))
+    for _ in "ab":  # two readers of each rank, as in tensor parallelism
+        assert [batch(plane, 1, rank, 0, **one_pass) for rank in ranks] == [[rank] for rank in ranks]
+    assert [ended(fetch(plane, 1, rank, 1, **one_pass)) for rank in ranks] == [("consumed", 0)] * len(ranks)
+    put(plane, 2 * len(ranks))
+    late = [batch(plane, 1, rank, 1, **next_pass) for rank in ranks]
+    assert late == [[len(ranks) + rank] for rank in ranks]
+    assert [ended(fetch(plane, 1, rank, 1, **one_pass)) for rank in ranks] == [("consumed", 0)] * len(ranks)
+    assert [batch(plane, 1, rank, 1, **next_pass) for rank in ranks] == late
+    assert [ended(fetch(plane, 1, 0, at, **one_pass)) for at in (2, 7)] == [("consumed", 0)] * 2
+    assert batch(plane, 1, 0, 2, **next_pass) == [2 * len(ranks)]
+
+
+def test_workers_of_one_pass_end_at_the_first_batch_that_was_not_there(plane):
+    one_pass = {"finite": True, "first_index": 0, "pass_start": 0}
+    put(plane, 4)
+    assert batch(plane, 4, 0, 0, **one_pass) == [0, 1, 2, 3]
+    assert ended(fetch(plane, 4, 0, 1, **one_pass)) == ("consumed", 0)
+    put(plane, 8)
+    assert ended(fetch(plane, 4, 0, 2, **one_pass)) == ("consumed", 0)
+    assert batch(plane, 4, 0, 2, finite=True, first_index=1, pass_start=1) == [8, 9, 10, 11]
+
+
+def test_ranks_that_draw_for_themselves_end_by_themselves_and_a_reset_forgets_ends(plane):
+    put(plane, 4)
+    for batch_index in range(3):
+        batch(plane, 1, 0, batch_index, finite=True, pass_start=0)
+    batch(plane, 1, 1, 0, finite=True, pass_start=0)
+    assert ended(fetch(plane, 1, 1, 1, finite=True, pass_start=0)) == ("consumed", 0)
+    put(plane, 1)
+    assert batch(plane, 1, 0, 3, finite=True, pass_start=0) == [4]
+    assert ended(fetch(plane, 1, 1, 1, finite=True, pass_start=0)) == ("consumed", 0)
+    ask(plane, ACTOR, p.ResetConsumption, "p")
+    put(plane, 1)
+    assert batch(plane, 1, 1, 1, finite=True, pass_start=0) == [5]
 
 
 def test_a_finite_stream_may_go_on_when_more_samples_come_later(plane):

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of an event loop that is cancelled while its answer is on the way leaves the queue as if it was never made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import transfer_queue as tq
+from transfer_queue.interface import connect
+
+
+@pytest.fixture
+def other(queue: Any) -> Iterator[tq.TransferQueueClient]:
+    client = connect("other", queue)
+    yield client
+    client.close()
+
+
+def numbers(client: tq.TransferQueueClient, partition: str) -> dict[str, Any]:
+    found: dict[str, Any] = client.get_stats()["partitions"][partition]
+    return found
+
+
+async def cancelled_too_late(call: Coroutine[Any, Any, Any], other: tq.TransferQueueClient, partition: str) -> Any:
+    """What the controller knew when it had answered the first exchange, and the loop hadn't read that."""
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0)  # it runs until it waits for the controller
+    numbers(other, partition)  # blocks the loop; the exchange after this one comes after the task's
+    before = numbers(other, partition)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return before
+
+
+async def connected(client: tq.TransferQueueClient) -> None:
+    await client.async_create_partition("elsewhere")  # the loop's own line is there, so that a call sends at once
+
+
+def test_a_put_leaves_no_reservation(client, other, name):
+    other.put({"x": torch.zeros(1)}, partition_id=name)
+
+    async def go() -> Any:
+        await connected(client)
+        return await cancelled_too_late(client.async_put({"x": torch.zeros(3)}, partition_id=name), other, name)
+
+    assert asyncio.run(go())["held"] == 3
+    assert (numbers(other, name)["held"], numbers(other, name)["samples"]) == (0, 1)
+    other.seal_partition(name)
+    assert other.get_meta(["x"], 4, name, task_name="t").size == 1
+
+
+def test_a_put_by_key_leaves_no_key(client, other, name):
+    tq.kv_put("known", name, {"x": torch.zeros(2)})
+
+    async def go() -> Any:
+        await connected(client)
+        return await cancelled_too_late(tq.async_kv_put("new", name, {"x": torch.zeros(2)}), other, name)
+
+    assert asyncio.run(go())["held"] == 1
+    assert (numbers(other, name)["held"], numbers(other, name)["keys"]) == (0, 1)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 5.0])
+def test_a_fetch_takes_nothing(client, other, name, timeout_s):
+    other.put({"x": torch.arange(4)}, partition_id=name)
+
+    async def go() -> Any:
+        await connected(client)
+        call = client.async_get_meta(["x"], 2, name, task_name="t", timeout_s=timeout_s)
+        return await cancelled_too_late(call, other, name)
+
+    assert asyncio.run(go())["tasks"]["t"]["consumed"] == 2
+    assert numbers(other, name)["tasks"]["t"]["consumed"] == 0
+    assert other.get_data(other.get_meta(["x"], 4, name, task_name="t"))["x"].tolist() == [0, 1, 2, 3]
