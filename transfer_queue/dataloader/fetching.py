@@ -42,6 +42,8 @@ class StreamSpec:
     slice_s: float = SLICE_S
     begun: tuple[int, int] | None = None
     """A batch of which so many rows were taken already: only the others are asked for."""
+    pass_start: int | None = None
+    """The batch that this pass began with: all readers of a pass are told the same end."""
 
 
 def default_fetch_batch_fn(
@@ -77,6 +79,7 @@ class BatchFetcher:
         self._partition = partition_id
         self._pause = pause
         self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
+        self._last: str | None = None  # token of the batch before: its partition may be cleared, and made anew
 
     def __call__(self, batch_index: int) -> tuple[Any, BatchMeta] | None:
         """The batch, or None when told to stop.
@@ -116,6 +119,10 @@ class BatchFetcher:
             return self._try_custom(self._custom, batch_index)
         spec = self._spec
         config = {**spec.sampling_config, "batch_index": batch_index}
+        if self._last is not None:
+            config["after"] = self._last
+        if spec.finite and spec.pass_start is not None:
+            config["pass_start"] = spec.pass_start
         if spec.begun is not None and batch_index == spec.begun[0]:
             config["skip"] = spec.begun[1]
         reply = self._client.fetch(
@@ -130,6 +137,7 @@ class BatchFetcher:
         if isinstance(reply, p.NotReady):
             return reply
         meta = to_meta(reply)
+        self._last = meta.token
         return self._client.get_data(meta), meta
 
     def _try_custom(self, fetch: Callable[[tuple[Any, ...]], Any], batch_index: int) -> tuple[Any, BatchMeta] | None:

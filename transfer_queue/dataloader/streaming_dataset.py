@@ -238,7 +238,7 @@ class StreamingDataset(IterableDataset[Any]):
         return StreamSpec(
             self.data_fields, self.batch_size, self.task_name, config,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            SLICE_S if self.prefetch_batches else UNTHREADED_SLICE_S, self._begun(start),
+            SLICE_S if self.prefetch_batches else UNTHREADED_SLICE_S, self._begun(start), start.batch_index,
         )  # fmt: skip
 
     def _begun(self, start: Start) -> tuple[int, int] | None:

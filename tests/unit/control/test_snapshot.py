@@ -119,21 +119,6 @@ def test_batches_in_flight_come_again_and_their_tokens_settle_them(plane, make_p
     assert batch(restored, 2, 0, 2) == batch(plane, 2, 0, 2)
 
 
-def test_a_late_ack_of_a_batch_that_the_restored_queue_never_gave_settles_nothing(plane):
-    register(plane)
-    put(plane, 8)
-    kept = fetch(plane, 4, 0, 0)
-    state = save(plane)
-    late, other = fetch(plane, 4, 0, 1), fetch(plane, 8, 0, 0, task="other")
-    load(plane, state)
-    again = fetch(plane, 4, 0, 1), fetch(plane, 8, 0, 0, task="other")
-    assert (ack(plane, late.token), ack(plane, other.token, task="other")) == (0, 0)
-    load(plane, save(plane))
-    load(plane, state)
-    assert ack(plane, again[0].token) == 0
-    assert ack(plane, kept.token) == 1, "what was saved keeps its token"
-
-
 def test_fields_shapes_tags_and_keys_are_as_they_were(plane, make_plane):
     samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u", "v", "w"], True, True))
     shapes = p.FieldSpec("int64", None, True, False, b"".join(n.to_bytes(4, "little") for n in (1, 2, 3)))
@@ -165,28 +150,6 @@ def test_the_end_of_a_stream_and_its_tail_are_as_they_were(plane, make_plane):
     load(restored, save(plane))
     assert (fetch(restored, 2, 1, 1).reason, fetch(restored, 2, 1, 1).dropped) == (dropped.reason, 1)
     refused(ask(restored, ROLLOUT, p.Reserve, "p", 1), "InvalidRequestError", "sealed after 5 samples")
-
-
-def test_a_reader_goes_on_in_a_partition_that_was_restored_meanwhile(plane):
-    put(plane, 6)
-    token, state = fetch(plane, 2, 0, 0).token, save(plane)
-    for _ in "ab":
-        load(plane, state)
-        again = fetch(plane, 2, 0, 1, after=token)
-        assert batch(plane, 2, 0, 2, after=again.token) == [index + 2 for index in indexes(again)]
-    send(plane, ACTOR, p.ClearPartition, "p")
-    assert isinstance(fetch(plane, 2, 0, 2, after=again.token), p.Ended)
-
-
-def test_where_a_pass_of_a_finite_stream_ended_is_as_it_was(plane, make_plane):
-    one_pass = {"finite": True, "dp_size": 1, "pass_start": 0}
-    put(plane, 1)
-    assert [type(fetch(plane, 1, 0, at, **one_pass)) for at in range(2)] == [p.Batch, p.Ended]
-    restored = make_plane()
-    load(restored, save(plane))
-    put(restored, 1)
-    assert isinstance(fetch(restored, 1, 0, 1, **one_pass), p.Ended)
-    assert batch(restored, 1, 0, 1, finite=True, dp_size=1, pass_start=1) == [1]
 
 
 def test_indexes_are_never_handed_out_again(plane, make_plane):
