@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from transfer_queue.errors import ClosedError
+from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Reply
 from transfer_queue.transport.line import Line, closed, gone, silent
 from transfer_queue.transport.modes import cancel_descriptor
@@ -35,12 +35,16 @@ def wait_for_some(
     if arrived:
         return arrived
     events = _poll(waiting, wake, deadline)
-    for position, (line, request_id) in waiting.items():
-        happened = events.get(line.descriptor, 0)
-        if happened & select.POLLOUT:
-            line.flush()
-        if happened & ~select.POLLOUT:
-            arrived += _reply(position, line, request_id)
+    try:
+        for position, (line, request_id) in waiting.items():
+            happened = events.get(line.descriptor, 0)
+            if happened & select.POLLOUT:
+                line.flush()
+            if happened & ~select.POLLOUT:
+                arrived += _reply(position, line, request_id)
+    except QueueUnreachableError:
+        _check_given_up(events, wake)  # whoever closes the client may end the queue right after it
+        raise
     if not arrived:
         _check(events, waiting, wake, deadline, timeout_s)
     return arrived
@@ -79,12 +83,16 @@ def _check(
     events: Mapping[int, int], waiting: Mapping[int, Asked], wake: int, deadline: float, timeout_s: float
 ) -> None:
     """Raises when it is over."""
-    if wake in events:
-        raise closed()
-    if cancel_descriptor() in events:
-        raise ClosedError("the call was given up by its own process.")
+    _check_given_up(events, wake)
     for line, _ in waiting.values():
         if line.watch == -1 or line.watch in events:
             raise gone(line.peer)
     if time.monotonic() >= deadline:
         raise silent(next(iter(waiting.values())).line.peer, timeout_s)
+
+
+def _check_given_up(events: Mapping[int, int], wake: int) -> None:
+    if wake in events:
+        raise closed()
+    if cancel_descriptor() in events:
+        raise ClosedError("the call was given up by its own process.")
