@@ -122,9 +122,9 @@ class Consumer:
         self._drawn(fresh)
         return len(fresh)
 
-    def take_back(self, rows: Rows) -> None:
-        """What was given without a ledger entry came to nobody, and is to be drawn again."""
-        back = ascending(rows[self.given[rows] == UNLEDGERED])
+    def take_back(self, rows: Rows, number: int) -> None:
+        """What was given under this number came to nobody, and is to be drawn again."""
+        back = ascending(rows[self.given[rows] == number])
         if not len(back):
             return
         self.given[back] = 0

@@ -159,6 +159,10 @@ class Ledger:
             if entry.owned <= 0:
                 self._remove(entry)
 
+    def settle(self, entry: Entry) -> None:
+        """Nobody will ask for it any more."""
+        self._remove(entry)
+
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
         del self._by_number[entry.number]

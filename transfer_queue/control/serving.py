@@ -63,14 +63,23 @@ class Taken(NamedTuple):
 
 
 def give_back(partition: Partition, taken: Taken) -> None:
-    """The batch came to nobody: it is the next one again."""
+    """The batch came to nobody: its samples are drawn again, or the rank's share of a round is its next one again."""
     consumer = partition.consumer(taken.task)
     if consumer.ledger.num_resets != taken.num_resets:
         return  # it may be drawn again already
-    rows, found = partition.table.find(taken.drawn)
-    consumer.take_back(rows[found])
+    drawn, number = taken.drawn, UNLEDGERED
     if taken.batch is not None:
-        consumer.ledger.missed(taken.batch)
+        entry = consumer.ledger.get(taken.batch)
+        if entry is None:
+            return
+        if (entry.dp_size or 1) > 1:
+            consumer.ledger.missed(taken.batch)
+            return
+        # The rank's next fetch may ask for other fields, or another number of samples.
+        consumer.ledger.settle(entry)
+        drawn, number = entry.consumes, entry.number
+    rows, found = partition.table.find(drawn)
+    consumer.take_back(rows[found], number)
 
 
 class Service:

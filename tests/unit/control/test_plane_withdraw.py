@@ -123,6 +123,15 @@ def test_the_next_batch_of_a_rank_that_never_heard_of_it_is_the_next_one_again(p
     assert ack(plane, kept.token) == 1
 
 
+def test_a_rank_may_ask_for_another_batch_than_the_one_it_never_heard_of(plane):
+    put(plane, 6)
+    publish(plane, [4], "y")
+    give_up(plane, ACTOR, fetch(plane, 4, 0))
+    assert batch(plane, 1, 0, names=("y",)) == [4]
+    assert batch(plane, 2, 0) == [0, 1]
+    assert batch(plane, 3, 0) == [2, 3, 5]
+
+
 def test_samples_that_were_cleared_or_drawn_again_since_are_left_alone(plane):
     put(plane, 4)
     lost = fetch(plane, 2)
