@@ -60,24 +60,19 @@ class Copies:
                     thread.start()
             _drain(chunks)
         finally:
-            # Whoever gives up here gives back memory that no thread may write into any more.
-            chunks.clear()
-            _join([thread for thread in threads if thread.ident is not None])
+            # Whoever gives up here gives back memory that no thread may write into any more. Not in a function of its
+            # own: Ctrl-C may come as that begins, before its "try".
+            while True:
+                try:
+                    chunks.clear()
+                    for thread in threads:
+                        if thread.is_alive():  # one that begins later finds nothing to do
+                            thread.join()
+                    break
+                except BaseException as error:  # a chunk takes less than a millisecond
+                    errors.insert(0, error)
         if errors:
             raise errors[0]
-
-
-def _join(threads: Iterable[threading.Thread]) -> None:
-    """All have ended when it returns, and when it raises what interrupted it."""
-    interrupted: BaseException | None = None
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:  # Ctrl-C: a chunk takes less than a millisecond
-                interrupted = error
-    if interrupted is not None:
-        raise interrupted
 
 
 def _chunks(jobs: Iterable[_Job]) -> Iterable[_Job]:
