@@ -57,10 +57,12 @@ class Reservations:
             return {}
         with self._here():
             self._blocks[partition] = [*self._blocks.pop(partition, ()), indexes]  # the latest is the last
-            old = list(self._blocks)[:-_MOST_PARTITIONS]
-            return {name: [index for block in self._blocks.pop(name) for index in block] for name in old}
+            return {name: self._pop(name) for name in list(self._blocks)[:-_MOST_PARTITIONS]}
 
     def drop(self, partition: str) -> list[int]:
         """Let go of a partition's blocks and return their indexes."""
         with self._here():
-            return [index for block in self._blocks.pop(partition, ()) for index in block]
+            return self._pop(partition)
+
+    def _pop(self, partition: str) -> list[int]:
+        return [index for block in self._blocks.pop(partition, ()) for index in block]

@@ -56,8 +56,9 @@ def stored(manager) -> list[int]:
     return [unit.values for unit in run_blocking(manager.stats())]
 
 
-def test_a_put_that_got_no_answer_stores_nothing_once_its_samples_are_cleared(manager, line):
-    line.slow = True
+@pytest.mark.parametrize("takes", [None, 1], ids=["all shares sent", "one share sent"])
+def test_a_put_that_got_no_answer_stores_nothing_once_its_samples_are_cleared(manager, line, takes):
+    line.slow, line.takes = True, takes
     with pytest.raises(QueueUnreachableError):
         run_blocking(manager.put_data(rows(1), meta(range(128))))
     line.slow = False
@@ -74,13 +75,3 @@ def test_an_update_that_got_no_answer_does_not_replace_what_is_put_later(manager
     run_blocking(manager.update_data(rows(2), meta(range(128))))
     line.deliver()
     assert run_blocking(manager.get_rows(range(128), ["x"], "dense"))["x"].unique().tolist() == [2]
-
-
-def test_a_put_that_failed_when_one_share_was_sent_stores_nothing_once_its_samples_are_cleared(manager, line):
-    line.slow, line.takes = True, 1
-    with pytest.raises(QueueUnreachableError):
-        run_blocking(manager.put_data(rows(1), meta(range(128))))
-    line.slow = False
-    run_blocking(manager.clear_rows(range(128)))
-    line.deliver()
-    assert stored(manager) == [0, 0]

@@ -127,7 +127,7 @@ class Ledger:
             if entry is not None and entry.token == token:
                 entries = self._up_to(entry.key) if earlier else [entry]
                 for each in entries:
-                    self._remove(each)
+                    self.settle(each)
                 settled += len(entries)
         return settled
 
@@ -157,13 +157,10 @@ class Ledger:
                 continue
             entry.owned -= count
             if entry.owned <= 0:
-                self._remove(entry)
+                self.settle(entry)
 
     def settle(self, entry: Entry) -> None:
         """Nobody will ask for it any more."""
-        self._remove(entry)
-
-    def _remove(self, entry: Entry) -> None:
         del self._entries[entry.key]
         del self._by_number[entry.number]
 
@@ -173,7 +170,7 @@ class Ledger:
         A round that is settled for some ranks goes whole: it could only be drawn anew for all of them.
         """
         for entry in [entry for entry in self._entries.values() if self._is_torn(entry)]:
-            self._remove(entry)
+            self.settle(entry)
         self._drawn.clear()
         self._next_index.clear()
         self._missed.clear()

@@ -66,7 +66,7 @@ class _Packer(ForkingPickler):
     def persistent_id(self, value: Any) -> _Described | None:
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.requires_grad:
             return None
-        if is_simple_jagged(value):
+        if is_simple_jagged(value) and value.offsets().dtype is torch.int64:
             return value.values(), value.offsets().numpy().tobytes()
         if type(value) is not torch.Tensor or not is_plain(value):
             return None

@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.assembling import is_simple_jagged
 
 Pair = tuple[TensorDict, BatchMeta]
 
@@ -96,8 +97,7 @@ def _cut(column: Any, sizes: Sequence[int]) -> list[Any]:
         return _slices(column, sizes)
     if not column.is_nested:
         return list(torch.split(column, list(sizes)))
-    # ``_ragged_idx`` has no public twin.
-    if column.layout == torch.jagged and column.lengths() is None and column._ragged_idx == 1:
+    if is_simple_jagged(column):
         return _cut_jagged(column, sizes)
     return [
         torch.nested.nested_tensor(list(part), layout=column.layout, dtype=column.dtype, device=column.device)

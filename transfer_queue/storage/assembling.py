@@ -31,15 +31,11 @@ def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
 
 
 def is_simple_jagged(tensor: Any) -> bool:
-    """Ragged in its first dim and without holes: its values and int64 offsets are all there is to it."""
+    """Ragged in its first dim and without holes: its values and offsets are all there is to it."""
+    if not tensor.is_nested or tensor.layout != torch.jagged:
+        return False
     # ``_ragged_idx`` has no public twin, and reading the wrong dim as the ragged one would mix up rows.
-    return (
-        tensor.is_nested
-        and tensor.layout is torch.jagged
-        and tensor.lengths() is None
-        and tensor._ragged_idx == 1
-        and tensor.offsets().dtype is torch.int64
-    )
+    return tensor.lengths() is None and bool(tensor._ragged_idx == 1)
 
 
 def jagged_values(tensor: Any) -> torch.Tensor:

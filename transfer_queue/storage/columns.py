@@ -157,7 +157,7 @@ def _source(name: str, column: Any, count: int, allow_pickle: bool) -> Source:
 
 def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
     if tensor.is_nested:
-        source = jagged_source(tensor) if tensor.layout == torch.jagged else None
+        source = jagged_source(tensor)
         if source is None:
             rows = tensor.unbind()
             source = RowsSource(rows) if are_alike(rows) else BytesSource(encode_rows(rows, name))

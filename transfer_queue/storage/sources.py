@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from transfer_queue.storage.assembling import jagged_values
+from transfer_queue.storage.assembling import is_simple_jagged, jagged_values
 from transfer_queue.storage.pieces import ByteArray, IntArray, Layout, Piece, Positions, dense_layout, ragged_layout
 from transfer_queue.storage.spans import Copy, copy_spans, runs
 from transfer_queue.storage.tensors import as_bytes, dtype_name, from_bytes, resolved, rows_piece
@@ -153,8 +153,7 @@ class BytesSource(Source):
 
 def jagged_source(tensor: Any) -> Source | None:
     """A jagged tensor's values as they lie; None when they have holes or are ragged in another than the first dim."""
-    # ``_ragged_idx`` has no public twin, and reading the wrong dim as the ragged one would mix up rows.
-    if tensor.lengths() is not None or tensor._ragged_idx != 1:
+    if not is_simple_jagged(tensor):
         return None
     offsets, values = tensor.offsets().cpu().numpy(), jagged_values(tensor)
     if offsets[0] != 0 or offsets[-1] != len(values):
