@@ -318,10 +318,14 @@ class BatchMeta(Annotations):
             raise InvalidRequestError(
                 f"the columns have {num_rows} rows, the batch has {self.size}: give one per sample."
             )
+        self.add_described(schema, set_all_ready)
+        return self
+
+    def add_described(self, schema: Schema, set_all_ready: bool = True) -> None:
+        """``add_fields`` of columns of which this is known already: ``extract_field_schema`` of as many rows."""
         self.field_schema = {**self.field_schema, **schema}
         if set_all_ready:
             self.production_status = np.ones(self.size, dtype=np.int8)
-        return self
 
     def union(self, other: BatchMeta | None) -> BatchMeta:
         """The same samples with what either side knows of them; ``other`` wins, a row is ready where both say so.

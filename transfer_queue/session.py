@@ -11,6 +11,7 @@ import os
 import threading
 import uuid
 import weakref
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.processes import pid_namespace
 
+Q = TypeVar("Q", bound=p.Request)
 R = TypeVar("R", bound=p.Reply)
 _HELLO_TIMEOUT_S = 10.0
 _LAST_WORDS_TIMEOUT_S = 1.0
@@ -91,23 +93,43 @@ class Session:
         Raises:
             TransferQueueError: what the controller answered instead, as the class it named.
         """
+        return await self.send(self.message(request, *args, **kw), expected, wait_s)
+
+    def message(self, request: type[Q], *args: Any, **kw: Any) -> Q:
+        """A request to ``send``, or to be told the controller by others."""
+        return request(next(self._ids), *args, **kw)
+
+    async def send(
+        self, message: p.Request, expected: type[R], wait_s: float = 0.0, meanwhile: Callable[[], None] | None = None
+    ) -> R:
+        """See ``ask``. ``meanwhile`` is done while the answer is awaited, and must not raise."""
         await self.config()
-        message = request(next(self._ids), *args, **kw)
         try:
-            return await self._exchange(message, expected, self.timeout_s + wait_s)
+            return await self._exchange(message, expected, self.timeout_s + wait_s, meanwhile)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            if wait_s or request in _HOLDING:  # it may be parked, or hold something for nobody now
-                await self._tell(p.Withdraw(next(self._ids), message.id))
+            if wait_s or isinstance(message, _HOLDING):  # it may be parked, or hold something for nobody now
+                await self.withdraw(message)
             raise
+
+    async def withdraw(self, message: p.Request) -> None:
+        """Nobody waits for its answer any more: the controller undoes what it did for it."""
+        await self._tell(p.Withdraw(next(self._ids), message.id))
 
     async def _tell(self, request: p.Request) -> None:
         with contextlib.suppress(TransferQueueError):  # it may be gone already, and with it what it knew of us
             await self._exchange(request, p.Done, _LAST_WORDS_TIMEOUT_S)
 
-    async def _exchange(self, request: p.Request, expected: type[R], timeout_s: float) -> R:
-        replies = await self.caller.call_many([Call(self.controller, p.encode(request))], timeout_s)
+    async def _exchange(
+        self, request: p.Request, expected: type[R], timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> R:
+        call = Call(self.controller, p.encode(request))
+        replies = await self.caller.call_many([call] if meanwhile is None else _then(call, meanwhile), timeout_s)
+        return self.read(replies[0].header, request, expected)
+
+    def read(self, answer: bytes, request: p.Request, expected: type[R]) -> R:
+        """The controller's answer to this request; raises what ``ask`` raises."""
         try:
-            reply = p.decode_reply(replies[0].header)
+            reply = p.decode_reply(answer)
         except msgspec.DecodeError as error:
             raise ProtocolError(
                 f"can't read the controller's answer: {error}. Do both run the same version?"
@@ -127,6 +149,11 @@ class Session:
         if known and self._pid == os.getpid():
             run_blocking(self._tell(p.Goodbye(next(self._ids))))
         self.caller.close()
+
+
+def _then(call: Call, meanwhile: Callable[[], None]) -> Iterator[Call]:
+    yield call
+    meanwhile()
 
 
 def _check_socket(address: str) -> None:

@@ -124,7 +124,8 @@ def kill_when_waiting(controller: int) -> None:
 
 
 def test_a_killed_unit_is_an_error_for_what_it_holds_and_the_queue_still_closes(start, fork):
-    conf = start({"backend": {"SimpleStorage": {"num_data_storage_units": 1, "put_timeout_s": 5}}})
+    storage = {"num_data_storage_units": 1, "put_timeout_s": 5}
+    conf = start({"server_processes": "each", "backend": {"SimpleStorage": storage}})
     client = tq.get_client()
     meta = client.put(rows(a=torch.arange(1)), partition_id="p")
     writer = fork(reserve_and_wait)

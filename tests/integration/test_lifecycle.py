@@ -119,13 +119,14 @@ def test_several_units_hold_the_values_together(start):
 # ---- servers ----
 
 
-def test_servers_are_light(start):
-    start()
+@pytest.mark.parametrize(("processes", "number"), [("one", 1), ("each", 3)])
+def test_servers_are_light(start, processes, number):
+    start({"server_processes": processes})
     tq.kv_put("k", "p", {"x": torch.ones(10)})
     for server in servers():
         assert server.memory_info().rss < MAX_RSS_BYTES
         assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
-    assert len(servers()) == 3
+    assert len(servers()) == number
 
 
 def test_importing_the_package_loads_neither_torch_nor_lightning():

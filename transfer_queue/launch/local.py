@@ -25,6 +25,7 @@ from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.processes import pid_namespace
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
 
+_CONTROLLER = Role.CONTROLLER.value
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 
@@ -54,32 +55,32 @@ class LocalQueue:
 
     @property
     def address(self) -> str:
-        return self._socket("controller")
+        return self._socket(_CONTROLLER)
 
     def _socket(self, name: str) -> str:
         return f"ipc://{self._directory}/{name}"
 
     def _start(self, conf: DictConfig) -> DictConfig:
-        storage = conf.backend.SimpleStorage
-        names = [f"unit{i}" for i in range(storage.num_data_storage_units)]
-        units = [self._spawn() for _ in names]
+        units = [f"unit{i}" for i in range(conf.backend.SimpleStorage.num_data_storage_units)]
         sampler = _portable(conf.controller.sampler)
-        controller = self._spawn() if sampler is not None else None
-        pid = self._owner if controller is None else controller.pid
-        info = local_server(Role.CONTROLLER.value, "controller", "request_handle_socket", self.address, pid)
+        names = units if sampler is None else [*units, _CONTROLLER]
+        groups = [names] if conf.server_processes == "one" else [[name] for name in names]
+        processes = [self._spawn() for _ in groups]
+        pids = {name: process.pid for group, process in zip(groups, processes, strict=True) for name in group}
+        pid = pids.get(_CONTROLLER, self._owner)
+        info = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
         infos = {
-            name: local_server(Role.STORAGE.value, name, "put_get_socket", self._socket(name), process.pid)
-            for name, process in zip(names, units, strict=True)
+            name: local_server(Role.STORAGE.value, name, "put_get_socket", self._socket(name), pids[name])
+            for name in units
         }
         conf = _with_servers(conf, self.address, info, infos)
         orders = self._orders(conf, sampler)
-        for name, process in zip(names, units, strict=True):
-            _tell(process, {**orders, "role": "unit", "name": name, "address": self._socket(name)})
-        if controller is not None:
-            _tell(controller, {**orders, "role": "controller", "address": self.address})
-        else:
+        for group, process in zip(groups, processes, strict=True):
+            servers = [{"name": name, "address": self._socket(name)} for name in group]
+            _tell(process, {**orders, "servers": servers})
+        if sampler is None:
             self._serve_in_thread(orders, as_sampler(conf.controller.sampler))
-        for process in self._processes:
+        for process in processes:
             _await_ready(process)
         return conf
 

@@ -11,47 +11,56 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from transfer_queue.errors import to_wire
-
-if TYPE_CHECKING:
-    from transfer_queue.transport.server import SocketServer
+from transfer_queue.utils.enum_utils import Role
 
 if TYPE_CHECKING:
     from transfer_queue.storage.base import StorageManager
+    from transfer_queue.transport.base import Caller
+    from transfer_queue.transport.server import SocketServer
+    from transfer_queue.transport.serving_loop import ServingLoop
 
 _UNIT_TIMEOUT_S = 5.0
 
 
 def main(orders: Mapping[str, Any], ready: TextIO) -> None:
-    """Serve one controller or one storage unit; returns when told to stop or when the parent process has ended."""
+    """Serve what ``orders["servers"]`` says; returns when told to stop or when the parent process has ended."""
     # Before any import that starts threads (NumPy's does): one that did not block the signal would take it, and die.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.path[:] = orders["sys_path"]
     from transfer_queue.transport.server import SocketServer
+    from transfer_queue.transport.serving_loop import ServingLoop
 
-    server = SocketServer(orders["address"], plain=orders["conf"]["client"]["sockets"] == "auto")
-    _stop_with(server, orders)
-    handler = _controller(orders, server) if orders["role"] == "controller" else _unit(orders, server)
+    loop, plain = ServingLoop(), orders["conf"]["client"]["sockets"] == "auto"
+    servers = {server["name"]: SocketServer(server["address"], plain, loop) for server in orders["servers"]}
+    _stop_with(loop, next(iter(servers.values())), orders)
+    for name, server in servers.items():
+        if name != Role.CONTROLLER.value:
+            server.open(_unit(name, orders, server, servers.get(Role.CONTROLLER.value)))
+    if Role.CONTROLLER.value in servers:
+        servers[Role.CONTROLLER.value].open(_controller(orders, servers))
     ready.write(json.dumps({"ready": True}) + "\n")
     ready.close()
-    server.serve(handler)
-    # The owner may have been told to end at the same moment, and does not tidy up then: the last server does.
-    Path(orders["address"].removeprefix("ipc://")).unlink(missing_ok=True)
+    loop.run()
+    # The owner may have been told to end at the same moment, and does not tidy up then: the last process does.
+    for server in servers.values():
+        Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
         os.rmdir(orders["directory"])
 
 
-def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
-    # A handler would run between two bytecodes only: a signal that comes just before the server waits would be slept
+def _stop_with(loop: ServingLoop, server: SocketServer, orders: Mapping[str, Any]) -> None:
+    # A handler would run between two bytecodes only: a signal that comes just before the loop waits would be slept
     # over. A thread that waits for the signal itself misses none.
-    threading.Thread(target=_stop_at_sigterm, args=(server,), daemon=True).start()
+    threading.Thread(target=_stop_at_sigterm, args=(loop,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
     def parent_ended(_: float) -> tuple[()]:
-        server.stop()
+        loop.stop()
         shutil.rmtree(orders["directory"], ignore_errors=True)
         return ()
 
@@ -60,31 +69,40 @@ def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
         parent_ended(0.0)
 
 
-def _stop_at_sigterm(server: SocketServer) -> None:
+def _stop_at_sigterm(loop: ServingLoop) -> None:
     signal.sigwait({signal.SIGTERM})
-    server.stop()
+    loop.stop()
 
 
-def _controller(orders: Mapping[str, Any], server: SocketServer) -> Any:
+def _controller(orders: Mapping[str, Any], servers: Mapping[str, SocketServer]) -> Any:
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.controller import TransferQueueController, plane_config
+    from transfer_queue.transport.inside import InsideCaller
 
     conf = orders["conf"]
     plane = ControlPlane(plane_config(conf, orders["sampler"], orders["preallocate"]))
-    controller = TransferQueueController(plane, conf, stored_values(conf))
-    controller.watch = server.watch
+    # Units of this very loop can't answer while the controller waits for them.
+    inside = InsideCaller("controller", servers) if len(servers) > 1 else None
+    controller = TransferQueueController(plane, conf, stored_values(conf, inside))
+    controller.watch = servers[Role.CONTROLLER.value].watch
     return controller
 
 
-def _unit(orders: Mapping[str, Any], server: SocketServer) -> Any:
+def _unit(name: str, orders: Mapping[str, Any], server: SocketServer, controller: SocketServer | None) -> Any:
     from transfer_queue.storage.simple.hosting import host_unit
 
     section = orders["conf"]["backend"]["SimpleStorage"]
-    return host_unit(orders["name"], section["capacity_bytes"], section["arena"], server)
+    tell = None if controller is None else partial(_tell, controller)
+    return host_unit(name, section["capacity_bytes"], section["arena"], server, tell=tell)
 
 
-def stored_values(conf: Mapping[str, Any]) -> StorageManager:
-    """The controller's own storage client: what a vanished writer stored must go."""
+def _tell(controller: SocketServer, client: str, message: bytes) -> bytes:
+    answer = controller.ask(client, message)
+    return b"" if answer is None else answer.header
+
+
+def stored_values(conf: Mapping[str, Any], caller: Caller | None = None) -> StorageManager:
+    """The controller's own storage client: what a vanished writer stored must go. ``caller`` None: over sockets."""
     from transfer_queue.storage.registry import create
     from transfer_queue.storage.settings import storage_settings
     from transfer_queue.transport.caller import SocketCaller
@@ -92,7 +110,7 @@ def stored_values(conf: Mapping[str, Any]) -> StorageManager:
     name = conf["backend"]["storage_backend"]
     # Everybody waits for the controller while it waits for a unit, and units answer at once.
     settings = storage_settings(conf["backend"][name], timeout_s=_UNIT_TIMEOUT_S)
-    return create(name, SocketCaller("controller"), settings)
+    return create(name, caller or SocketCaller("controller"), settings)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ class Update:
         """``stored``: what was put, or what a parser made of it. ``absent``: it replaced nothing."""
         self.stored = stored
         self.absent = absent
+        self.said = b""
+        """What the controller answered, if the storage told it; see ``put_and_tell``."""
 
     def settle(self) -> None:
         """They are published, or taken back."""
@@ -79,13 +81,40 @@ class StorageManager(ABC):
             ValueError: another number of rows than indexes; nothing has been sent.
         """
 
+    def prepared(self, data: TensorDict) -> Any:
+        """What ``put_and_tell`` takes of this data; made while something else is awaited. Nothing is copied.
+
+        Raises:
+            ValueError: something that can't be stored.
+        """
+        return data
+
+    async def put_and_tell(
+        self, prepared: Any, indexes: Sequence[int], message: bytes, meanwhile: Callable[[], None]
+    ) -> bytes:
+        """``put_data``, then tell the controller this, where the storage has a way that is shorter than the client's.
+
+        Args:
+            meanwhile: Done once, best while an answer is awaited.
+        Returns:
+            What the controller answered; empty: it wasn't told, and all is stored.
+        """
+        await self.put_data(prepared, RowsOf(indexes))
+        meanwhile()
+        return b""
+
     async def update_data(
-        self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None, absent: bool = False
+        self,
+        data: TensorDict,
+        metadata: HasRows,
+        data_parser: DataParser | None = None,
+        absent: bool = False,
+        message: bytes = b"",
     ) -> Update | None:
         """``put_data`` onto samples that are published.
 
         With ``absent``, only where no sample has a value of these fields yet: None when one has, and a backend that
-        can't tell always says so.
+        can't tell always says so. ``message``: see ``put_and_tell``; the answer is in the update.
         """
         return None if absent else Update(await self.put_data(data, metadata, data_parser))
 

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving side: one thread in front of one handler, for ZMQ, plain Unix sockets and all else that it waits for."""
+"""The serving side of one address: a handler behind ZMQ and plain Unix sockets, and all else that it waits for."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from transfer_queue.transport.base import Envelope, Handler, Outgoing
+from transfer_queue.transport.base import Buffer, Envelope, Handler, Outgoing, Reply
 from transfer_queue.transport.plain_port import Connection, PlainPort
 from transfer_queue.transport.plain_sockets import line_path
-from transfer_queue.transport.readiness import Readiness
+from transfer_queue.transport.serving_loop import ServingLoop
 from transfer_queue.transport.zmq_port import ZmqPort
 from transfer_queue.utils.processes import close_descriptor, open_process
 
@@ -25,32 +23,31 @@ Ready = Callable[[float], Iterable[Outgoing]]
 class SocketServer:
     """Binds at once, so that a client may connect as soon as the constructor returns."""
 
-    def __init__(self, address: str, plain: bool = True) -> None:
-        """``plain``: clients on this host may use a plain Unix socket beside that of an ``ipc://`` address.
-
+    def __init__(self, address: str, plain: bool = True, loop: ServingLoop | None = None) -> None:
+        """Args:
+            plain: Clients on this host may use a plain Unix socket beside that of an ``ipc://`` address.
+            loop: Whose thread serves it, with the loop's other servers; None: one of its own.
         Raises:
             zmq.ZMQError: the address can't be bound.
         """
         self.address = address
+        self._loop = loop or ServingLoop()
+        self._readiness = self._loop.readiness
         self._handler: Handler | None = None
         self._watched: dict[int, Ended] = {}
         self._attended: dict[int, Ready] = {}
         self._last_acts: list[Callable[[], None]] = []
-        self._stopping = False
-        self._closed = False
-        self._lock = threading.RLock()
-        self._readiness = Readiness()
         # Before the ZMQ socket: whoever sees that one finds this one, too.
         self._plain = self._plain_port(line_path(address) if plain else None)
         try:
             self._zmq = ZmqPort(address)
         except BaseException:
             self._close_plain()
-            self._readiness.close()
+            if loop is None:
+                self._loop.close()
             raise
         self._readiness.add(self._zmq.descriptor, self._zmq.told)
-        self._wake_read, self._wake_write = os.pipe()
-        self._readiness.add(self._wake_read, _nothing)
+        self._loop.add(self)
 
     def _plain_port(self, path: str | None) -> PlainPort | None:
         with contextlib.suppress(OSError):  # too long for a Unix socket, say: then clients use ZMQ
@@ -101,38 +98,50 @@ class SocketServer:
             del self._attended[descriptor]
             self._readiness.remove(descriptor)
 
-    def stop(self) -> None:
-        """Make ``serve`` return; from any thread, or a signal handler."""
-        self._stopping = True
-        with self._lock:  # else the serving thread might close between the look and the word
-            if not self._closed:
-                os.write(self._wake_write, b"x")
+    # ---- serving ----
+
+    def open(self, handler: Handler) -> None:
+        """Who answers; the loop may run from then on."""
+        self._handler = handler
 
     def serve(self, handler: Handler) -> None:
-        """Answer until ``stop``, then close everything."""
-        self._handler = handler
-        try:
-            while not self._stopping:
-                self._turn(handler)
-        finally:
-            self.close()
+        """Answer until ``stop``, then close everything of the loop."""
+        self.open(handler)
+        self._loop.run()
 
-    def _turn(self, handler: Handler) -> None:
-        deadline = handler.next_deadline()
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        for act, ready in self._readiness.wait(0.0 if self._zmq.unread() else timeout_s):
-            act(ready)
-        self._take_from_zmq(handler)
-        if deadline is not None and deadline <= (now := time.monotonic()):
-            self._send(handler.expire(now))
+    def stop(self) -> None:
+        """Make ``serve`` return; from any thread, or a signal handler."""
+        self._loop.stop()
 
-    def _take_from_zmq(self, handler: Handler) -> None:
+    def next_deadline(self) -> float | None:
+        return None if self._handler is None else self._handler.next_deadline()
+
+    def expire(self, now: float) -> None:
+        if self._handler is not None:
+            self._send(self._handler.expire(now))
+
+    def unread(self) -> bool:
+        return self._zmq.unread()
+
+    def take(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):
             if not self._zmq.unread():
                 return
             request = self._zmq.receive()
             if request is not None:
-                self._send(handler.handle(*request, time.monotonic()))
+                self._deliver(*request)
+
+    def ask(self, client: str, header: bytes, frames: Sequence[Buffer] = ()) -> Reply | None:
+        """A request from within the serving thread: its answer, None when it is parked, which then gets none."""
+        assert self._handler is not None
+        inside, own = Envelope(client, 0, self), None
+        views = [memoryview(frame) for frame in frames]
+        for answer in self._handler.handle(inside, header, views, time.monotonic()):
+            if answer.envelope is inside:
+                own = Reply(answer.header, [memoryview(frame) for frame in answer.frames])
+            else:
+                self._send([answer])
+        return own
 
     def _deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         assert self._handler is not None  # connections are read from while serving only
@@ -141,7 +150,10 @@ class SocketServer:
     def _send(self, answers: Iterable[Outgoing]) -> None:
         for answer in answers:
             route = answer.envelope.route
-            (route if isinstance(route, Connection) else self._zmq).send(answer)
+            if isinstance(route, Connection):
+                route.send(answer)
+            elif route is not self:  # else nobody waits for it any more
+                self._zmq.send(answer)
 
     def at_close(self, act: Callable[[], None]) -> None:
         """Do this when everything is closed, in the thread that serves, while ``attend`` still works."""
@@ -152,11 +164,10 @@ class SocketServer:
             self._plain.close()
 
     def close(self) -> None:
-        """Close everything, in the thread that served or instead of serving. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        """Close everything of the loop, in the thread that served or instead of serving. Idempotent."""
+        self._loop.close()
+
+    def release(self) -> None:
         for act in self._last_acts:
             act()
         for descriptor in self._watched:
@@ -164,11 +175,5 @@ class SocketServer:
         self._watched.clear()
         self._attended.clear()
         self._close_plain()
-        self._readiness.close()
+        self._readiness.remove(self._zmq.descriptor)
         self._zmq.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-
-
-def _nothing(_: int) -> None:
-    """To be woken is enough."""

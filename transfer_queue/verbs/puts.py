@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
@@ -16,7 +17,9 @@ from transfer_queue.metadata_wire import check_tags, to_specs
 from transfer_queue.reservations import Reservations
 from transfer_queue.storage.base import Update
 from transfer_queue.verbs.line import Line
+from transfer_queue.verbs.new_samples import Aside, NewSamples
 
+R = TypeVar("R")
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -79,35 +82,54 @@ class Puts(Line):
         count = rows.batch_size[0]
         if not count:
             raise InvalidRequestError("put got 0 rows; there is nothing to store.")
-        # A parser runs once: its put must not be tried with a reservation that may be void.
-        ahead = self._reservations.take(partition, count) if parser is None else None
+        if parser is not None:  # which runs once: its put must not be tried with a reservation that may be void
+            return await self._put_parsed(rows, partition, parser, tags)
+        schema = extract_field_schema(rows)
+        specs = to_specs(schema)
+        new = NewSamples(partition, rows, specs, schema, tags)
+        prepare = partial(self.storage_manager.prepared, rows)
+        ahead = self._reservations.take(partition, count)
         if ahead is not None:
             try:
-                return await self._put_reserved(rows, partition, None, ahead, tags)
+                return await self._put_reserved(new, ahead, Aside(prepare))
             except (SampleClearedError, UnknownPartitionError):
                 pass  # the partition was cleared or sealed since, and the reservation with it
-        await self.cancel(partition, self._reservations.drop(partition))
-        specs = to_specs(extract_field_schema(rows)) if parser is None else {}
-        wait_s = await self.put_timeout_s()
-        reserved = await self.session.ask(p.Reserve, p.Reserved, partition, count, specs, wait_s, wait_s=wait_s)
-        indexes = p.unpack_indexes(reserved.indexes).tolist()
-        return await self._put_reserved(rows, partition, parser, indexes, tags)
+        prepared = Aside(prepare)
+        indexes = await self._reserve(partition, count, specs, prepared)
+        return await self._put_reserved(new, indexes, prepared)
 
-    async def _put_reserved(
-        self,
-        rows: TensorDict,
-        partition: str,
-        parser: DataParser | None,
-        indexes: list[int],
-        tags: Sequence[Mapping[str, Any]] | None,
+    async def _reserve(
+        self, partition: str, count: int, specs: dict[str, p.FieldSpec], meanwhile: Callable[[], None] | None = None
+    ) -> list[int]:
+        await self.cancel(partition, self._reservations.drop(partition))
+        wait_s = await self.put_timeout_s()
+        request = self.session.message(p.Reserve, partition, count, specs, wait_s)
+        reserved = await self.session.send(request, p.Reserved, wait_s, meanwhile)
+        indexes: list[int] = p.unpack_indexes(reserved.indexes).tolist()
+        return indexes
+
+    async def _put_reserved(self, new: NewSamples, indexes: list[int], prepared: Aside[Any]) -> BatchMeta:
+        wish = self._reservations.wish(new.partition, len(indexes))
+        message = self._publication(new.partition, indexes, new.specs, new.tags_of(indexes), wish)
+        described = Aside(lambda: new.described(indexes))
+        try:
+            telling = p.encode(message)
+            storing = self.storage_manager.put_and_tell(prepared.result(), indexes, telling, described)
+            await self._publish(message, await self._told(message, storing))
+        except BaseException:
+            await self.cancel(new.partition, indexes)
+            raise
+        return described.result()
+
+    async def _put_parsed(
+        self, rows: TensorDict, partition: str, parser: DataParser, tags: Sequence[Mapping[str, Any]] | None
     ) -> BatchMeta:
+        indexes = await self._reserve(partition, rows.batch_size[0], {})
         meta = BatchMeta(indexes, [partition] * len(indexes))
         meta.update_custom_meta(tags)
-        changed = meta.changed_custom_meta()
-        wish = self._reservations.wish(partition, len(indexes))
         try:
             meta.add_fields(await self.storage_manager.put_data(rows, meta, parser))
-            await self._publish(meta, changed, wish)
+            await self._publish(self._publication_of(meta, meta.changed_custom_meta()))
             meta.mark_custom_meta_clean()
         except BaseException:
             await self.cancel(partition, indexes)
@@ -134,12 +156,15 @@ class Puts(Line):
             data, target = rows[real], meta.select_samples(real)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
         bare.add_fields(data)
+        messages = self._publications(bare, tags)
         try:
-            update = await self._update(data, target, bare, parser)
+            update = await self._update(data, target, bare, parser, messages)
             try:
-                bare.add_fields(update.stored)
-                for part in bare.chunk_by_partition():
-                    await self._publish_update(update, part, tags)
+                if parser is not None:
+                    bare.add_fields(update.stored)
+                    messages = self._publications(bare, tags)
+                for message in messages:
+                    await self._publish_update(update, message)
             finally:
                 update.settle()
         except BaseException:
@@ -149,12 +174,23 @@ class Puts(Line):
         meta.mark_custom_meta_clean()
         return meta
 
-    async def _update(self, data: TensorDict, target: BatchMeta, bare: BatchMeta, parser: DataParser | None) -> Update:
+    async def _update(
+        self,
+        data: TensorDict,
+        target: BatchMeta,
+        bare: BatchMeta,
+        parser: DataParser | None,
+        messages: Sequence[p.Publish],
+    ) -> Update:
         """Write the values; they are visible once published."""
         storage = self.storage_manager
         if parser is None and not set(bare.field_names) & set(target.field_names):
             # Fields that nobody has put so far replace nothing, so a refusal can wait for the publish.
-            update = await storage.update_data(data, target, absent=True)
+            if len(messages) == 1:
+                told = p.encode(messages[0])
+                update = await self._told(messages[0], storage.update_data(data, target, absent=True, message=told))
+            else:
+                update = await storage.update_data(data, target, absent=True)
             if update is not None:
                 return update
         for part in bare.chunk_by_partition():
@@ -163,12 +199,12 @@ class Puts(Line):
         assert update is not None
         return update
 
-    async def _publish_update(self, update: Update, part: BatchMeta, tags: Mapping[int, Mapping[str, Any]]) -> None:
+    async def _publish_update(self, update: Update, message: p.Publish) -> None:
         try:
-            await self._publish(part, {index: tags[index] for index in part.global_indexes if index in tags})
+            await self._publish(message, update.said)
         except (InvalidRequestError, SampleClearedError):
             if update.absent:  # else what it replaced is gone, and values of the wrong kind are better than none
-                await update.take_back(part.global_indexes)
+                await update.take_back(p.unpack_indexes(message.indexes).tolist())
             raise
 
     async def _check(self, part: BatchMeta) -> None:
@@ -184,16 +220,47 @@ class Puts(Line):
 
     # ---- publish ----
 
-    async def _publish(self, part: BatchMeta, tags: Mapping[int, Mapping[str, Any]], reserve_next: int = 0) -> None:
-        """Make the fields in ``part``'s schema visible; all of its samples are of one partition."""
-        partition, indexes = part.partition_ids[0], p.pack_indexes(part.global_indexes)
-        specs = to_specs(part.field_schema)
+    def _publications(self, bare: BatchMeta, tags: Mapping[int, Mapping[str, Any]]) -> list[p.Publish]:
+        """One per partition."""
+        return [
+            self._publication_of(part, {index: tags[index] for index in part.global_indexes if index in tags})
+            for part in bare.chunk_by_partition()
+        ]
+
+    def _publication_of(self, part: BatchMeta, tags: Mapping[int, Mapping[str, Any]]) -> p.Publish:
+        """Of the fields in ``part``'s schema; all of its samples are of one partition."""
+        return self._publication(part.partition_ids[0], part.global_indexes, to_specs(part.field_schema), tags)
+
+    def _publication(
+        self,
+        partition: str,
+        indexes: Sequence[int],
+        specs: Mapping[str, p.FieldSpec],
+        tags: Mapping[int, Mapping[str, Any]],
+        reserve_next: int = 0,
+    ) -> p.Publish:
+        """Makes these fields of these samples visible."""
+        return self.session.message(p.Publish, partition, p.pack_indexes(indexes), specs, tags, reserve_next)
+
+    async def _told(self, message: p.Publish, storing: Awaitable[R]) -> R:
+        """What the storage does, which tells the controller this message by the way."""
         try:
-            published = await self.session.ask(p.Publish, p.Published, partition, indexes, specs, tags, reserve_next)
-        except (SampleClearedError, UnknownPartitionError, asyncio.CancelledError):
-            await self.drop_orphans(partition, part.global_indexes)
+            return await storing
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            await self.session.withdraw(message)
             raise
-        old = self._reservations.keep(partition, p.unpack_indexes(published.indexes).tolist())
+
+    async def _publish(self, message: p.Publish, said: bytes = b"") -> None:
+        """``said``: what the controller answered already, if it was told."""
+        try:
+            if said:
+                published = self.session.read(said, message, p.Published)
+            else:
+                published = await self.session.send(message, p.Published)
+        except (SampleClearedError, UnknownPartitionError, asyncio.CancelledError):
+            await self.drop_orphans(message.partition, p.unpack_indexes(message.indexes).tolist())
+            raise
+        old = self._reservations.keep(message.partition, p.unpack_indexes(published.indexes).tolist())
         for name, given_up in old.items():
             await self.cancel(name, given_up)
 

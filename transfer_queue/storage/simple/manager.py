@@ -46,15 +46,28 @@ from transfer_queue.transport.modes import is_blocking
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+
+def _nothing() -> None:
+    """To do while an answer is awaited."""
+
+
 Shares: TypeAlias = list[tuple[int, IntArray]]
 
 ROUTING_RUN = 64
 """Neighbouring indexes share a unit in runs of this many: a put is cut into few slices, yet spreads over all units."""
+LONG_RUN = 1024
+"""The same where spreading gains nothing: units that share a process, and memory without a limit of its own."""
 
 
-def unit_of(indexes: IntArray, num_units: int) -> IntArray:
-    """Which unit holds each index. Every process must answer the same, so it depends on nothing else."""
-    return (indexes // ROUTING_RUN) % num_units
+def unit_of(indexes: IntArray, num_units: int, run: int = ROUTING_RUN) -> IntArray:
+    """Which unit holds each index. Every process must answer the same: the configuration decides, nothing else."""
+    return (indexes // run) % num_units
+
+
+def routing_run(units: Sequence[Peer], capacity_bytes: int | None) -> int:
+    """How many neighbouring indexes share a unit."""
+    together = units[0].pid is not None and len({(unit.pid, unit.pid_namespace) for unit in units}) == 1
+    return LONG_RUN if together and capacity_bytes is None else ROUTING_RUN
 
 
 class SimpleStorageManager(StorageManager):
@@ -71,6 +84,7 @@ class SimpleStorageManager(StorageManager):
         self._links = [UnitLink(unit, bool(config.get("arena", True))) for unit in units]
         if not self._links:
             raise ConfigError("SimpleStorage has no storage units: start at least one")
+        self._run = routing_run(units, config.get("capacity_bytes"))
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = float(config.get("put_timeout_s", 60.0))
@@ -85,18 +99,36 @@ class SimpleStorageManager(StorageManager):
         later. When a unit refuses, what the others took stays there until it is cleared (``clear_rows``).
         """
         data, indexes, sources = await self._prepared(data, metadata, data_parser)
-        await self._write(indexes, sources, Terms(self._put_timeout_s, self._inline_nbytes))
+        await self._write(indexes, sources, self._terms())
         return data
 
+    def prepared(self, data: TensorDict) -> Any:
+        from transfer_queue.storage import columns
+
+        return columns.num_rows(data), columns.sources(data, self._allow_pickle)
+
+    async def put_and_tell(
+        self, prepared: Any, indexes: Sequence[int], message: bytes, meanwhile: Callable[[], None]
+    ) -> bytes:
+        rows, sources = prepared
+        self._check_rows(rows, len(indexes))
+        _, said = await self._write(_as_indexes(indexes), sources, self._terms(then=message), meanwhile)
+        return said
+
     async def update_data(
-        self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None, absent: bool = False
+        self,
+        data: TensorDict,
+        metadata: HasRows,
+        data_parser: DataParser | None = None,
+        absent: bool = False,
+        message: bytes = b"",
     ) -> Update | None:
         data, indexes, sources = await self._prepared(data, metadata, data_parser)
         units = [unit for unit, _ in self._shares(indexes)]
         update = UnitUpdate(data, absent, next(self._numbers), units, self)
-        terms = Terms(self._put_timeout_s, self._inline_nbytes, update.number, absent)
         try:
-            if await self._write(indexes, sources, terms):
+            written, update.said = await self._write(indexes, sources, self._terms(update.number, absent, message))
+            if written:
                 return update
         except BaseException:
             await update.abandon(metadata.global_indexes)
@@ -173,7 +205,7 @@ class SimpleStorageManager(StorageManager):
         from transfer_queue.storage.sources import BytesSource
 
         sources = {name: BytesSource(piece) for name, piece in pieces.items()}
-        await self._write(_as_indexes(indexes), sources, Terms(self._put_timeout_s, self._inline_nbytes))
+        await self._write(_as_indexes(indexes), sources, self._terms())
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         names = None if fields is None else sorted(set(fields))
@@ -192,12 +224,21 @@ class SimpleStorageManager(StorageManager):
         for link in self._links:
             link.close()
 
-    async def _write(self, indexes: IntArray, sources: Sources, terms: Terms) -> bool:
-        """False: a unit holds a value where there must be none; other units may have stored their share."""
+    def _terms(self, number: int = 0, absent: bool = False, then: bytes = b"") -> Terms:
+        return Terms(self._put_timeout_s, self._inline_nbytes, number, absent, then)
+
+    async def _write(
+        self, indexes: IntArray, sources: Sources, terms: Terms, meanwhile: Callable[[], None] = _nothing
+    ) -> tuple[bool, bytes]:
+        """(written, what the controller said). False: see ``SpreadPut.carry_out``."""
         if not sources or not len(indexes):
-            return True
+            meanwhile()
+            return True, b""
         shares = [(self._links[unit], at) for unit, at in self._shares(indexes)]
-        return await SpreadPut(self.caller, shares, indexes, sources, terms, self._timeout_s).carry_out()
+        if len(shares) > 1:
+            terms = terms._replace(then=b"")
+        put = SpreadPut(self.caller, shares, indexes, sources, terms, self._timeout_s, meanwhile)
+        return await put.carry_out(), put.said
 
     def settle(self, number: int, units: Iterable[int]) -> None:
         """An open write of this number, to these units, needs to be remembered no more."""
@@ -224,7 +265,7 @@ class SimpleStorageManager(StorageManager):
 
     def _shares(self, indexes: IntArray) -> Shares:
         """(unit, positions in ``indexes`` that are its own), units without any left out."""
-        return groups(unit_of(indexes, len(self._links)))
+        return groups(unit_of(indexes, len(self._links), self._run))
 
     async def _ask(self, asks: Iterable[tuple[int, Request]]) -> list[tuple[Answer, list[memoryview]]]:
         calls = [Call(self._links[unit].peer, encode(request)) for unit, request in asks]

@@ -74,6 +74,8 @@ class Write(Message, frozen=True):
     Onto samples that others may know already: ``number`` (positive, of the client's choice) marks the write as open,
     so that it can be taken back, until the client names it as ``settled``; ``absent``: refuse it when a value is there.
 
+    ``then``: when it is kept, tell the controller this in the client's name, where one of its servers is near.
+
     ``attempt`` (positive, never used twice) names this message. Those that are ``given_up`` must have no effect from
     now on, also where they arrive only later: they were sent over other lines.
     """
@@ -90,12 +92,17 @@ class Write(Message, frozen=True):
     settled: list[int] = []
     attempt: int = 0
     given_up: list[int] = []
+    then: bytes = b""
 
 
 class Written(Message, frozen=True):
-    """The write is whole; readers see it from now on. ``ahead``: where the next one may be written, -1 nowhere."""
+    """The write is whole; readers see it from now on. ``ahead``: where the next one may be written, -1 nowhere.
+
+    ``said``: what the controller answered to ``then``; empty: it wasn't told.
+    """
 
     ahead: int = -1
+    said: bytes = b""
 
 
 class Present(Message, frozen=True):

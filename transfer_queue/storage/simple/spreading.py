@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from transfer_queue.errors import from_wire
 from transfer_queue.storage.pieces import IntArray, Piece
@@ -37,14 +37,19 @@ class SpreadPut:
         sources: Sources,
         terms: Terms,
         timeout_s: float,
+        meanwhile: Callable[[], None],
     ) -> None:
-        """``shares``: (unit, positions in ``indexes``), units in the order of the configuration."""
+        """Args:
+        shares: (unit, positions in ``indexes``), units in the order of the configuration.
+        meanwhile: Done once, when the units have something to do.
+        """
         self._caller = caller
         self._shares = shares
         self._indexes = indexes
         self._sources = sources
         self._terms = terms
         self._timeout_s = timeout_s
+        self._meanwhile = [meanwhile]
         self._writes: list[UnitWrite] = []
         self._pieces: dict[str, Piece] = {}
 
@@ -88,6 +93,11 @@ class SpreadPut:
         self._writes = []
         for link, at in self._shares:
             self._writes.append(UnitWrite(link, self._indexes, at, self._sources, self._terms))
+
+    @property
+    def said(self) -> bytes:
+        """What the controller answered to what should be told it then; empty: it wasn't told."""
+        return self._writes[0].said
 
     def _give_up(self) -> None:
         for write in self._writes:
@@ -135,6 +145,8 @@ class SpreadPut:
                 made = []
         copies.finish()
         yield from made
+        while self._meanwhile:
+            self._meanwhile.pop()()
 
     async def _ask(self, calls: Iterable[Call]) -> list[Answer]:
         """Answers, among them of failures only that there was no room yet."""

@@ -44,6 +44,8 @@ from transfer_queue.storage.simple.parts import unpack_parts
 from transfer_queue.storage.simple.words import BEGIN, unpack_word
 from transfer_queue.transport.base import Envelope, Outgoing
 
+Tell = Callable[[str, bytes], bytes]
+
 INLINE_NBYTES = 64 * 1024
 """Values of at most so many bytes travel in the message: cheaper than to lease, or to pin, memory for them."""
 
@@ -62,10 +64,15 @@ class StorageUnit:
         capacity_bytes: int | None = None,
         arena: Arena | None = None,
         inline_nbytes: int = INLINE_NBYTES,
+        tell: Tell | None = None,
     ) -> None:
-        """``capacity_bytes``: what all values together may take; None is unlimited. Without an arena all is frames."""
+        """``capacity_bytes``: what all values together may take; None is unlimited. Without an arena all is frames.
+
+        ``tell``: hands a client's message to a controller that is served by the same thread, and returns its answer.
+        """
         self.name = name
         self._inline_nbytes = inline_nbytes
+        self._tell = tell
         self._capacity = capacity_bytes
         self._arena = arena
         self._store = BlockStore(self._allocate)
@@ -301,7 +308,9 @@ class StorageUnit:
             return [_answer(envelope, Present())]
         self._store.write(indexes, parts, self._open_writes.begin(envelope.client, request))
         self._squeeze()
-        return [_answer(envelope, Written(self._ahead(request, now)))]
+        ahead = self._ahead(request, now)
+        said = self._tell(envelope.client, request.then) if self._tell is not None and request.then else b""
+        return [_answer(envelope, Written(ahead, said))]
 
     def _give_up(self, client: str, attempts: list[int]) -> None:
         """``_let_in`` must follow."""

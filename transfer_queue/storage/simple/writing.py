@@ -36,12 +36,16 @@ _attempts = itertools.count(1)
 
 
 class Terms(NamedTuple):
-    """See ``Write``: the same for all units that a put touches. ``wait_s``: how long it may wait, for all of them."""
+    """See ``Write``: the same for all units that a put touches. ``wait_s``: how long it may wait, for all of them.
+
+    ``then``: only where it touches one, for all of it must be stored by then.
+    """
 
     wait_s: float
     inline_nbytes: int
     number: int = 0
     absent: bool = False
+    then: bytes = b""
 
 
 class UnitWrite:
@@ -70,6 +74,8 @@ class UnitWrite:
         self._sizes = self._placed_sizes()
         self._total = sum(map(whole_pages, self._sizes.values()))
         self.is_written = False
+        self.said = b""
+        """What the controller answered, if it was told."""
 
     def _placed_sizes(self) -> dict[str, int]:
         """Fields that the arena takes, with their bytes; none where frames are cheaper, or all there is."""
@@ -131,7 +137,7 @@ class UnitWrite:
         self._news = news
         write = Write(
             self._indexes, packer.parts, packer.tables, wait_s, lease, hold, ahead, terms.number, terms.absent,
-            news.settled, self._attempt, news.given_up,
+            news.settled, self._attempt, news.given_up, terms.then,
         )  # fmt: skip
         return write, packer.frames
 
@@ -146,7 +152,7 @@ class UnitWrite:
             self._link.keep_ahead(Place(self._next[0], answer.ahead, self._next[1]), self._sent)
         self._next = None
         self._detach()
-        self.is_written = True
+        self.is_written, self.said = True, answer.said
         return True
 
     def refused(self) -> None:
