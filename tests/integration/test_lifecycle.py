@@ -142,24 +142,34 @@ def test_what_one_process_writes_needs_no_close(start, script):
     )
 
 
-def own_a_queue(in_thread: bool, up: Any) -> None:
+CONTROLLERS = {  # how the servers are run, and how many processes of their own they have
+    "all in a process": ("one", False, 1),
+    "a process each": ("each", False, 3),
+    "controller in a thread": ("one", True, 1),
+    "controller in a thread, units in a process each": ("each", True, 2),
+}
+
+
+def own_a_queue(processes: str, in_thread: bool, up: Any) -> None:
     class Local(tq.SequentialSampler):
         """Can't be imported elsewhere, so the controller stays in this process."""
 
-    tq.init({"controller": {"sampler": Local()}} if in_thread else None)
+    tq.init({"server_processes": processes, "controller": {"sampler": Local() if in_thread else "SequentialSampler"}})
     up.set()
     signal.pause()
 
 
-@pytest.mark.parametrize("in_thread", [False, True], ids=["controller in a process", "controller in a thread"])
+@pytest.mark.parametrize(("processes", "in_thread", "number_of_them"), CONTROLLERS.values(), ids=CONTROLLERS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_an_owner_that_is_ended_leaves_no_process_and_no_directory(own_temporary_directory, fork, number, in_thread):
+def test_an_owner_that_is_ended_leaves_no_process_and_no_directory(
+    own_temporary_directory, fork, number, processes, in_thread, number_of_them
+):
     up = multiprocessing.get_context("fork").Event()
-    owner = fork(own_a_queue, in_thread, up)
+    owner = fork(own_a_queue, processes, in_thread, up)
     assert up.wait(JOIN_S)
     children = [os.pidfd_open(child.pid) for child in own_processes(owner.pid)]
     os.kill(owner.pid, number)
-    assert len(children) == (2 if in_thread else 3)
+    assert len(children) == number_of_them
     for child in children:
         assert select.select([child], [], [], JOIN_S)[0] == [child]  # readable: it has ended
         os.close(child)
@@ -167,9 +177,10 @@ def test_an_owner_that_is_ended_leaves_no_process_and_no_directory(own_temporary
     assert list(own_temporary_directory.glob("tq-*")) == []
 
 
-def test_a_shutdown_that_reaches_all_processes_at_once_leaves_no_directory(own_temporary_directory, fork):
+@pytest.mark.parametrize("processes", ["one", "each"])
+def test_a_shutdown_that_reaches_all_processes_at_once_leaves_no_directory(own_temporary_directory, fork, processes):
     up = multiprocessing.get_context("fork").Event()
-    owner = fork(own_a_queue, False, up)
+    owner = fork(own_a_queue, processes, False, up)
     assert up.wait(JOIN_S)
     children = [(child.pid, os.pidfd_open(child.pid)) for child in own_processes(owner.pid)]
     for pid in (*(pid for pid, _ in children), owner.pid):
@@ -379,11 +390,12 @@ def test_a_sampler_of_a_module_is_named_by_path(start, tmp_path, monkeypatch):
     ids=["object", "class", "name"],  # not the object's address, which is another in each process that collects
 )
 def test_built_in_samplers_may_be_given_as_object_class_or_name(start, sampler):
-    start(OmegaConf.create({"controller": {"sampler": sampler}}, flags={"allow_objects": True}))
+    conf = start(OmegaConf.create({"controller": {"sampler": sampler}}, flags={"allow_objects": True}))
     client = tq.get_client()
     client.put(rows(a=torch.arange(4)), partition_id="p")
     assert client.get_meta(["a"], 2, "p", task_name="t").size == 2
-    assert len(servers()) == 3
+    assert len(servers()) == 1  # the controller is there, not in this process
+    assert conf.controller.zmq_info.pid == servers()[0].pid
 
 
 def test_the_environment_reaches_the_controller_and_the_fetch(start, monkeypatch):

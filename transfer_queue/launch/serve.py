@@ -82,7 +82,7 @@ def _controller(orders: Mapping[str, Any], servers: Mapping[str, SocketServer]) 
     conf = orders["conf"]
     plane = ControlPlane(plane_config(conf, orders["sampler"], orders["preallocate"]))
     # Units of this very loop can't answer while the controller waits for them.
-    inside = InsideCaller("controller", servers) if len(servers) > 1 else None
+    inside = InsideCaller("controller", servers.values()) if len(servers) > 1 else None
     controller = TransferQueueController(plane, conf, stored_values(conf, inside))
     controller.watch = servers[Role.CONTROLLER.value].watch
     return controller

@@ -20,7 +20,7 @@ from transfer_queue.transport.modes import run_blocking
 
 
 def config(num_units: int, **more) -> dict:
-    return {"units": [{"name": f"u{n}", "address": f"inproc://u{n}", "pid": 7} for n in range(num_units)], **more}
+    return {"units": [{"name": f"u{n}", "address": f"inproc://u{n}", "pid": 7 + n} for n in range(num_units)], **more}
 
 
 class Notebook:
@@ -54,7 +54,7 @@ def put_rows(num_rows: int) -> tuple[list, float]:
 def test_a_put_is_one_message_per_unit_touched_all_sent_at_once_and_none_of_them_waits_for_room():
     calls, timeout_s = put_rows(100)
     assert ([call.peer for call in calls], timeout_s) == (
-        [Peer("u0", "inproc://u0", 7), Peer("u1", "inproc://u1", 7)],
+        [Peer("u0", "inproc://u0", 7), Peer("u1", "inproc://u1", 8)],
         7.0,
     )
     writes = [decode_request(call.header) for call in calls]
