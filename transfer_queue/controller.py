@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,10 +18,11 @@ from transfer_queue.control.state import PlaneConfig
 from transfer_queue.errors import ProtocolError, TransferQueueError, to_wire
 from transfer_queue.sampler.registry import resolve
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.transport.base import Envelope, Outgoing
+from transfer_queue.transport.base import Buffer, Envelope, Outgoing
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
+ValuesOf = Callable[[str, bytes, bytes], Sequence[Buffer]]
 Watch = Callable[[int, int | None, Callable[[float], Iterable[Outgoing]]], Callable[[], None]]
 _CLEARED_NBYTES = 256 * 1024
 _log = get_logger(__name__)
@@ -42,12 +43,23 @@ def plane_config(conf: Mapping[str, Any], sampler: Any, preallocate: int) -> Pla
 class TransferQueueController:
     """Decodes requests, lets the plane decide, encodes its replies; a transport ``Handler``."""
 
-    def __init__(self, plane: ControlPlane, conf: Mapping[str, Any], values: StorageManager | None = None) -> None:
-        """``values``: where nothing must stay of what a vanished writer stored and did not publish."""
+    def __init__(
+        self,
+        plane: ControlPlane,
+        conf: Mapping[str, Any],
+        values: StorageManager | None = None,
+        values_of: ValuesOf | None = None,
+    ) -> None:
+        """Args:
+        values: Where nothing must stay of what a vanished writer stored and did not publish.
+        values_of: Called with client, indexes and wish where a fetch came with a wish; gives the answer's frames.
+        """
         self.plane = plane
         self._welcome = json.dumps(conf).encode()
         self._values = values
+        self._values_of = values_of
         self._waiting: dict[tuple[str, int], Envelope] = {}
+        self._wishes: dict[tuple[str, int], bytes] = {}
         self._clients: dict[str, Callable[[], None]] = {}  # and what stops watching its process
         self._cleared: dict[str, deque[bytes]] = {}
         self.watch: Watch | None = None
@@ -60,12 +72,15 @@ class TransferQueueController:
             code, text = to_wire(ProtocolError(f"the controller can't read this request: {error}"))
             return [Outgoing(envelope, p.encode(p.Failed(0, code, text)))]
         self._waiting[envelope.client, request.id] = envelope
+        if frames and self._values_of is not None:
+            self._wishes[envelope.client, request.id] = bytes(frames[0])
         try:
             if isinstance(request, p.Hello):
                 return self._welcome_client(envelope, request)
             replies = self.plane.handle(envelope.client, request, now)
             if isinstance(request, p.Withdraw):
                 self._waiting.pop((envelope.client, request.request), None)
+                self._wishes.pop((envelope.client, request.request), None)
             if isinstance(request, p.Goodbye):
                 return [*self._outgoing(replies), *self._forget(envelope.client, now, died=False)]
         except Exception as error:  # the one place: a bug of ours must not take the queue down
@@ -84,8 +99,9 @@ class TransferQueueController:
 
     def _forget(self, client: str, now: float, died: bool) -> list[Outgoing]:
         self._clients.pop(client, _nothing)()
-        for key in [key for key in self._waiting if key[0] == client]:
-            del self._waiting[key]
+        for known in (self._waiting, self._wishes):
+            for key in [key for key in known if key[0] == client]:
+                del known[key]
         replies = self.plane.client_gone(client, now, died=died)
         self._drop_orphans(client)
         return self._outgoing(replies)
@@ -128,9 +144,21 @@ class TransferQueueController:
             if isinstance(reply, p.Cleared) and client in self._clients:
                 self._remember_cleared(client, reply.indexes)
             envelope = self._waiting.pop((client, reply.id), None)
+            wish = self._wishes.pop((client, reply.id), None) if self._wishes else None
             if envelope is not None:
-                answers.append(Outgoing(envelope, p.encode(reply)))
+                frames = self._granted(client, reply, wish) if wish is not None else ()
+                answers.append(Outgoing(envelope, p.encode(reply), frames))
         return answers
+
+    def _granted(self, client: str, reply: p.Reply, wish: bytes) -> Sequence[Buffer]:
+        """Values beside the answer."""
+        if not isinstance(reply, p.Batch) or self._values_of is None:
+            return ()
+        try:
+            return self._values_of(client, reply.indexes, wish)
+        except TransferQueueError as error:  # no wish of ours
+            _log.debug("values for client %s could not be read: %s", client, error)
+            return ()
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
-from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.base import Buffer, Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.processes import pid_namespace
@@ -80,7 +80,7 @@ class Session:
             # A process that just ends has left on purpose: without a goodbye it would count as a dead producer.
             self._farewell = Finalize(None, _leave, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
         hello = p.Hello(next(self._ids), os.getpid(), pid_namespace())
-        welcome = await self._exchange(hello, p.Welcome, _HELLO_TIMEOUT_S)
+        welcome, _ = await self._exchange(hello, p.Welcome, _HELLO_TIMEOUT_S)
         config = json.loads(welcome.config)
         self.timeout_s = float(config["client"]["timeout_s"])
         self._config = config
@@ -103,9 +103,20 @@ class Session:
         self, message: p.Request, expected: type[R], wait_s: float = 0.0, meanwhile: Callable[[], None] | None = None
     ) -> R:
         """See ``ask``. ``meanwhile`` is done while the answer is awaited, and must not raise."""
+        return (await self.send_beside((), message, expected, wait_s, meanwhile))[0]
+
+    async def send_beside(
+        self,
+        frames: Sequence[Buffer],
+        message: p.Request,
+        expected: type[R],
+        wait_s: float = 0.0,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[R, list[memoryview]]:
+        """See ``ask``: what travels beside the request, and what came beside the reply."""
         await self.config()
         try:
-            return await self._exchange(message, expected, self.timeout_s + wait_s, meanwhile)
+            return await self._exchange(message, expected, self.timeout_s + wait_s, meanwhile, frames)
         except (asyncio.CancelledError, KeyboardInterrupt):
             if wait_s or isinstance(message, _HOLDING):  # it may be parked, or hold something for nobody now
                 await self.withdraw(message)
@@ -120,11 +131,16 @@ class Session:
             await self._exchange(request, p.Done, _LAST_WORDS_TIMEOUT_S)
 
     async def _exchange(
-        self, request: p.Request, expected: type[R], timeout_s: float, meanwhile: Callable[[], None] | None = None
-    ) -> R:
-        call = Call(self.controller, p.encode(request))
+        self,
+        request: p.Request,
+        expected: type[R],
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None = None,
+        frames: Sequence[Buffer] = (),
+    ) -> tuple[R, list[memoryview]]:
+        call = Call(self.controller, p.encode(request), frames)
         replies = await self.caller.call_many([call] if meanwhile is None else _then(call, meanwhile), timeout_s)
-        return self.read(replies[0].header, request, expected)
+        return self.read(replies[0].header, request, expected), replies[0].frames
 
     def read(self, answer: bytes, request: p.Request, expected: type[R]) -> R:
         """The controller's answer to this request; raises what ``ask`` raises."""

@@ -14,7 +14,6 @@ from transfer_queue.client import TransferQueueClient, explain
 from transfer_queue.config import environment_number
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.metadata_wire import to_meta
 from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
@@ -125,7 +124,7 @@ class BatchFetcher:
             config["pass_start"] = spec.pass_start
         if spec.begun is not None and batch_index == spec.begun[0]:
             config["skip"] = spec.begun[1]
-        reply = self._client.fetch(
+        reply = self._client.fetch_batch(
             spec.data_fields,
             spec.batch_size,
             self._partition,
@@ -136,9 +135,8 @@ class BatchFetcher:
         )
         if isinstance(reply, p.NotReady):
             return reply
-        meta = to_meta(reply)
-        self._last = meta.token
-        return self._client.get_data(meta), meta
+        self._last = reply[1].token
+        return reply
 
     def _try_custom(self, fetch: Callable[[tuple[Any, ...]], Any], batch_index: int) -> tuple[Any, BatchMeta] | None:
         spec = self._spec

@@ -77,13 +77,18 @@ def _stop_at_sigterm(loop: ServingLoop) -> None:
 def _controller(orders: Mapping[str, Any], servers: Mapping[str, SocketServer]) -> Any:
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.controller import TransferQueueController, plane_config
+    from transfer_queue.storage.settings import storage_settings
+    from transfer_queue.storage.simple.near import NearValues
+    from transfer_queue.storage.simple.routing import routing_run
     from transfer_queue.transport.inside import InsideCaller
 
     conf = orders["conf"]
     plane = ControlPlane(plane_config(conf, orders["sampler"], orders["preallocate"]))
+    units = [server for name, server in servers.items() if name != Role.CONTROLLER.value]
     # Units of this very loop can't answer while the controller waits for them.
-    inside = InsideCaller("controller", servers.values()) if len(servers) > 1 else None
-    controller = TransferQueueController(plane, conf, stored_values(conf, inside))
+    inside = InsideCaller("controller", units) if units else None
+    near = NearValues(units, routing_run(storage_settings(conf["backend"]["SimpleStorage"]))) if units else None
+    controller = TransferQueueController(plane, conf, stored_values(conf, inside), near)
     controller.watch = servers[Role.CONTROLLER.value].watch
     return controller
 

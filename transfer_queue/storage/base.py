@@ -63,6 +63,24 @@ class Update:
         """Forget them for these samples where nobody replaced them since. A backend that can't tell keeps them."""
 
 
+class Wish:
+    """Values of a batch that isn't known yet, asked for beside its fetch. This one of a backend that can't do that."""
+
+    message = b""
+    """What the controller is told beside the fetch; empty: nothing."""
+
+    def values(self, indexes: Sequence[int], frames: Sequence[memoryview]) -> TensorDict | None:
+        """The batch, from what came beside the controller's answer; None: read it.
+
+        Raises:
+            StorageKeyNotFoundError: a value was cleared meanwhile.
+        """
+        return None
+
+    def close(self) -> None:
+        """Whatever came has been used, or won't be."""
+
+
 class StorageManager(ABC):
     """The client's side of one backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
 
@@ -132,6 +150,10 @@ class StorageManager(ABC):
         Such values stay where they are as long as anything points at them. A backend that shares no memory copies.
         """
         return await self.get_data(metadata)
+
+    def wish(self, fields: Sequence[str]) -> Wish:
+        """See ``Wish``; ``close`` it."""
+        return Wish()
 
     @abstractmethod
     async def clear_data(self, metadata: HasRows) -> None:

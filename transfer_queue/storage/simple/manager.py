@@ -7,14 +7,13 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, from_wire
-from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, Parts, StorageManager, Update
-from transfer_queue.storage.pieces import IntArray, Piece, Positions
-from transfer_queue.storage.selection import as_run, groups
+from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, Parts, StorageManager, Update, Wish
+from transfer_queue.storage.pieces import IntArray, Piece
 from transfer_queue.storage.simple.link import News, UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
@@ -22,9 +21,7 @@ from transfer_queue.storage.simple.messages import (
     Failed,
     Forsake,
     Forsaken,
-    Read,
     Request,
-    Rows,
     Stats,
     TakeBack,
     UnitStats,
@@ -34,13 +31,13 @@ from transfer_queue.storage.simple.messages import (
     pack_indexes,
     unpack_indexes,
 )
-from transfer_queue.storage.simple.parts import unpack_parts
-from transfer_queue.storage.simple.pins import Pins
+from transfer_queue.storage.simple.reading import Reading, UnitWish
+from transfer_queue.storage.simple.routing import Shares, peers_of, routing_run, shares_of
 from transfer_queue.storage.simple.spreading import SpreadPut
 from transfer_queue.storage.simple.unit import INLINE_NBYTES
 from transfer_queue.storage.simple.updates import UnitUpdate
 from transfer_queue.storage.simple.writing import Sources, Terms
-from transfer_queue.transport.base import Call, Caller, Peer, Reply
+from transfer_queue.transport.base import Call, Caller, Reply
 from transfer_queue.transport.modes import is_blocking
 
 if TYPE_CHECKING:
@@ -51,25 +48,6 @@ def _nothing() -> None:
     """To do while an answer is awaited."""
 
 
-Shares: TypeAlias = list[tuple[int, IntArray]]
-
-ROUTING_RUN = 64
-"""Neighbouring indexes share a unit in runs of this many: a put is cut into few slices, yet spreads over all units."""
-LONG_RUN = 1024
-"""The same where spreading gains nothing: units that share a process, and memory without a limit of its own."""
-
-
-def unit_of(indexes: IntArray, num_units: int, run: int = ROUTING_RUN) -> IntArray:
-    """Which unit holds each index. Every process must answer the same: the configuration decides, nothing else."""
-    return (indexes // run) % num_units
-
-
-def routing_run(units: Sequence[Peer], capacity_bytes: int | None) -> int:
-    """How many neighbouring indexes share a unit."""
-    together = units[0].pid is not None and len({(unit.pid, unit.pid_namespace) for unit in units}) == 1
-    return LONG_RUN if together and capacity_bytes is None else ROUTING_RUN
-
-
 class SimpleStorageManager(StorageManager):
     """``config``: ``units`` [{name, address, pid, pid_namespace}] in the order all processes share, ``allow_pickle``,
     ``layout``, ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides), ``arena``
@@ -78,13 +56,11 @@ class SimpleStorageManager(StorageManager):
 
     def __init__(self, caller: Caller, config: Mapping[str, Any]) -> None:
         super().__init__(caller, config)
-        units = [
-            Peer(unit["name"], unit["address"], unit.get("pid"), unit.get("pid_namespace")) for unit in config["units"]
-        ]
+        units = peers_of(config)
         self._links = [UnitLink(unit, bool(config.get("arena", True))) for unit in units]
         if not self._links:
             raise ConfigError("SimpleStorage has no storage units: start at least one")
-        self._run = routing_run(units, config.get("capacity_bytes"))
+        self._run = routing_run(config)
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = float(config.get("put_timeout_s", 60.0))
@@ -173,33 +149,34 @@ class SimpleStorageManager(StorageManager):
         wanted, names = _as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
             return columns.unpack({}, len(wanted), layout, self._allow_pickle)
-        pins = Pins(self._links)
+        reading = Reading(self._links, names)
         try:
-            parts = await self._read(wanted, names, pins)
-            return columns.unpack(parts, len(wanted), layout, self._allow_pickle, None if copy else pins.lay)
+            parts = await self._read(wanted, reading)
+            return columns.unpack(parts, len(wanted), layout, self._allow_pickle, None if copy else reading.pins.lay)
         finally:
-            pins.use.less()
+            reading.close()
 
-    async def _read(self, wanted: IntArray, names: list[str], pins: Pins) -> dict[str, list[tuple[Positions, Piece]]]:
-        """What lies in arenas stays there as long as it is pinned."""
+    async def _read(self, wanted: IntArray, reading: Reading) -> Mapping[str, Parts]:
         shares = self._shares(wanted)
-        reads = [(unit, Read(pack_indexes(wanted[at]), names, pins.ask(unit))) for unit, at in shares]
-        answers = await self._ask(reads)
-        parts: dict[str, list[tuple[Positions, Piece]]] = {name: [] for name in names}
-        for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
-            rows = expect(answer, Rows)
-            pins.keep(unit, rows.pinned)
-            for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, len(at), pins.view(unit)):
-                parts[name].append((as_run(at[where]), piece))
-        return parts
+        return reading.parts(shares, await self._ask(reading.requests(wanted, shares)))
+
+    def wish(self, fields: Sequence[str]) -> Wish:
+        from transfer_queue.storage import columns
+
+        def unpack(parts: Mapping[str, Parts], count: int) -> TensorDict:
+            return columns.unpack(parts, count, self._layout, self._allow_pickle)
+
+        columns.check_layout(self._layout)
+        reading = Reading(self._links, sorted(set(fields)))
+        return UnitWish(reading, lambda indexes: self._shares(_as_indexes(indexes)), unpack, len(self._links))
 
     @asynccontextmanager
     async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
-        pins = Pins(self._links)
+        reading = Reading(self._links, sorted(set(fields)))
         try:
-            yield await self._read(_as_indexes(indexes), sorted(set(fields)), pins)
+            yield await self._read(_as_indexes(indexes), reading)
         finally:
-            pins.use.less()
+            reading.close()
 
     async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
         from transfer_queue.storage.sources import BytesSource
@@ -264,8 +241,7 @@ class SimpleStorageManager(StorageManager):
         return [OpenWrite(write.number, unpack_indexes(write.indexes).tolist(), write.fields) for write in writes]
 
     def _shares(self, indexes: IntArray) -> Shares:
-        """(unit, positions in ``indexes`` that are its own), units without any left out."""
-        return groups(unit_of(indexes, len(self._links), self._run))
+        return shares_of(indexes, len(self._links), self._run)
 
     async def _ask(self, asks: Iterable[tuple[int, Request]]) -> list[tuple[Answer, list[memoryview]]]:
         calls = [Call(self._links[unit].peer, encode(request)) for unit, request in asks]

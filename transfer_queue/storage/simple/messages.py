@@ -157,6 +157,19 @@ class Rows(Message, frozen=True):
     pinned: bool = False
 
 
+class Wish(Message, frozen=True):
+    """Beside a fetch: ``Read`` these fields of whatever samples it gets; one pin per unit of the configuration."""
+
+    fields: list[str]
+    pins: list[Hold | None]
+
+
+class Granted(Message, frozen=True):
+    """Beside the batch: what the units answered, as (unit, header, number of frames); the frames follow."""
+
+    answers: list[tuple[int, bytes, int]]
+
+
 class Drop(Message, frozen=True):
     """Forget these fields (None: all) of these indexes; unknown ones are no error. ``given_up``: see ``Write``."""
 
@@ -213,6 +226,8 @@ Answer: TypeAlias = Leased | Written | Present | Forsaken | Rows | Dropped | Uni
 encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(Request)
 _answers = msgspec.msgpack.Decoder(Answer)
+_wishes = msgspec.msgpack.Decoder(Wish)
+_granted = msgspec.msgpack.Decoder(Granted)
 
 
 def decode_request(header: bytes) -> Request:
@@ -223,6 +238,16 @@ def decode_request(header: bytes) -> Request:
 def decode_answer(header: bytes) -> Answer:
     answer: Answer = _decode(_answers, header)
     return answer
+
+
+def decode_wish(message: Any) -> Wish:
+    wish: Wish = _decode(_wishes, message)
+    return wish
+
+
+def decode_granted(message: Any) -> Granted:
+    granted: Granted = _decode(_granted, message)
+    return granted
 
 
 def expect(answer: Answer, kind: type[Expected]) -> Expected:

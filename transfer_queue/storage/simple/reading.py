@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One read of a batch: what each unit is asked, what its answer holds, and the pins that keep it there meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from transfer_queue.errors import ProtocolError, from_wire
+from transfer_queue.storage.base import Wish as WishOfAnyBackend
+from transfer_queue.storage.pieces import IntArray, Piece, Positions
+from transfer_queue.storage.selection import as_run
+from transfer_queue.storage.simple.link import UnitLink
+from transfer_queue.storage.simple.messages import (
+    Answer,
+    Failed,
+    Read,
+    Rows,
+    Wish,
+    decode_answer,
+    decode_granted,
+    encode,
+    expect,
+    pack_indexes,
+)
+from transfer_queue.storage.simple.parts import unpack_parts
+from transfer_queue.storage.simple.pins import Pins
+from transfer_queue.storage.simple.routing import Shares
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+Parts: TypeAlias = dict[str, list[tuple[Positions, Piece]]]
+Frames: TypeAlias = Sequence[memoryview]
+
+
+class Reading:
+    """What lies in arenas stays there until ``close``."""
+
+    def __init__(self, links: Sequence[UnitLink], names: Sequence[str]) -> None:
+        """``names``: of the fields, ascending."""
+        self._links = links
+        self._names = list(names)
+        self.pins = Pins(links)
+
+    def requests(self, wanted: IntArray, shares: Shares) -> list[tuple[int, Read]]:
+        """(unit, what to ask it)."""
+        return [(unit, Read(pack_indexes(wanted[at]), self._names, self.pins.ask(unit))) for unit, at in shares]
+
+    def wish(self) -> Wish:
+        """The same for samples that are not known yet."""
+        return Wish(self._names, [self.pins.ask(unit) for unit in range(len(self._links))])
+
+    def parts(self, shares: Shares, answers: Iterable[tuple[Answer, Frames]]) -> Parts:
+        """By field; ``answers`` in the order of the shares."""
+        parts: Parts = {name: [] for name in self._names}
+        for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
+            rows = expect(answer, Rows)
+            self.pins.keep(unit, rows.pinned)
+            for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, len(at), self.pins.view(unit)):
+                parts[name].append((as_run(at[where]), piece))
+        return parts
+
+    def close(self) -> None:
+        self.pins.use.less()
+
+
+class UnitWish(WishOfAnyBackend):
+    """See ``storage.base.Wish``."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        shares_of: Callable[[Sequence[int]], Shares],
+        unpack: Callable[[Parts, int], TensorDict],
+        num_units: int,
+    ) -> None:
+        self._reading = reading
+        self._shares_of = shares_of
+        self._unpack = unpack
+        self._unasked = set(range(num_units))
+        self.message = encode(reading.wish())
+
+    def values(self, indexes: Sequence[int], frames: Frames) -> TensorDict | None:
+        if not frames:
+            return None
+        answers: dict[int, tuple[Answer, Frames]] = {}
+        at = 1
+        for unit, header, count in decode_granted(frames[0]).answers:
+            answers[unit] = decode_answer(header), frames[at : at + count]
+            at += count
+        shares = self._shares_of(indexes)
+        if [unit for unit, _ in shares] != list(answers):
+            raise ProtocolError(f"values came from units {list(answers)}, the batch lies in {shares}")
+        self._unasked -= answers.keys()
+        for answer, _ in answers.values():
+            if isinstance(answer, Failed):
+                raise from_wire(answer.code, answer.text)
+        return self._unpack(self._reading.parts(shares, answers.values()), len(indexes))
+
+    def close(self) -> None:
+        for unit in self._unasked:  # else it would be told to let go of what it never had
+            self._reading.pins.keep(unit, False)
+        self._reading.close()

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which unit holds which sample: a formula that clients and servers share, so that nobody has to look it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from transfer_queue.storage.pieces import IntArray
+from transfer_queue.storage.selection import groups
+from transfer_queue.transport.base import Peer
+
+Shares: TypeAlias = list[tuple[int, IntArray]]
+
+ROUTING_RUN = 64
+"""Neighbouring indexes share a unit in runs of this many: a put is cut into few slices, yet spreads over all units."""
+LONG_RUN = 1024
+"""The same where spreading gains nothing: units that share a process, and memory without a limit of its own."""
+
+
+def unit_of(indexes: IntArray, num_units: int, run: int = ROUTING_RUN) -> IntArray:
+    """Which unit holds each index. Every process must answer the same: the configuration decides, nothing else."""
+    return (indexes // run) % num_units
+
+
+def peers_of(settings: Mapping[str, Any]) -> list[Peer]:
+    """The units, in the order that all processes share."""
+    units = settings["units"]
+    return [Peer(unit["name"], unit["address"], unit.get("pid"), unit.get("pid_namespace")) for unit in units]
+
+
+def routing_run(settings: Mapping[str, Any]) -> int:
+    """How many neighbouring indexes share a unit."""
+    processes = {(unit.pid, unit.pid_namespace) for unit in peers_of(settings)}
+    together = len(processes) == 1 and None not in {pid for pid, _ in processes}
+    return LONG_RUN if together and settings.get("capacity_bytes") is None else ROUTING_RUN
+
+
+def shares_of(indexes: IntArray, num_units: int, run: int) -> Shares:
+    """(unit, positions in ``indexes`` that are its own), units without any left out."""
+    return groups(unit_of(indexes, num_units, run))
