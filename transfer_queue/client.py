@@ -28,6 +28,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     get_meta = blocking(AsyncTransferQueueClient.async_get_meta)
     fetch = blocking(AsyncTransferQueueClient.async_fetch)
     fetch_batch = blocking(AsyncTransferQueueClient.async_fetch_batch)
+    take = blocking(AsyncTransferQueueClient.async_take)
     get_data = blocking(AsyncTransferQueueClient.async_get_data)
     ack = blocking(AsyncTransferQueueClient.async_ack)
     create_partition = blocking(AsyncTransferQueueClient.async_create_partition)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue.storage.copying import Copies
 from transfer_queue.transport.modes import run_blocking
 
-CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}
-ROWS, WIDTH = 128, 4096  # one run of 64 rows, 1 MiB of int32, for each of the two units
+ROWS, WIDTH = 2048, 256  # 1024 rows, 1 MiB of int32, for each of the two units: one run of 1024, or 16 runs of 64
 
 
 def batch(first: int = 0) -> TensorDict:
@@ -45,6 +45,13 @@ def summed(field: str) -> int:
 
 def nothing_held() -> bool:
     return (summed("pins"), summed("leased_nbytes"), summed("arena_nbytes"), summed("values")) == (0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module", params=["one", "each"])
+def queue(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """How many processes the servers have: in one of their own, units keep memory for clients beside other servers."""
+    yield tq.init({"server_processes": request.param, "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
+    tq.close()
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +88,8 @@ def test_an_idle_client_keeps_nothing_of_what_it_let_go_of_while_the_units_were_
     views = [client.get_data(meta, copy=False) for _ in range(600)]
     assert summed("pins") == 2 * 600
     client.clear_samples(meta)
-    pids = [unit.pid for unit in queue.backend.SimpleStorage.zmq_info.values()]
+    pids = {unit.pid for unit in queue.backend.SimpleStorage.zmq_info.values()}
+    assert len(pids) == {"one": 1, "each": 2}[queue.server_processes]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     views.clear()
@@ -189,13 +197,13 @@ def test_workers_of_a_loader_read_from_the_arena_and_let_go_of_it(client, queue,
     assert summed("pins") == 0
 
 
-def test_where_the_configuration_says_so_nothing_is_mapped(script):
+def test_where_the_configuration_says_so_nothing_is_mapped(queue, script):
     process = script(
-        "import torch, transfer_queue as tq\n"
+        "import sys, torch, transfer_queue as tq\n"
         "from pathlib import Path\n"
         "from tensordict import TensorDict\n"
         "from transfer_queue.transport.modes import run_blocking\n"
-        "tq.init({'backend': {'SimpleStorage': {'arena': False}}})\n"
+        "tq.init({'server_processes': sys.argv[1], 'backend': {'SimpleStorage': {'arena': False}}})\n"
         "client = tq.get_client()\n"
         "data = TensorDict({'x': torch.arange(1 << 20).view(64, -1)}, batch_size=[64])\n"
         "meta = client.put(data, partition_id='p')\n"
@@ -205,19 +213,20 @@ def test_where_the_configuration_says_so_nothing_is_mapped(script):
         "assert set(client.storage_manager.paths()) == {'frames'}\n"
         "assert 'transfer-queue-arena' not in Path('/proc/self/maps').read_text()\n"
         "tq.close()\n",
+        queue.server_processes,
         env={"TQ_ADDRESS": ""},
     )
     output = process.communicate(timeout=60)
     assert process.returncode == 0, output
 
 
-def test_after_close_and_the_last_view_this_process_maps_no_arena(script):
+def test_after_close_and_the_last_view_this_process_maps_no_arena(queue, script):
     process = script(
-        "import gc, torch, transfer_queue as tq\n"
+        "import gc, sys, torch, transfer_queue as tq\n"
         "from pathlib import Path\n"
         "from tensordict import TensorDict\n"
         "maps = lambda: 'transfer-queue-arena' in Path('/proc/self/maps').read_text()\n"
-        "tq.init()\n"
+        "tq.init({'server_processes': sys.argv[1]})\n"
         "client = tq.get_client()\n"
         "data = TensorDict({'x': torch.arange(1 << 20).view(64, -1)}, batch_size=[64])\n"
         "meta = client.put(data, partition_id='p')\n"
@@ -228,6 +237,7 @@ def test_after_close_and_the_last_view_this_process_maps_no_arena(script):
         "del view, client\n"
         "gc.collect()\n"
         "assert not maps()\n",
+        queue.server_processes,
         env={"TQ_ADDRESS": ""},
     )
     output = process.communicate(timeout=60)

@@ -83,6 +83,18 @@ def test_a_fetch_with_its_values_takes_two_exchanges(client, name, numbers):
 
 
 @pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
+def test_a_batch_of_a_stream_takes_one_exchange_more_only_where_its_values_are_elsewhere(client, name, numbers, queue):
+    client.put(rows(8, numbers), partition_id=name)
+
+    def next_batch() -> None:
+        batch = client.fetch_batch(["x"], 2, name, "t")
+        assert (batch.meta.size, client.take(batch)["x"].values().sum()) == (2, 2 * numbers)
+
+    next_batch()
+    assert [turns(client, next_batch) for _ in range(3)] == 3 * [1 if queue.server_processes == "one" else 2]
+
+
+@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
 def test_a_new_field_of_known_samples_takes_two_exchanges_at_most(client, name, numbers, writing):
     metas = [client.put(rows(2, 4), partition_id=name) for _ in range(6)]
     for meta in metas[:3]:

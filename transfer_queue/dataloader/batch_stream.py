@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from transfer_queue.errors import ClosedError, EndOfPartitionError
 from transfer_queue.metadata import BatchMeta
@@ -19,16 +19,69 @@ logger = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.25
 _JOIN_S = 10.0
-Fetched = tuple[int, Any, BatchMeta]
+Item = tuple[int, Any, BatchMeta]
 Pause = Callable[[float], bool]
-Fetch = Callable[[int], tuple[Any, BatchMeta] | None]
+
+
+class Fetched(Protocol):
+    """A batch whose values may have to be copied yet."""
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        """Its values and metadata; at most once, and not after ``close``."""
+        ...
+
+    def close(self) -> None:
+        """Nobody wants the values (any more)."""
+        ...
+
+
+Fetch = Callable[[int, Callable[[], None]], Fetched | None]
+"""fetch(batch_index, meanwhile): ``meanwhile`` may be called while the batch is awaited, and doesn't raise."""
+
+
+def nothing() -> None:
+    """To do while a batch is awaited."""
+
+
+class _Behind:
+    """The batch that came last: opened while the next one is awaited, so that copying and fetching overlap."""
+
+    def __init__(self, hand_over: Callable[[int, Fetched], None]) -> None:
+        self._hand_over = hand_over
+        self._held: tuple[int, Fetched] | None = None
+        self._error: BaseException | None = None
+
+    def hold(self, batch_index: int, batch: Fetched) -> None:
+        self._held = batch_index, batch
+
+    def try_to_hand_over(self) -> None:
+        """What goes wrong is raised by ``hand_over``."""
+        held, self._held = self._held, None
+        if held is not None:
+            try:
+                self._hand_over(*held)
+            except BaseException as error:
+                self._error = error
+            finally:
+                held[1].close()
+
+    def hand_over(self) -> None:
+        """Give the batch to the consumer, if that has not been done."""
+        self.try_to_hand_over()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held[1].close()
 
 
 class BatchStream:
     """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
 
     Args:
-        make_fetcher: Called with ``pause(seconds) -> stop?``; returns ``fetch(batch_index)``.
+        make_fetcher: Called with ``pause(seconds) -> stop?``; returns the ``Fetch``.
         ahead: Batches fetched before they are asked for; 0: no thread.
         is_given_up: Looked at while waiting; True ends the stream.
     """
@@ -45,13 +98,13 @@ class BatchStream:
         self._is_given_up = is_given_up
         self._indexes = range(first, 1 << 62, stride)
         self._fetch = make_fetcher(self._pause)
-        self._fetched: queue.SimpleQueue[Fetched | BaseException | None] = queue.SimpleQueue()
+        self._fetched: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self._slots = threading.Semaphore(ahead)  # taken before a fetch, given back when its batch is taken
         self._ready: deque[tuple[Any, BatchMeta]] = deque()
         self._thread: threading.Thread | None = None
         self._ahead = ahead
 
-    def __iter__(self) -> Generator[Fetched, None, None]:
+    def __iter__(self) -> Generator[Item, None, None]:
         if not self._ahead:
             yield from self._batches()
             return
@@ -71,7 +124,7 @@ class BatchStream:
         finally:
             self.close()
 
-    def _next(self) -> Fetched | BaseException | None:
+    def _next(self) -> Item | BaseException | None:
         while True:
             try:
                 return self._fetched.get(timeout=_LOOK_EVERY_S)
@@ -98,17 +151,24 @@ class BatchStream:
     def _pause(self, seconds: float) -> bool:
         return self._stop.wait(seconds) if seconds else self._stop.is_set() or self._is_given_up()
 
-    def _batches(self) -> Iterator[Fetched]:
+    def _batches(self) -> Iterator[Item]:
         for batch_index in self._indexes:
-            try:
-                batch = self._fetch(batch_index)
-            except EndOfPartitionError as end:
-                logger.info("%s", end)
-                return
+            batch = self._fetch_one(batch_index, nothing)
             if batch is None:
                 return
-            yield batch_index, *batch
-            del batch
+            try:
+                opened = batch.open()
+            finally:
+                batch.close()
+            yield batch_index, *opened
+            del opened
+
+    def _fetch_one(self, batch_index: int, meanwhile: Callable[[], None]) -> Fetched | None:
+        try:
+            return self._fetch(batch_index, meanwhile)
+        except EndOfPartitionError as end:
+            logger.info("%s", end)
+            return None
 
     def _run(self, wake_read: int) -> None:
         try:
@@ -123,15 +183,35 @@ class BatchStream:
             os.close(wake_read)
 
     def _fetch_ahead(self) -> None:
-        batches = self._batches()
-        while True:
-            self._slots.acquire()  # ``close`` gives one back, too
-            if self._stop.is_set():
-                return
-            item = next(batches, None)
-            if item is not None:
-                self._ready.append(item[1:])
-            self._fetched.put(item)
-            if item is None:
-                return
-            del item
+        behind = _Behind(self._hand_over)
+        try:
+            for batch_index in self._indexes:
+                if not self._slots.acquire(blocking=False):
+                    behind.hand_over()
+                    self._slots.acquire()  # ``close`` gives one back, too
+                if self._stop.is_set():
+                    return
+                batch = self._fetch_after(batch_index, behind)
+                if batch is None:
+                    self._fetched.put(None)
+                    return
+                behind.hold(batch_index, batch)
+        finally:
+            behind.close()
+
+    def _fetch_after(self, batch_index: int, behind: _Behind) -> Fetched | None:
+        batch = None
+        try:
+            batch = self._fetch_one(batch_index, behind.try_to_hand_over)
+            behind.hand_over()
+        except BaseException:
+            behind.try_to_hand_over()
+            if batch is not None:
+                batch.close()
+            raise
+        return batch
+
+    def _hand_over(self, batch_index: int, batch: Fetched) -> None:
+        data, meta = batch.open()
+        self._ready.append((data, meta))
+        self._fetched.put((batch_index, data, meta))

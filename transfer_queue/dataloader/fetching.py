@@ -7,14 +7,16 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, explain
 from transfer_queue.config import environment_number
+from transfer_queue.dataloader.batch_stream import Fetched, nothing
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.logging_utils import get_logger
+from transfer_queue.verbs.fetches import FetchedBatch
 
 logger = get_logger(__name__)
 
@@ -67,6 +69,33 @@ def default_fetch_batch_fn(
     return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
 
 
+class _Arrived:
+    """A batch that the queue has answered."""
+
+    def __init__(self, client: TransferQueueClient, batch: FetchedBatch) -> None:
+        self._client = client
+        self._batch = batch
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        return self._client.take(self._batch), self._batch.meta
+
+    def close(self) -> None:
+        self._batch.close()
+
+
+class _AtHand(NamedTuple):
+    """A batch that a function of the user's gave."""
+
+    data: Any
+    meta: BatchMeta
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        return self.data, self.meta
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
 class BatchFetcher:
     """Fetches batches by index for one partition. ``pause(seconds)`` waits, and returns True to stop."""
 
@@ -80,8 +109,8 @@ class BatchFetcher:
         self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
         self._last: str | None = None  # token of the batch before: its partition may be cleared, and made anew
 
-    def __call__(self, batch_index: int) -> tuple[Any, BatchMeta] | None:
-        """The batch, or None when told to stop.
+    def __call__(self, batch_index: int, meanwhile: Callable[[], None] = nothing) -> Fetched | None:
+        """The batch, or None when told to stop. ``meanwhile`` is called while it is awaited, if there is time.
 
         Raises:
             EndOfPartitionError: the stream has ended before this batch.
@@ -93,8 +122,8 @@ class BatchFetcher:
         report_at = started + spec.report_every_s
         while not self._pause(0.0):
             wait_s = min(spec.slice_s, *(at - time.monotonic() for at in (deadline, report_at) if at is not None))
-            answer = self._try(batch_index, max(0.0, wait_s))
-            if isinstance(answer, tuple):
+            answer = self._try(batch_index, max(0.0, wait_s), meanwhile)
+            if answer is not None and not isinstance(answer, p.NotReady):
                 return answer
             now = time.monotonic()
             if deadline is not None and now >= deadline:
@@ -113,8 +142,9 @@ class BatchFetcher:
             f"so far. Check the producers, or wait longer (timeout_s)."
         )
 
-    def _try(self, batch_index: int, wait_s: float) -> tuple[Any, BatchMeta] | p.NotReady | None:
+    def _try(self, batch_index: int, wait_s: float, meanwhile: Callable[[], None]) -> Fetched | p.NotReady | None:
         if self._custom is not None:
+            meanwhile()
             return self._try_custom(self._custom, batch_index)
         spec = self._spec
         config = {**spec.sampling_config, "batch_index": batch_index}
@@ -132,18 +162,19 @@ class BatchFetcher:
             config,
             wait_s=wait_s,
             finite=spec.finite,
+            meanwhile=meanwhile,
         )
         if isinstance(reply, p.NotReady):
             return reply
-        self._last = reply[1].token
-        return reply
+        self._last = reply.meta.token
+        return _Arrived(self._client, reply)
 
-    def _try_custom(self, fetch: Callable[[tuple[Any, ...]], Any], batch_index: int) -> tuple[Any, BatchMeta] | None:
+    def _try_custom(self, fetch: Callable[[tuple[Any, ...]], Any], batch_index: int) -> Fetched | None:
         spec = self._spec
         asked = (spec.data_fields, spec.batch_size, self._partition, spec.task_name, dict(spec.sampling_config))
         data, meta = fetch((self._client, *asked, batch_index))
         if data is not None:
-            return data, meta
+            return _AtHand(data, meta)
         if spec.finite and self._client.check_consumption_status(spec.task_name, self._partition):
             raise EndOfPartitionError(f"every sample of {self._partition!r} is consumed by {spec.task_name!r}.")
         self._pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDict
@@ -14,7 +14,24 @@ from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata_wire import to_meta
+from transfer_queue.storage.base import Wish
 from transfer_queue.verbs.line import Line
+
+
+class FetchedBatch:
+    """A batch whose values are kept where they are until they are taken, or it is closed."""
+
+    def __init__(self, meta: BatchMeta, wish: Wish, frames: Sequence[memoryview]) -> None:
+        self.meta = meta
+        self.wish = wish
+        self.frames = frames
+        self._closed = False
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.wish.close()
 
 
 class Fetches(Line):
@@ -106,22 +123,35 @@ class Fetches(Line):
         *,
         wait_s: float = 0.0,
         finite: bool = False,
-    ) -> tuple[TensorDict, BatchMeta] | p.NotReady:
-        """``async_fetch`` and ``async_get_data`` in one: where the storage is near the controller, in one exchange."""
+        meanwhile: Callable[[], None] | None = None,
+    ) -> FetchedBatch | p.NotReady:
+        """``async_fetch`` of a batch to ``take``. Where the storage is near the controller its values come along.
+
+        Args:
+            meanwhile: Done while the answer is awaited; must not raise.
+        """
         request = self._fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s, finite)
         await self.session.config()
         wish = self.storage_manager.wish(fields)
         try:
             beside = [wish.message] if wish.message else []
-            answer, frames = await self.session.send_beside(beside, request, p.Reply, wait_s)
+            answer, frames = await self.session.send_beside(beside, request, p.Reply, wait_s, meanwhile)
             reply = _checked(answer, request)
-            if isinstance(reply, p.NotReady):
-                return reply
-            meta = to_meta(reply)
-            data = wish.values(meta.global_indexes, frames)
-        finally:
+        except BaseException:
             wish.close()
-        return (await self.async_get_data(meta) if data is None else data), meta
+            raise
+        if isinstance(reply, p.NotReady):
+            wish.close()
+            return reply
+        return FetchedBatch(to_meta(reply), wish, frames)
+
+    async def async_take(self, batch: FetchedBatch) -> TensorDict:
+        """The values of a batch, as ``async_get_data`` gives them; once."""
+        try:
+            data = batch.wish.values(batch.meta.global_indexes, batch.frames)
+        finally:
+            batch.close()
+        return await self.async_get_data(batch.meta) if data is None else data
 
     def _fetch(
         self,

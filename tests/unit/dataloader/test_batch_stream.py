@@ -22,6 +22,28 @@ def never() -> bool:
     return False
 
 
+class Batch:
+    """A number; counts those that are neither opened nor closed."""
+
+    waiting = 0
+
+    def __init__(self, index: int, fail: Exception | None = None) -> None:
+        self.index = index
+        self.fail = fail
+        self.waits = True
+        Batch.waiting += 1
+
+    def open(self) -> Any:
+        assert self.waits
+        if self.fail is not None:
+            raise self.fail
+        return self.index * 10, f"meta {self.index}"
+
+    def close(self) -> None:
+        Batch.waiting -= self.waits
+        self.waits = False
+
+
 class Source:
     """Batches as numbers; ``asked`` grows by the fetches, ``reached`` tells that so many were asked for."""
 
@@ -37,14 +59,15 @@ class Source:
         self.pause = pause
         return self.fetch
 
-    def fetch(self, index: int) -> Any:
+    def fetch(self, index: int, meanwhile: Callable[[], None]) -> Any:
         self.asked.append(index)
         if index > self.last:
-            raise self.fail or EndOfPartitionError("over")
+            raise EndOfPartitionError("over")
         if index == self.park_at:
+            meanwhile()
             self.parked.set()
             return self.park()
-        return index * 10, f"meta {index}"
+        return Batch(index, self.fail if index == self.last else None)
 
     def park(self) -> None:
         descriptor = cancel_descriptor()
@@ -93,6 +116,32 @@ def test_closing_wakes_a_fetch_that_waits_and_leaves_nothing():
     batches.close()
     assert threads() == []
     assert os.listdir("/proc/self/fd") == source.descriptors
+    assert Batch.waiting == 0
+
+
+def test_a_batch_is_handed_over_while_the_next_one_is_awaited():
+    source = Source(park_at=3)
+    batches = iter(BatchStream(source, 0, 1, 8, never))
+    assert [next(batches)[0] for _ in range(3)] == [0, 1, 2]
+    assert source.parked.wait(WAIT_S)
+    assert Batch.waiting == 0
+    batches.close()
+
+
+def test_a_fetch_that_has_no_time_to_hand_over_the_batch_before_it_hands_it_over_all_the_same():
+    def make(pause):
+        return lambda index, meanwhile: Batch(index) if index < 3 else None
+
+    assert [item[0] for item in BatchStream(make, 0, 1, 8, never)] == [0, 1, 2]
+    assert Batch.waiting == 0
+
+
+def test_a_batch_that_cannot_be_opened_is_an_error_after_those_before_it():
+    batches = iter(BatchStream(Source(last=2, fail=KeyError("cleared")), 0, 1, 8, never))
+    assert [next(batches)[0], next(batches)[0]] == [0, 1]
+    with pytest.raises(KeyError, match="cleared"):
+        next(batches)
+    assert (threads(), Batch.waiting) == ([], 0)
 
 
 def test_an_iterator_that_is_dropped_closes_its_stream():
@@ -104,8 +153,17 @@ def test_an_iterator_that_is_dropped_closes_its_stream():
     assert threads() == []
 
 
+def failing(at: int, error: Exception) -> Any:
+    def fetch(index: int, meanwhile: Callable[[], None]) -> Any:
+        if index == at:
+            raise error
+        return Batch(index)
+
+    return lambda pause: fetch
+
+
 def test_an_error_comes_after_the_batches_fetched_before_it():
-    batches = iter(BatchStream(Source(last=1, fail=RuntimeError("disk on fire")), 0, 1, 5, never))
+    batches = iter(BatchStream(failing(2, RuntimeError("disk on fire")), 0, 1, 5, never))
     assert [next(batches)[0], next(batches)[0]] == [0, 1]
     with pytest.raises(RuntimeError, match="disk on fire"):
         next(batches)
@@ -113,7 +171,7 @@ def test_an_error_comes_after_the_batches_fetched_before_it():
 
 
 def test_a_client_closed_by_somebody_else_is_an_error():
-    batches = iter(BatchStream(Source(last=0, fail=ClosedError("this client was closed")), 0, 1, 2, never))
+    batches = iter(BatchStream(failing(1, ClosedError("this client was closed")), 0, 1, 2, never))
     next(batches)
     with pytest.raises(ClosedError):
         next(batches)
@@ -130,21 +188,25 @@ def test_giving_up_ends_a_stream_that_waits(ahead):
 
 
 def test_a_batch_is_not_held_once_it_was_handed_out():
-    class Batch:
+    class Values:
         alive = 0
 
         def __init__(self) -> None:
-            Batch.alive += 1
+            Values.alive += 1
 
         def __del__(self) -> None:
-            Batch.alive -= 1
+            Values.alive -= 1
+
+    class Full(Batch):
+        def open(self) -> Any:
+            return Values(), None
 
     def make(pause):
-        return lambda index: (Batch(), None) if index < 3 else None
+        return lambda index, meanwhile: Full(index) if index < 3 else None
 
     for ahead in (0, 1):
         batches = iter(BatchStream(make, 0, 1, ahead, never))
         for _ in range(3):
             next(batches)
         assert list(batches) == []
-        assert Batch.alive == 0
+        assert Values.alive == 0

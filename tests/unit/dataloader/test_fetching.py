@@ -89,7 +89,8 @@ class Client:
         self.waits = []
         self.consumed = consumed
 
-    def fetch(self, *asked, wait_s, finite):
+    def fetch_batch(self, *asked, wait_s, finite, meanwhile):
+        meanwhile()
         self.asked.append((*asked, finite))
         self.waits.append(wait_s)
         return self.answer
