@@ -176,13 +176,15 @@ def test_a_guest_that_leaves_with_words_unsaid_is_gone_once_the_host_has_heard_t
 
 def test_a_process_ends_at_once_with_words_unsaid(place, script):
     process = script("for word in range(3000): guest.say(word)", place.path)
-    place.until(("attached", 1))  # the host is busy from here on: it doesn't look at what is said
+    while not place.book.events:  # the guest may have said some words by then
+        assert place.turn(WAIT_S)
+    # The host is busy from here on: it doesn't look at what is said.
     _, errors = process.communicate(timeout=WAIT_S)
     assert (process.returncode, errors) == (0, "")
     while ("detached", 1) not in place.book.events:
         assert place.turn()
     heard = [event for event in place.book.events if event[0] == "told"]
-    assert heard == told(*range(len(heard)))
+    assert (heard, len(heard) < 3000) == (told(*range(len(heard))), True)
 
 
 def test_in_one_turn_the_host_hears_no_more_of_one_guest_than_it_must(place):

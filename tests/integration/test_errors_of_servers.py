@@ -103,8 +103,9 @@ def server(conf: Any, name: str) -> psutil.Process:
     return psutil.Process(infos[name].pid)
 
 
-def test_a_controller_killed_while_a_fetch_waits_ends_it_at_once(start, fork):
-    conf = start()
+@pytest.mark.parametrize("processes", ["one", "each"])
+def test_a_controller_killed_while_a_fetch_waits_ends_it_at_once(start, fork, processes):
+    conf = start({"server_processes": processes})
     client = tq.get_client()
     client.put(rows(a=torch.arange(1)), partition_id="p")
     fork(kill_when_waiting, server(conf, "controller").pid)

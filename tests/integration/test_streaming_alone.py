@@ -28,7 +28,7 @@ import transfer_queue as tq
 from streaming_support import loader, produce, numbers
 
 if __name__ == "__main__":
-    conf = tq.init()
+    conf = tq.init({"server_processes": sys.argv[3]})
     produce(tq.get_client(), "p", [4], seal=False)
     workers = int(sys.argv[2])
     made = loader(conf, "p", workers, report_every_s=0.3, persistent_workers=workers > 0)
@@ -51,9 +51,10 @@ def test_a_declared_number_of_samples_ends_a_finite_stream_with_its_short_tail(s
     assert reader.ended_at - put_at < 1.5, "nobody has to wait whether more will come"
 
 
+@pytest.mark.parametrize("processes", ["one", "each"])
 @WORKERS
-def test_a_controller_killed_while_a_stream_waits_is_told_at_once(start, workers):
-    conf = start()
+def test_a_controller_killed_while_a_stream_waits_is_told_at_once(start, workers, processes):
+    conf = start({"server_processes": processes})
     before = worker_pids()
     made = loader(conf, "p", workers)
     reader = InThread(lambda: read(made))
@@ -66,12 +67,12 @@ def test_a_controller_killed_while_a_stream_waits_is_told_at_once(start, workers
     assert (own_threads(), worker_pids()) == ([], before)
 
 
-def _begun(script: Any, workers: int) -> tuple[Any, list[psutil.Process], Path]:
+def _begun(script: Any, workers: int, processes: str = "one") -> tuple[Any, list[psutil.Process], Path]:
     """A reader that has its first batch and waits for the second, its descendants, the directory of its queue."""
-    process = script(READER, str(Path(__file__).parent), str(workers))
+    process = script(READER, str(Path(__file__).parent), str(workers), processes)
     assert process.stdout.readline() == "[0, 1, 2, 3]\n", process.communicate()
     family = own_processes(process.pid)
-    assert len(family) >= 2 + workers
+    assert len(family) == {"one": 1, "each": 3}[processes] + workers
     (server,) = {arg for child in family for arg in child.cmdline() if "/tq-" in arg}
     return process, family, Path(server)
 
@@ -90,9 +91,11 @@ def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
     assert (alive, directory.exists()) == ([], False)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_reader_that_is_killed_takes_its_workers_and_its_queue_along(script, sent):
-    process, family, directory = _begun(script, 2)
+@pytest.mark.parametrize(
+    ("sent", "processes"), [(signal.SIGTERM, "one"), (signal.SIGKILL, "one"), (signal.SIGKILL, "each")]
+)
+def test_a_reader_that_is_killed_takes_its_workers_and_its_queue_along(script, sent, processes):
+    process, family, directory = _begun(script, 2, processes)
     process.send_signal(sent)
     process.communicate(timeout=WAIT_S)
     _, alive = psutil.wait_procs(family, WAIT_S)
