@@ -126,8 +126,8 @@ def _check_values(conf: DictConfig) -> None:
         raise ConfigError(f"client.sockets must be 'auto' or 'zmq', got {conf.client.sockets!r}.")
     if conf.launch not in ("local",):
         raise ConfigError(f"launch must be 'local', got {conf.launch!r}.")
-    if conf.server_processes not in ("one", "each"):
-        raise ConfigError(f"server_processes must be 'one' or 'each', got {conf.server_processes!r}.")
+    if conf.server_processes not in ("auto", "one", "each"):
+        raise ConfigError(f"server_processes must be 'auto', 'one' or 'each', got {conf.server_processes!r}.")
     if conf.backend.storage_backend not in ("SimpleStorage", "AsyncSimpleStorageManager"):
         raise ConfigError(
             f"unknown storage backend {conf.backend.storage_backend!r}; this version has 'SimpleStorage'."

@@ -64,7 +64,7 @@ class LocalQueue:
         units = [f"unit{i}" for i in range(conf.backend.SimpleStorage.num_data_storage_units)]
         sampler = _portable(conf.controller.sampler)
         names = units if sampler is None else [*units, _CONTROLLER]
-        groups = [names] if conf.server_processes == "one" else [[name] for name in names]
+        groups = [names] if _together(conf) else [[name] for name in names]
         processes = [self._spawn() for _ in groups]
         pids = {name: process.pid for group, process in zip(groups, processes, strict=True) for name in group}
         pid = pids.get(_CONTROLLER, self._owner)
@@ -186,6 +186,13 @@ def _await_ready(process: subprocess.Popen[str]) -> None:
     if "ready" not in answer:
         said = f"a server process of the queue did not start: {answer['text']}"
         raise LaunchError(said) if answer["code"] == RemoteError.__name__ else from_wire(answer["code"], said)
+
+
+def _together(conf: DictConfig) -> bool:
+    """Do all servers share a process? Units without an arena move every byte themselves, and would hold up the rest."""
+    if conf.server_processes == "auto":
+        return bool(conf.backend.SimpleStorage.arena)
+    return bool(conf.server_processes == "one")
 
 
 def _portable(sampler: Any) -> str | dict[str, Any] | None:
