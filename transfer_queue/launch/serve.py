@@ -20,6 +20,7 @@ from transfer_queue.utils.enum_utils import Role
 
 if TYPE_CHECKING:
     from transfer_queue.storage.base import StorageManager
+    from transfer_queue.storage.simple.unit import Told
     from transfer_queue.transport.base import Caller
     from transfer_queue.transport.server import SocketServer
     from transfer_queue.transport.serving_loop import ServingLoop
@@ -101,9 +102,14 @@ def _unit(name: str, orders: Mapping[str, Any], server: SocketServer, controller
     return host_unit(name, section["capacity_bytes"], section["arena"], server, tell=tell)
 
 
-def _tell(controller: SocketServer, client: str, message: bytes) -> bytes:
+def _tell(controller: SocketServer, client: str, message: bytes) -> Told:
+    from transfer_queue import protocol as p
+    from transfer_queue.storage.simple.unit import Told
+
     answer = controller.ask(client, message)
-    return b"" if answer is None else answer.header
+    if answer is None:
+        return Told(b"", False)
+    return Told(answer.header, not isinstance(p.decode_reply(answer.header), p.Failed))
 
 
 def stored_values(conf: Mapping[str, Any], caller: Caller | None = None) -> StorageManager:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -19,7 +19,6 @@ from transfer_queue.storage.base import Update
 from transfer_queue.verbs.line import Line
 from transfer_queue.verbs.new_samples import Aside, NewSamples
 
-R = TypeVar("R")
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -114,10 +113,13 @@ class Puts(Line):
         described = Aside(lambda: new.described(indexes))
         try:
             telling = p.encode(message)
-            storing = self.storage_manager.put_and_tell(prepared.result(), indexes, telling, described)
-            await self._publish(message, await self._told(message, storing))
-        except BaseException:
+            said = await self.storage_manager.put_and_tell(prepared.result(), indexes, telling, described)
+            await self._publish(message, said)
+        except BaseException as error:
             await self.cancel(new.partition, indexes)
+            if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+                # Only now it is sure that nobody publishes it later, and is given a reservation for the next put.
+                await self.session.withdraw(message)
             raise
         return described.result()
 
@@ -150,6 +152,7 @@ class Puts(Line):
     async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
         tags = meta.changed_custom_meta()
         check_tags(tags)
+        await self.session.config()  # a controller that hears of it from the storage must know this client already
         data, target = rows, meta
         if any(meta.padding_mask):
             real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
@@ -187,8 +190,7 @@ class Puts(Line):
         if parser is None and not set(bare.field_names) & set(target.field_names):
             # Fields that nobody has put so far replace nothing, so a refusal can wait for the publish.
             if len(messages) == 1:
-                told = p.encode(messages[0])
-                update = await self._told(messages[0], storage.update_data(data, target, absent=True, message=told))
+                update = await storage.update_data(data, target, absent=True, message=p.encode(messages[0]))
             else:
                 update = await storage.update_data(data, target, absent=True)
             if update is not None:
@@ -241,14 +243,6 @@ class Puts(Line):
     ) -> p.Publish:
         """Makes these fields of these samples visible."""
         return self.session.message(p.Publish, partition, p.pack_indexes(indexes), specs, tags, reserve_next)
-
-    async def _told(self, message: p.Publish, storing: Awaitable[R]) -> R:
-        """What the storage does, which tells the controller this message by the way."""
-        try:
-            return await storing
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            await self.session.withdraw(message)
-            raise
 
     async def _publish(self, message: p.Publish, said: bytes = b"") -> None:
         """``said``: what the controller answered already, if it was told."""

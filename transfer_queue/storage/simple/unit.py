@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,15 @@ from transfer_queue.storage.simple.parts import unpack_parts
 from transfer_queue.storage.simple.words import BEGIN, unpack_word
 from transfer_queue.transport.base import Envelope, Outgoing
 
-Tell = Callable[[str, bytes], bytes]
+
+class Told(NamedTuple):
+    """What a controller answered to a client's message. ``done``: it did what it was told."""
+
+    answer: bytes
+    done: bool
+
+
+Tell = Callable[[str, bytes], Told]
 
 INLINE_NBYTES = 64 * 1024
 """Values of at most so many bytes travel in the message: cheaper than to lease, or to pin, memory for them."""
@@ -309,8 +317,16 @@ class StorageUnit:
         self._store.write(indexes, parts, self._open_writes.begin(envelope.client, request))
         self._squeeze()
         ahead = self._ahead(request, now)
-        said = self._tell(envelope.client, request.then) if self._tell is not None and request.then else b""
-        return [_answer(envelope, Written(ahead, said))]
+        return [_answer(envelope, Written(ahead, self._hand_on(envelope.client, request)))]
+
+    def _hand_on(self, client: str, write: Write) -> bytes:
+        """What the controller answered to what it should be told once this write is kept."""
+        if self._tell is None or not write.then:
+            return b""
+        told = self._tell(client, write.then)
+        if told.done and write.number:  # readers know it now: a client that misses the answer must not take it back
+            self._open_writes.take(client, write.number, None)
+        return told.answer
 
     def _give_up(self, client: str, attempts: list[int]) -> None:
         """``_let_in`` must follow."""
