@@ -10,10 +10,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError
-from transfer_queue.storage.simple.manager import SimpleStorageManager, unit_of
-from transfer_queue.storage.simple.messages import Written, decode_request, encode
-from transfer_queue.storage.simple.unit import StorageUnit
+from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
+from transfer_queue.storage.simple.manager import SimpleStorageManager
+from transfer_queue.storage.simple.messages import Failed, Written, decode_request, encode
+from transfer_queue.storage.simple.routing import LONG_RUN, ROUTING_RUN, routing_run, unit_of
+from transfer_queue.storage.simple.unit import StorageUnit, Told
 from transfer_queue.transport.base import Peer, Reply
 from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import run_blocking
@@ -21,6 +22,12 @@ from transfer_queue.transport.modes import run_blocking
 
 def config(num_units: int, **more) -> dict:
     return {"units": [{"name": f"u{n}", "address": f"inproc://u{n}", "pid": 7 + n} for n in range(num_units)], **more}
+
+
+def together(num_units: int, **more) -> dict:
+    """Units that share a process."""
+    units = [{"name": f"u{n}", "address": f"inproc://u{n}", "pid": 7, "pid_namespace": 4} for n in range(num_units)]
+    return {"units": units, **more}
 
 
 class Notebook:
@@ -39,6 +46,40 @@ class Notebook:
 def test_neighbouring_indexes_share_a_unit_and_runs_take_turns():
     assert unit_of(np.array([0, 63, 64, 127, 128, 192, 1 << 50]), 3).tolist() == [0, 0, 1, 1, 2, 0, (1 << 44) % 3]
     assert unit_of(np.arange(1000), 1).tolist() == [0] * 1000
+
+
+def test_units_that_share_a_process_take_turns_in_long_runs():
+    ends = np.array([0, 1023, 1024, 2047, 2048, 3071, 3072, 1 << 50])
+    assert unit_of(ends, 3, LONG_RUN).tolist() == [0, 0, 1, 1, 2, 2, 0, (1 << 40) % 3]
+    assert unit_of(ends, 1, LONG_RUN).tolist() == [0] * len(ends)
+
+
+def test_runs_are_long_only_where_units_share_a_process_and_have_no_limit_of_their_own():
+    strangers = {"units": [{**unit, "pid": None} for unit in together(2)["units"]]}
+    first, second = together(2)["units"]
+    elsewhere = {"units": [first, {**second, "pid_namespace": 5}]}
+    assert [routing_run(settings) for settings in (together(2), together(1), together(3, capacity_bytes=None))] == [
+        LONG_RUN
+    ] * 3
+    apart = [config(2), strangers, elsewhere, together(2, capacity_bytes=1 << 30), config(2, capacity_bytes=None)]
+    assert [routing_run(settings) for settings in apart] == [ROUTING_RUN] * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [(together(3), {0: 1024, 1: 176}), (together(3, capacity_bytes=1 << 30), {0: 432, 1: 384, 2: 384})],
+    ids=["together", "together, with a limit each"],
+)
+def test_what_a_put_sends_to_whom_goes_by_the_length_of_the_runs(settings, sizes):
+    caller = Notebook(encode(Written()))
+    data = TensorDict({"a": torch.zeros(1200)}, batch_size=[1200])
+    run_blocking(SimpleStorageManager(caller, settings).put_data(data, rows_of(range(1200))))
+    ((calls, _),) = caller.asked
+    assert {int(call.peer.name[1:]): len(decode_request(call.header).indexes) // 8 for call in calls} == sizes
+
+
+def rows_of(indexes, fields=()) -> SimpleNamespace:
+    return SimpleNamespace(global_indexes=list(indexes), field_names=list(fields))
 
 
 def put_rows(num_rows: int) -> tuple[list, float]:
@@ -123,3 +164,94 @@ def test_stats_come_from_every_unit_in_order():
         ("u0", 64, 256),
         ("u1", 6, 24),
     ]
+
+
+# ---- what a put says to the controller ----
+
+
+class Meanwhile:
+    """Counts how often there was time for something else."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> None:
+        self.times += 1
+
+
+def put_and_tell(manager: SimpleStorageManager, num_rows: int, meanwhile: Meanwhile) -> bytes:
+    prepared = manager.prepared(TensorDict({"a": torch.zeros(num_rows)}, batch_size=[num_rows]))
+    return run_blocking(manager.put_and_tell(prepared, range(num_rows), b"publish", meanwhile))
+
+
+def test_a_put_to_one_unit_carries_its_message_and_brings_the_answer_back():
+    caller, meanwhile = Notebook(encode(Written(-1, b"published"))), Meanwhile()
+    assert put_and_tell(SimpleStorageManager(caller, config(3)), 64, meanwhile) == b"published"
+    (((call,), _),) = caller.asked
+    assert (decode_request(call.header).then, meanwhile.times) == (b"publish", 1)
+
+
+def test_a_put_over_several_units_tells_nothing_as_none_of_them_knows_when_all_is_kept():
+    caller, meanwhile = Notebook(encode(Written())), Meanwhile()
+    assert put_and_tell(SimpleStorageManager(caller, config(3)), 65, meanwhile) == b""
+    ((calls, _),) = caller.asked
+    assert ([decode_request(call.header).then for call in calls], meanwhile.times) == ([b"", b""], 1)
+
+
+def test_a_put_of_no_fields_asks_nobody_and_has_time_for_something_else():
+    caller, meanwhile = Notebook(b""), Meanwhile()
+    manager = SimpleStorageManager(caller, config(3))
+    prepared = manager.prepared(TensorDict({}, batch_size=[2]))
+    assert run_blocking(manager.put_and_tell(prepared, [0, 1], b"publish", meanwhile)) == b""
+    assert (caller.asked, meanwhile.times) == ([], 1)
+
+
+def test_a_put_that_tells_has_as_many_rows_as_samples():
+    manager = SimpleStorageManager(Notebook(b""), config(1))
+    prepared = manager.prepared(TensorDict({"a": torch.zeros(2)}, batch_size=[2]))
+    with pytest.raises(ValueError, match="put of 2 rows for 3 samples"):
+        run_blocking(manager.put_and_tell(prepared, [0, 1, 2], b"publish", Meanwhile()))
+
+
+def test_what_can_not_be_stored_is_known_before_anything_is_asked():
+    manager = SimpleStorageManager(Notebook(b""), config(1))
+    with pytest.raises(TypeError, match="allow_pickle"):
+        manager.prepared(TensorDict({"a": [object(), object()]}, batch_size=[2]))
+
+
+@pytest.fixture
+def near() -> tuple[SimpleStorageManager, list[tuple[str, bytes]]]:
+    """A manager of two units beside a controller, and what that was told."""
+    told: list[tuple[str, bytes]] = []
+
+    def tell(client: str, message: bytes) -> Told:
+        told.append((client, message))
+        return Told(b"published", True)
+
+    units = {f"u{n}": StorageUnit(f"u{n}", tell=tell) for n in range(2)}
+    return SimpleStorageManager(InprocCaller(units, "me"), config(2)), told
+
+
+def update(manager: SimpleStorageManager, num_rows: int, message: bytes):
+    data = TensorDict({"a": torch.zeros(num_rows)}, batch_size=[num_rows])
+    return run_blocking(manager.update_data(data, rows_of(range(num_rows)), absent=True, message=message))
+
+
+@pytest.mark.parametrize(("num_rows", "said"), [(64, b"published"), (65, b"")], ids=["one unit", "two units"])
+def test_an_update_tells_the_controller_where_one_unit_holds_all_of_it(near, num_rows, said):
+    manager, told = near
+    made = update(manager, num_rows, b"publish")
+    assert (made.said, made.absent, told) == (said, True, [("me", b"publish")] if said else [])
+
+
+def test_an_update_that_found_values_there_tells_nothing(near):
+    manager, told = near
+    update(manager, 1, b"first")
+    assert update(manager, 2, b"second") is None
+    assert (told, [stats.values for stats in run_blocking(manager.stats())]) == ([("me", b"first")], [1, 0])
+
+
+def test_a_put_that_is_refused_is_not_taken_for_told():
+    manager = SimpleStorageManager(Notebook(encode(Failed("StorageFullError", "full"))), config(1))
+    with pytest.raises(StorageFullError, match="full"):
+        put_and_tell(manager, 1, Meanwhile())
