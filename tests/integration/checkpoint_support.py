@@ -16,12 +16,15 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 
 ROWS = 150
+SPREAD = 1 << 30
+"""``capacity_bytes`` of a unit that never fills. With a limit, 64 neighbouring samples share a unit; without, 1024."""
 
 
 @contextmanager
 def started(units: int = 2, **settings: Any) -> Iterator[tq.TransferQueueClient]:
-    """A queue with so many storage units; ended on the way out."""
-    tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": units, **settings}}})
+    """A queue with so many storage units, over which every 64 samples are spread; ended on the way out."""
+    storage = {"num_data_storage_units": units, "capacity_bytes": SPREAD, **settings}
+    tq.init({"backend": {"SimpleStorage": storage}})
     try:
         yield tq.get_client()
     finally:
@@ -75,6 +78,10 @@ def held(client: tq.TransferQueueClient) -> tuple[int, int]:
     """(samples, values) in all units."""
     stats = asyncio.run(client.storage_manager.stats())
     return sum(unit.samples for unit in stats), sum(unit.values for unit in stats)
+
+
+def samples_of_units(client: tq.TransferQueueClient) -> list[int]:
+    return [unit.samples for unit in asyncio.run(client.storage_manager.stats())]
 
 
 def wait_until(condition: Callable[[], Any]) -> None:

@@ -47,7 +47,10 @@ _context.set_forkserver_preload(list(_FORKED_FROM))
 
 @dataclass(frozen=True)
 class Options:
-    """``tight``: little memory, so that puts wait for room, some in vain. ``arena``: None is the default's."""
+    """``tight``: little memory, so that puts wait for room, some in vain. ``arena``: None is the default's.
+
+    ``processes``: the servers' ("one" for all of them or "each"); None is the default's.
+    """
 
     seconds: float
     seed: int
@@ -56,6 +59,7 @@ class Options:
     arena: bool | None = None
     without: tuple[str, ...] = ()
     forgive_leaks: bool = False
+    processes: str | None = None
 
     def conf(self) -> dict[str, Any]:
         storage: dict[str, Any] = {"put_timeout_s": 0.5 if self.tight else 10.0}
@@ -67,6 +71,7 @@ class Options:
             "backend": {"SimpleStorage": storage},
             "client": {"timeout_s": 20.0},
             "controller": {"producer_grace_s": 2.0},
+            **({} if self.processes is None else {"server_processes": self.processes}),
         }
 
     def limits(self) -> dict[str, Any]:
@@ -246,7 +251,8 @@ def soak(options: Options, directory: Path) -> dict[str, Any]:
 def _summary(options: Options, directory: Path, seconds: float) -> dict[str, Any]:
     counts = read_counts(directory)
     return {
-        "seed": options.seed, "arena": options.arena, "tight": options.tight, "seconds": round(seconds, 1),
+        "seed": options.seed, "arena": options.arena, "tight": options.tight, "processes": options.processes,
+        "seconds": round(seconds, 1),
         "operations": sum(counts[name] for name in OPERATIONS),
         "by_operation": {name: counts[name] for name in OPERATIONS},
         "errors": {name: counts[name] for name in OUTCOMES if name != "ok" and counts[name]},
@@ -269,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tight", action="store_true", help="little capacity: puts wait, and fail with StorageFullError"
     )
+    parser.add_argument("--processes", choices=("one", "each"), help="of the servers")
     parser.add_argument("--without", default="", help="operations to leave out, by comma")
     parser.add_argument("--forgive-leaks", action="store_true", help="only report what the units hold at the end")
     parser.add_argument("--directory", help="where logs go; default: a new temporary directory")
@@ -276,7 +283,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arena = None if given.arena == "default" or not has_arena() else given.arena == "on"
     every = given.kill_every or float("inf")
     without = tuple(name for name in given.without.split(",") if name)
-    options = Options(given.seconds, given.seed, every, given.tight, arena, without, given.forgive_leaks)
+    options = Options(
+        given.seconds, given.seed, every, given.tight, arena, without, given.forgive_leaks, given.processes
+    )
     directory = Path(given.directory or tempfile.mkdtemp(prefix="soak-logs-"))
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):  # samples given out in an earlier run would look as if they were given twice

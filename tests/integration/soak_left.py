@@ -18,8 +18,8 @@ def units(client: Any) -> list[Any]:
     return list(run_blocking(client.storage_manager.stats()))
 
 
-_OWN_CLIENTS = 2
-"""This process and the controller may have a unit's memory mapped when all others have ended."""
+_OWN_CLIENTS = 1
+"""Only this process may have a unit's memory mapped when all others have ended: the controller looks at no value."""
 
 
 def is_empty(unit: Any) -> bool:

@@ -24,6 +24,7 @@ from tests.integration.checkpoint_support import (
     held,
     numbers,
     rows_of,
+    samples_of_units,
     started,
     values,
     wait_until,
@@ -45,15 +46,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
         late = list(range(0, ROWS, 3))
         client.put(TensorDict({"late": torch.arange(len(late))}, batch_size=[len(late)]), meta.select_samples(late))
         client.save_checkpoint(directory, metadata={"step": 3})
-        assert held(client)[0] == ROWS
+        assert samples_of_units(client) == [64 + ROWS - 128, 64]
     return directory, {name: rows_of(data.get(name)) for name in data.keys()}, late  # noqa: SIM118
 
 
-@pytest.mark.parametrize(("units", "arena"), [(1, True), (3, True), (3, False)])
-def test_every_kind_of_value_is_restored_onto_any_number_of_units(saved, units, arena):
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({"arena": True}, [ROWS]),
+        ({"arena": True}, [64, 64, ROWS - 128]),
+        ({"arena": False}, [64, 64, ROWS - 128]),
+        ({"capacity_bytes": None}, [ROWS, 0, 0]),
+    ],
+    ids=["one", "three", "three without arena", "three in long runs"],
+)
+def test_every_kind_of_value_is_restored_onto_any_number_of_units(saved, settings, samples):
     directory, expected, late = saved
-    with started(units=units, arena=arena) as client:
+    with started(units=len(samples), **settings) as client:
         client.load_checkpoint(directory)
+        assert samples_of_units(client) == samples
         meta = client.get_meta(list(expected), partition_id="train@3/ä", mode="force_fetch")
         assert meta.global_indexes == list(range(ROWS))
         data = client.get_data(meta)

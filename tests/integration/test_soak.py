@@ -36,6 +36,12 @@ def test_random_work_of_processes_that_are_killed_reads_no_wrong_byte_and_leaves
     check(soak(Options(SHORT_S, SEED, 0.6, tight, arena), tmp_path))
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+def test_the_same_where_every_server_has_a_process_of_its_own(tmp_path, tight):
+    check(soak(Options(SHORT_S, SEED, 0.6, tight, processes="each"), tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(LONG_S + 300)
 @pytest.mark.parametrize("arena", ARENAS)
