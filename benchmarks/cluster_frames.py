@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from benchmarks.common import arguments, report
 from benchmarks.put_get_bandwidth import all_cases
 
-# Values as ZMQ frames over sockets: what is left when the mapped arena and plain local sockets can't be used.
-FRAMES = {"backend.SimpleStorage.arena": False, "client.sockets": "zmq"}
+# Values as ZMQ frames over sockets, and servers that can't hand on each other's messages: what is left when the mapped
+# arena and plain local sockets can't be used.
+FRAMES = {"backend.SimpleStorage.arena": False, "client.sockets": "zmq", "server_processes": "each"}
 
 
 def known_settings() -> dict[str, Any]:

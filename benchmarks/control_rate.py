@@ -62,15 +62,28 @@ def fetch_beside_ms(client: tq.TransferQueueClient, partitions: int, repeats: in
     return found
 
 
-def memory_and_rates(client: tq.TransferQueueClient, controller: int, samples: int, updates: int) -> dict[str, float]:
-    """What the controller holds and how fast it takes in news of so many samples; no value is read."""
-    process = psutil.Process(controller)
+def memory(samples: int) -> dict[str, float]:
+    """What the controller of a queue holds for so many samples; no value is read."""
+    conf = tq.init({"server_processes": "each"})  # so that its memory can be told from that of the values
+    client, process = tq.get_client(), psutil.Process(conf.controller.zmq_info.pid)
     fill(client, "counted", BESIDE)
     before = process.memory_info().rss
-    filled_s = timed_ms(lambda: fill(client, "counted", samples)) / 1e3
+    fill(client, "counted", samples)
     stored = process.memory_info().rss
-    meta = client.get_meta(["x"], BATCH, "counted", task_name="task")
+    client.get_meta(["x"], BATCH, "counted", task_name="task")
     fetched = process.memory_info().rss
+    tq.close()
+    return {
+        "controller_bytes_per_sample": (stored - before) / samples,
+        "controller_bytes_per_sample_and_task": (fetched - stored) / samples,
+    }
+
+
+def rates(client: tq.TransferQueueClient, samples: int, updates: int) -> dict[str, float]:
+    """How fast the controller takes in news of so many samples; no value is read."""
+    fill(client, "counted", BESIDE)
+    filled_s = timed_ms(lambda: fill(client, "counted", samples)) / 1e3
+    meta = client.get_meta(["x"], BATCH, "counted", task_name="task")
     versions = count()
 
     def update() -> None:
@@ -79,12 +92,7 @@ def memory_and_rates(client: tq.TransferQueueClient, controller: int, samples: i
 
     update_ms = median_ms(update, updates)
     client.clear_partition("counted")
-    return {
-        "published_samples_per_s": samples / filled_s,
-        "tag_updates_of_32_samples_per_s": 1e3 / update_ms,
-        "controller_bytes_per_sample": (stored - before) / samples,
-        "controller_bytes_per_sample_and_task": (fetched - stored) / samples,
-    }
+    return {"published_samples_per_s": samples / filled_s, "tag_updates_of_32_samples_per_s": 1e3 / update_ms}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -92,9 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes, beside, repeats, updates = (1000, 10**4, 10**5, 10**6), (200, 1000), 300, 300
     if args.quick:
         sizes, beside, repeats, updates = (1000, 20_000), (3,), 30, 10
-    conf = tq.init()
+    costs = memory(max(sizes))
+    tq.init()
     client = tq.get_client()
-    costs = memory_and_rates(client, conf.controller.zmq_info.pid, max(sizes), updates)
+    costs |= rates(client, max(sizes), updates)
     report(
         "fetch of 32 samples",
         among={samples: fetch_among_ms(client, samples, repeats) for samples in sizes},

@@ -25,7 +25,6 @@ from lightning_tq import Stream, TQDataModule
 from lightning_tq.status.look import take_look
 
 SIZE, WIDTH, AHEAD = 32, 64, 16  # 32 samples of 256 B; a producer 16 batches ahead at most
-ARENA = "/memfd:transfer-queue-arena"
 SAVED_EVERY = 100
 LOOKS = 10
 DEADLINE_S = 900.0
@@ -85,8 +84,9 @@ class Producer(threading.Thread):
 class Looks(Callback):
     """Notes what the queue holds, at equal distances."""
 
-    def __init__(self, dm: TQDataModule, producer: Producer, steps: int) -> None:
+    def __init__(self, dm: TQDataModule, controller: psutil.Process, producer: Producer, steps: int) -> None:
         self.dm = dm
+        self.controller = controller
         self.producer = producer
         self.every = max(1, steps // LOOKS)
         self.batches = 0
@@ -104,14 +104,7 @@ class Looks(Callback):
             self.open.append(partition["tasks"]["learn"]["in_flight"])
             self.samples.append(partition["samples"])
             self.held_mib.append(sum(unit["held_nbytes"] for unit in look.units) / 2**20)
-            self.controller_mib.append(controller_mib())
-
-
-def controller_mib() -> float:
-    """Resident memory of the queue's server that holds no values."""
-    servers = [child for child in psutil.Process().children() if "transfer_queue.launch.serve" in child.cmdline()]
-    others = [each for each in servers if not any(part.path.startswith(ARENA) for part in each.memory_maps())]
-    return max(each.memory_info().rss for each in others) / 2**20  # the least of them only watches
+            self.controller_mib.append(self.controller.memory_info().rss / 2**20)
 
 
 def train(steps: int, ack: str, clear: bool = False) -> dict[str, Any]:
@@ -120,10 +113,13 @@ def train(steps: int, ack: str, clear: bool = False) -> dict[str, Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     stream = Stream(partition="train", task="learn", fields=["x"], batch_size=SIZE, clear_consumed=clear)
-    dm = TQDataModule(train=stream, queue={"units": 1}, ack=ack)  # type: ignore[arg-type]
+    # In a process of its own the controller's memory can be told from the values'.
+    queue = {"units": 1, "options": {"server_processes": "each"}}
+    dm = TQDataModule(train=stream, queue=queue, ack=ack)  # type: ignore[arg-type]
     with dm, tempfile.TemporaryDirectory() as folder:
-        producer = Producer(tq.init(), steps)
-        looks = Looks(dm, producer, steps)
+        conf = tq.init()
+        producer = Producer(conf, steps)
+        looks = Looks(dm, psutil.Process(conf.controller.zmq_info.pid), producer, steps)
         saves = ModelCheckpoint(Path(folder), every_n_train_steps=SAVED_EVERY)
         checkpoints = ack == "checkpoint"
         trainer = Trainer(

@@ -12,7 +12,7 @@ from typing import Any
 
 from transfer_queue.errors import ConfigError
 
-_SECTIONS = ("address", "launch", "metrics", "client", "controller", "backend")
+_SECTIONS = ("address", "launch", "server_processes", "metrics", "client", "controller", "backend")
 _FOREIGN = {"MooncakeStore", "RayStore", "Yuanrong"}
 """Sections of backends that this version doesn't have; a shared configuration may hold them."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -25,7 +25,7 @@ class QueueConfig:
     address: str | None = None
     """Join the queue at this address instead of starting one. The environment variable TQ_ADDRESS does the same."""
     units: int = 2
-    """Processes that hold values."""
+    """Storage units, which hold the values."""
     memory: str | int | None = None
     """Most memory that all units together may hold: "4GiB", "500MB" or bytes. A put waits when it is full. Default: no
     limit."""

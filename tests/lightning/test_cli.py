@@ -262,7 +262,7 @@ def test_a_failed_producer_is_an_exit_code_and_its_traceback(
     [
         ("--help", ["--data.train", "What training reads", "How to start the queue", "--trainer.max_epochs"]),
         ("--data.train.help", ["What becomes of samples that can't fill the last round"]),
-        ("--data.queue.help", ["Processes that hold values.", '"4GiB"']),
+        ("--data.queue.help", ["Storage units, which hold the values.", '"4GiB"']),
         ("--data.producers.help", ["Processes of this kind."]),
     ],
 )

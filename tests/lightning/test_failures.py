@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import producing
 import psutil
 import pytest
+import yaml
 from conftest import HERE, ROOT, stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -228,6 +230,14 @@ def test_memory_is_shared_out_over_the_units_and_options_go_over_everything(tmp_
     file.write_text("units: 4\nmemory: 1GiB\nbackend:\n  SimpleStorage:\n    put_timeout_s: 3\n")
     storage = as_queue_config(str(file)).conf()["backend"]["SimpleStorage"]
     assert (storage["num_data_storage_units"], storage["capacity_bytes"], storage["put_timeout_s"]) == (4, 2**28, 3)
+
+
+def test_whatever_a_queue_can_be_told_a_datamodule_can_be_told() -> None:
+    from lightning_tq.queue_config import as_queue_config
+
+    known = yaml.safe_load((files("transfer_queue") / "config.yaml").read_text())
+    known["server_processes"] = "each"
+    assert as_queue_config(known).conf() == known
 
 
 def test_what_a_running_queue_has_otherwise_than_asked_is_told_and_what_it_has_is_not(
