@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import transfer_queue as tq
+from tests.integration.noticing import until
 from transfer_queue.interface import connect
 
 
@@ -40,6 +41,44 @@ async def cancelled_too_late(call: Coroutine[Any, Any, Any], other: tq.TransferQ
 
 async def connected(client: tq.TransferQueueClient) -> None:
     await client.async_create_partition("elsewhere")  # the loop's own line is there, so that a call sends at once
+
+
+def pins(client: tq.TransferQueueClient) -> int:
+    return sum(unit["pins"] for unit in client.get_storage_stats())
+
+
+def large(count: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(count, 100_000)}
+
+
+def test_a_batch_with_its_values_takes_nothing_and_keeps_no_memory(client, other, name):
+    other.put(large(2), partition_id=name)
+
+    async def go() -> Any:
+        await connected(client)
+        return await cancelled_too_late(client.async_fetch_batch(["x"], 2, name, "t"), other, name)
+
+    assert asyncio.run(go())["tasks"]["t"]["consumed"] == 2
+    assert numbers(other, name)["tasks"]["t"]["consumed"] == 0
+    assert until(lambda: pins(other) == 0)
+
+
+def test_a_batch_that_is_closed_instead_of_taken_keeps_no_memory(client, other, name):
+    other.put(large(2), partition_id=name)
+    batch = client.fetch_batch(["x"], 2, name, "t")
+    batch.close()
+    assert until(lambda: pins(other) == 0)
+    assert client.get_data(batch.meta)["x"].values().sum() == 200_000
+
+
+def test_a_batch_that_is_not_there_keeps_no_memory(client, other, name):
+    other.put(large(1), partition_id=name)
+    assert client.fetch_batch(["x"], 2, name, "t").ready == 1
+    other.seal_partition(name)
+    assert client.take(client.fetch_batch(["x"], 2, name, "t"))["x"].values().sum() == 100_000
+    with pytest.raises(tq.EndOfPartitionError):
+        client.fetch_batch(["x"], 2, name, "t")
+    assert until(lambda: pins(other) == 0)
 
 
 def test_a_put_leaves_no_reservation(client, other, name):

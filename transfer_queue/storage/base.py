@@ -69,6 +69,9 @@ class Wish:
     message = b""
     """What the controller is told beside the fetch; empty: nothing."""
 
+    def answered(self, frames: Sequence[memoryview]) -> None:
+        """This came beside the controller's answer; ``close`` without it takes everything for granted."""
+
     def values(self, indexes: Sequence[int], frames: Sequence[memoryview]) -> TensorDict | None:
         """The batch, from what came beside the controller's answer; None: read it.
 

@@ -136,6 +136,7 @@ class Fetches(Line):
         try:
             beside = [wish.message] if wish.message else []
             answer, frames = await self.session.send_beside(beside, request, p.Reply, wait_s, meanwhile)
+            wish.answered(frames)
             reply = _checked(answer, request)
         except BaseException:
             wish.close()

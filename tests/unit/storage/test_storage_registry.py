@@ -66,6 +66,17 @@ def test_a_registered_backend_needs_only_put_get_and_clear(own):
     run_blocking(manager.close())
 
 
+def test_what_such_a_backend_does_not_tell_the_controller_is_left_to_the_client(own):
+    manager, data = own(InprocCaller({}, "me"), {}), TensorDict({"a": torch.arange(2)}, batch_size=[2])
+    order: list[str] = []
+    said = run_blocking(manager.put_and_tell(manager.prepared(data), [3, 4], b"publish", lambda: order.append("done")))
+    assert (said, order, manager.kept is data) == (b"", ["done"], True)
+    meta = SimpleNamespace(global_indexes=[3, 4], field_names=["a"])
+    update = run_blocking(manager.update_data(data, meta, message=b"publish"))
+    assert (update.said, update.absent, update.stored is data) == (b"", False, True)
+    assert run_blocking(manager.update_data(data, meta, absent=True, message=b"publish")) is None, "it can't tell"
+
+
 def test_a_class_that_is_no_manager_can_not_be_registered():
     with pytest.raises(TypeError, match="no StorageManager subclass"):
         registry.register("Bad")(dict)

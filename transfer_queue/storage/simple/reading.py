@@ -14,6 +14,7 @@ from transfer_queue.storage.simple.link import UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
     Failed,
+    Granted,
     Read,
     Rows,
     Wish,
@@ -78,21 +79,27 @@ class UnitWish(WishOfAnyBackend):
         self._reading = reading
         self._shares_of = shares_of
         self._unpack = unpack
-        self._unasked = set(range(num_units))
+        self._units = range(num_units)
+        self._unasked: set[int] = set()
+        self._granted = Granted([])
         self.message = encode(reading.wish())
+
+    def answered(self, frames: Frames) -> None:
+        if frames:
+            self._granted = decode_granted(frames[0])
+        self._unasked = set(self._units) - {unit for unit, _, _ in self._granted.answers}
 
     def values(self, indexes: Sequence[int], frames: Frames) -> TensorDict | None:
         if not frames:
             return None
         answers: dict[int, tuple[Answer, Frames]] = {}
         at = 1
-        for unit, header, count in decode_granted(frames[0]).answers:
+        for unit, header, count in self._granted.answers:
             answers[unit] = decode_answer(header), frames[at : at + count]
             at += count
         shares = self._shares_of(indexes)
         if [unit for unit, _ in shares] != list(answers):
             raise ProtocolError(f"values came from units {list(answers)}, the batch lies in {shares}")
-        self._unasked -= answers.keys()
         for answer, _ in answers.values():
             if isinstance(answer, Failed):
                 raise from_wire(answer.code, answer.text)
