@@ -23,6 +23,7 @@ from benchmarks.versus.worker import RAY
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 120.0
 END_S = 30.0
+TIDY_S = 5.0  # servers see at once that their worker has ended, and then remove what they have made
 # This repository goes first in ours, last in the peer's, where "transfer_queue" must be the installed one.
 BOOT = """
 import sys
@@ -127,7 +128,7 @@ class Package:
             self._worker.wait()
         self._line.close()
         self._worker = None
-        _, alive = psutil.wait_procs(started, timeout=min(wait_s, 5.0))
+        _, alive = psutil.wait_procs(started, timeout=TIDY_S)
         _kill([*alive, *_naming(self._folder)])
 
     @property
