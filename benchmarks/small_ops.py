@@ -74,12 +74,15 @@ def operations_per_s(client: tq.TransferQueueClient, conf: Any, clients: int, op
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = arguments(__doc__).parse_args(argv)
+    parser = arguments(__doc__)
+    parser.add_argument("--servers", choices=("auto", "one", "each"), default="auto", help="server_processes")
+    args = parser.parse_args(argv)
     operations, clients = (20, (1,)) if args.quick else (OPERATIONS, CLIENTS)
-    conf = tq.init()
+    conf = tq.init({"server_processes": args.servers})
     client = tq.get_client()
     report(
         "small puts and gets",
+        servers=args.servers,
         **p50_ms(client, operations),
         operations_per_s={number: operations_per_s(client, conf, number, operations) for number in clients},
     )

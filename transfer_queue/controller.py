@@ -156,8 +156,8 @@ class TransferQueueController:
             return ()
         try:
             return self._values_of(client, reply.indexes, wish)
-        except TransferQueueError as error:  # no wish of ours
-            _log.debug("values for client %s could not be read: %s", client, error)
+        except Exception as error:  # whatever is wrong with a wish: the batch goes out, and its reader asks the units
+            _log.warning("values for client %s could not be read beside its batch: %r", client, error)
             return ()
 
 

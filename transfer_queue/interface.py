@@ -14,6 +14,7 @@ from transfer_queue.config import announce_address, merge, queue_address, to_pla
 from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
+from transfer_queue.storage.settings import section_of
 from transfer_queue.transport.modes import blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -87,10 +88,12 @@ def connect(client_id: str, conf: Any, layout: str | None = None) -> TransferQue
     """A client of its own for a running queue's configuration, as ``init`` returned it."""
     client = TransferQueueClient(client_id, conf["controller"]["zmq_info"])
     backend = conf["backend"]
-    name = backend["storage_backend"]
     settings = conf["client"]
     client.initialize_storage_manager(
-        name, backend[name], layout=layout or settings["layout"], timeout_s=settings["timeout_s"]
+        backend["storage_backend"],
+        section_of(backend),
+        layout=layout or settings["layout"],
+        timeout_s=settings["timeout_s"],
     )
     return client
 

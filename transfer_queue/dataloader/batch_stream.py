@@ -49,7 +49,7 @@ class _Behind:
     def __init__(self, hand_over: Callable[[int, Fetched], None]) -> None:
         self._hand_over = hand_over
         self._held: tuple[int, Fetched] | None = None
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def hold(self, batch_index: int, batch: Fetched) -> None:
         self._held = batch_index, batch
@@ -61,15 +61,15 @@ class _Behind:
             try:
                 self._hand_over(*held)
             except BaseException as error:
-                self._error = error
+                self.error = error
             finally:
                 held[1].close()
 
     def hand_over(self) -> None:
         """Give the batch to the consumer, if that has not been done."""
         self.try_to_hand_over()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def close(self) -> None:
         held, self._held = self._held, None
@@ -204,10 +204,14 @@ class BatchStream:
         try:
             batch = self._fetch_one(batch_index, behind.try_to_hand_over)
             behind.hand_over()
-        except BaseException:
-            behind.try_to_hand_over()
+        except BaseException as error:
             if batch is not None:
                 batch.close()
+            if self._stop.is_set():
+                behind.close()
+            behind.try_to_hand_over()
+            if behind.error is not None and behind.error is not error:  # of the batch that comes first
+                raise behind.error from error
             raise
         return batch
 

@@ -20,6 +20,7 @@ from transfer_queue.config import preallocated_samples, to_plain
 from transfer_queue.errors import LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
+from transfer_queue.storage.simple.routing import best_run
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.processes import pid_namespace
@@ -64,13 +65,15 @@ class LocalQueue:
         units = [f"unit{i}" for i in range(conf.backend.SimpleStorage.num_data_storage_units)]
         sampler = _portable(conf.controller.sampler)
         names = units if sampler is None else [*units, _CONTROLLER]
-        groups = [names] if _together(conf) else [[name] for name in names]
+        together = _together(conf)
+        groups = [names] if together else [[name] for name in names]
         processes = [self._spawn() for _ in groups]
         pids = {name: process.pid for group, process in zip(groups, processes, strict=True) for name in group}
         pid = pids.get(_CONTROLLER, self._owner)
         info = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
+        run = best_run(together, conf.backend.SimpleStorage.capacity_bytes)
         infos = {
-            name: local_server(Role.STORAGE.value, name, "put_get_socket", self._socket(name), pids[name])
+            name: local_server(Role.STORAGE.value, name, "put_get_socket", self._socket(name), pids[name], run)
             for name in units
         }
         conf = _with_servers(conf, self.address, info, infos)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -33,6 +34,7 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     # Before any import that starts threads (NumPy's does): one that did not block the signal would take it, and die.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.path[:] = orders["sys_path"]
+    _allow_many_clients()
     from transfer_queue.transport.server import SocketServer
     from transfer_queue.transport.serving_loop import ServingLoop
 
@@ -52,6 +54,13 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
         Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
         os.rmdir(orders["directory"])
+
+
+def _allow_many_clients() -> None:
+    """Every client takes some descriptors of this process, and the usual limit is a low one."""
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _stop_with(loop: ServingLoop, server: SocketServer, orders: Mapping[str, Any]) -> None:
@@ -115,13 +124,13 @@ def _tell(controller: SocketServer, client: str, message: bytes) -> Told:
 def stored_values(conf: Mapping[str, Any], caller: Caller | None = None) -> StorageManager:
     """The controller's own storage client: what a vanished writer stored must go. ``caller`` None: over sockets."""
     from transfer_queue.storage.registry import create
-    from transfer_queue.storage.settings import storage_settings
+    from transfer_queue.storage.settings import section_of, storage_settings
     from transfer_queue.transport.caller import SocketCaller
 
-    name = conf["backend"]["storage_backend"]
+    backend = conf["backend"]
     # Everybody waits for the controller while it waits for a unit, and units answer at once.
-    settings = storage_settings(conf["backend"][name], timeout_s=_UNIT_TIMEOUT_S)
-    return create(name, caller or SocketCaller("controller"), settings)
+    settings = storage_settings(section_of(backend), timeout_s=_UNIT_TIMEOUT_S)
+    return create(backend["storage_backend"], caller or SocketCaller("controller"), settings)
 
 
 if __name__ == "__main__":

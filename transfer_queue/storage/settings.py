@@ -10,6 +10,12 @@ from transfer_queue.errors import ConfigError
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 
+def section_of(backend: Mapping[str, Any]) -> Any:
+    """The section of the chosen backend; it has one name, also where it was chosen by an older one."""
+    name = backend["storage_backend"]
+    return backend[name] if name in backend else backend["SimpleStorage"]
+
+
 def storage_settings(section: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The section as a plain dict with ``units`` made of its ``zmq_info`` (name -> server info, or a list of them).
 
@@ -28,4 +34,7 @@ def storage_settings(section: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 def _unit(info: Any) -> dict[str, Any]:
     server = info if isinstance(info, ZMQServerInfo) else ZMQServerInfo.from_dict(info)
     peer = server.peer()
-    return {"name": peer.name, "address": peer.address, "pid": peer.pid, "pid_namespace": peer.pid_namespace}
+    return {
+        "name": peer.name, "address": peer.address, "pid": peer.pid, "pid_namespace": peer.pid_namespace,
+        "run": server.run,
+    }  # fmt: skip

@@ -14,6 +14,9 @@ from transfer_queue.transport.base import Reply
 from transfer_queue.transport.line import Line, closed, gone, silent
 from transfer_queue.transport.modes import cancel_descriptor
 
+_LOOK_AGAIN_S = 3600.0
+"""A deadline may be infinitely far; poll counts in milliseconds, as an int."""
+
 
 class Asked(NamedTuple):
     """One request that was sent, and the line that its reply comes on."""
@@ -64,7 +67,7 @@ def _told_once(waiting: Mapping[int, Asked]) -> list[tuple[int, Reply]]:
 
 
 def _poll(waiting: Mapping[int, Asked], wake: int, deadline: float) -> dict[int, int]:
-    left = max(0.0, deadline - time.monotonic())
+    left = max(0.0, min(deadline - time.monotonic(), _LOOK_AGAIN_S))
     poll = select.poll()
     poll.register(wake, select.POLLIN)
     cancel = cancel_descriptor()

@@ -12,8 +12,10 @@ from transfer_queue.transport.plain_port import Connection, PlainPort
 from transfer_queue.transport.plain_sockets import line_path
 from transfer_queue.transport.serving_loop import ServingLoop
 from transfer_queue.transport.zmq_port import ZmqPort
+from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.processes import close_descriptor, open_process
 
+_log = get_logger(__name__)
 _MESSAGES_PER_TURN = 64
 
 Ended = Callable[[float], Iterable[Outgoing]]
@@ -68,7 +70,7 @@ class SocketServer:
 
         def end(_: int) -> None:
             self._unwatch(descriptor, ended)
-            self._send(ended(time.monotonic()))
+            self._act(ended)
 
         self._watched[descriptor] = ended
         self._readiness.add(descriptor, end)
@@ -87,7 +89,7 @@ class SocketServer:
         """
 
         def act(_: int) -> None:
-            self._send(ready(time.monotonic()))
+            self._act(ready)
 
         self._readiness.add(descriptor, act)
         self._attended[descriptor] = ready
@@ -118,7 +120,7 @@ class SocketServer:
 
     def expire(self, now: float) -> None:
         if self._handler is not None:
-            self._send(self._handler.expire(now))
+            self._act(self._handler.expire)
 
     def unread(self) -> bool:
         return self._zmq.unread()
@@ -146,6 +148,13 @@ class SocketServer:
     def _deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         assert self._handler is not None  # connections are read from while serving only
         self._send(self._handler.handle(envelope, header, frames, time.monotonic()))
+
+    def _act(self, act: Callable[[float], Iterable[Outgoing]]) -> None:
+        """What no request asked for: nobody can be told what goes wrong, and all that are served here must go on."""
+        try:
+            self._send(act(time.monotonic()))
+        except Exception:
+            _log.exception("the server at %s could not finish something, and goes on", self.address)
 
     def _send(self, answers: Iterable[Outgoing]) -> None:
         for answer in answers:

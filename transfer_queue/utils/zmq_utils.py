@@ -13,6 +13,7 @@ from transfer_queue.utils.processes import pid_namespace
 class ZMQServerInfo:
     """One server. ``ports`` maps the name of a socket to its full address.
 
+    ``run`` of a storage unit: so many neighbouring samples lie together before the next unit's turn; None: as usual.
     ``pid`` and ``pid_namespace`` let clients on the same host notice at once that the server is gone.
     """
 
@@ -26,6 +27,7 @@ class ZMQServerInfo:
         ports: Mapping[str, str] | None = None,
         pid: int | None = None,
         pid_namespace: int | None = None,
+        run: int | None = None,
     ) -> None:
         self.role = role
         self.id = id
@@ -33,6 +35,7 @@ class ZMQServerInfo:
         self.ports = dict(ports or {})
         self.pid = pid
         self.pid_namespace = pid_namespace
+        self.run = run
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ZMQServerInfo) and self.to_dict() == other.to_dict()
@@ -52,7 +55,7 @@ class ZMQServerInfo:
     def to_dict(self) -> dict[str, Any]:
         return {
             "role": self.role, "id": self.id, "ip": self.ip, "ports": dict(self.ports), "pid": self.pid,
-            "pid_namespace": self.pid_namespace,
+            "pid_namespace": self.pid_namespace, "run": self.run,
         }  # fmt: skip
 
     @classmethod
@@ -64,6 +67,8 @@ class ZMQServerInfo:
         return Peer(f"{self.role} {self.id}", next(iter(self.ports.values())), self.pid, self.pid_namespace)
 
 
-def local_server(role: str, server_id: str, socket_name: str, address: str, pid: int) -> ZMQServerInfo:
+def local_server(
+    role: str, server_id: str, socket_name: str, address: str, pid: int, run: int | None = None
+) -> ZMQServerInfo:
     """A server that is a process of this host."""
-    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address}, pid, pid_namespace())
+    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address}, pid, pid_namespace(), run)

@@ -25,12 +25,12 @@ class FetchedBatch:
         self.meta = meta
         self.wish = wish
         self.frames = frames
-        self._closed = False
+        self.closed = False
 
     def close(self) -> None:
         """Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self.wish.close()
 
 
@@ -148,6 +148,10 @@ class Fetches(Line):
 
     async def async_take(self, batch: FetchedBatch) -> TensorDict:
         """The values of a batch, as ``async_get_data`` gives them; once."""
+        if batch.closed:
+            raise InvalidRequestError(
+                "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
+            )
         try:
             data = batch.wish.values(batch.meta.global_indexes, batch.frames)
         finally:

@@ -113,6 +113,21 @@ def test_idle_pages_go_back_to_the_kernel_after_their_time_and_not_before(arena)
     assert arena.allocate(62 * PAGE) is not None, "their addresses can be taken again"
 
 
+def test_much_memory_goes_back_in_parts_with_the_next_one_due_at_once():
+    arena, most = Arena(1 << 30), 32 << 20
+    arena.tick(0.0)
+    arena.allocate(80 << 20)  # pages that nobody touched cost the test nothing
+    arena.tick(0.0)
+    left, due = [], []
+    for _ in range(3):
+        due.append(arena.next_trim())
+        arena.trim(IDLE_S)
+        left.append(arena.recyclable_nbytes)
+    assert left == [(80 << 20) - most, (80 << 20) - 2 * most, 0]
+    assert (due, arena.next_trim()) == ([IDLE_S] * 3, None)
+    arena.close()
+
+
 def test_pages_that_were_recycled_in_time_stay(arena):
     arena.tick(0.0)
     arena.allocate(4 * PAGE)[:] = 1

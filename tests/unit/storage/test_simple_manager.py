@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
 from transfer_queue.storage.simple.manager import SimpleStorageManager
 from transfer_queue.storage.simple.messages import Failed, Written, decode_request, encode
-from transfer_queue.storage.simple.routing import LONG_RUN, ROUTING_RUN, routing_run, unit_of
+from transfer_queue.storage.simple.routing import LONG_RUN, ROUTING_RUN, best_run, routing_run, unit_of
 from transfer_queue.storage.simple.unit import StorageUnit, Told
 from transfer_queue.transport.base import Peer, Reply
 from transfer_queue.transport.inproc_channel import InprocCaller
@@ -24,10 +24,9 @@ def config(num_units: int, **more) -> dict:
     return {"units": [{"name": f"u{n}", "address": f"inproc://u{n}", "pid": 7 + n} for n in range(num_units)], **more}
 
 
-def together(num_units: int, **more) -> dict:
-    """Units that share a process."""
-    units = [{"name": f"u{n}", "address": f"inproc://u{n}", "pid": 7, "pid_namespace": 4} for n in range(num_units)]
-    return {"units": units, **more}
+def with_run(num_units: int, run: int | None) -> dict:
+    """Units whose launcher said how they take turns."""
+    return {"units": [{**unit, "run": run} for unit in config(num_units)["units"]]}
 
 
 class Notebook:
@@ -54,21 +53,21 @@ def test_units_that_share_a_process_take_turns_in_long_runs():
     assert unit_of(ends, 1, LONG_RUN).tolist() == [0] * len(ends)
 
 
-def test_runs_are_long_only_where_units_share_a_process_and_have_no_limit_of_their_own():
-    strangers = {"units": [{**unit, "pid": None} for unit in together(2)["units"]]}
-    first, second = together(2)["units"]
-    elsewhere = {"units": [first, {**second, "pid_namespace": 5}]}
-    assert [routing_run(settings) for settings in (together(2), together(1), together(3, capacity_bytes=None))] == [
-        LONG_RUN
-    ] * 3
-    apart = [config(2), strangers, elsewhere, together(2, capacity_bytes=1 << 30), config(2, capacity_bytes=None)]
-    assert [routing_run(settings) for settings in apart] == [ROUTING_RUN] * 5
+def test_units_are_started_with_long_runs_only_where_they_share_a_process_and_have_no_limit_of_their_own():
+    assert best_run(True, None) == LONG_RUN
+    assert [best_run(False, None), best_run(True, 1 << 30), best_run(False, 1 << 30)] == [ROUTING_RUN] * 3
+
+
+def test_everybody_reads_the_runs_where_the_units_are_and_the_usual_ones_where_nothing_is_said():
+    limited = {**with_run(2, LONG_RUN), "capacity_bytes": 1 << 30}
+    assert [routing_run(settings) for settings in (with_run(2, 7), limited)] == [7, LONG_RUN]
+    assert [routing_run(settings) for settings in (config(2), with_run(1, None))] == [ROUTING_RUN] * 2
 
 
 @pytest.mark.parametrize(
     ("settings", "sizes"),
-    [(together(3), {0: 1024, 1: 176}), (together(3, capacity_bytes=1 << 30), {0: 432, 1: 384, 2: 384})],
-    ids=["together", "together, with a limit each"],
+    [(with_run(3, LONG_RUN), {0: 1024, 1: 176}), (with_run(3, ROUTING_RUN), {0: 432, 1: 384, 2: 384})],
+    ids=["long", "usual"],
 )
 def test_what_a_put_sends_to_whom_goes_by_the_length_of_the_runs(settings, sizes):
     caller = Notebook(encode(Written()))

@@ -21,6 +21,8 @@ IDLE_S = 30.0
 """As many pages as were free all this time go back to the kernel; until then they are recycled as they are, because
 the first touch of a page costs several times what a copy into it does."""
 
+_TRIMMED_NBYTES = 32 * 1024 * 1024
+"""At most so many bytes in one go, which takes some ten milliseconds."""
 _SPARSE_FACTOR = 4  # addresses are free, pages come with use: room enough that fragmentation never matters
 
 
@@ -170,10 +172,13 @@ class Arena:
         self.tick(now)
         if now < self._watched + IDLE_S:
             return
-        for start, size in self._warm.take_largest(self._idle_nbytes):
+        some = min(self._idle_nbytes, _TRIMMED_NBYTES)
+        for start, size in self._warm.take_largest(some):
             self._map.madvise(mmap.MADV_REMOVE, start, size)
             self._cold.give(start, size)
-        self._watched, self._idle_nbytes = now, self._warm.total
+        self._idle_nbytes -= some
+        if not self._idle_nbytes:  # else the rest is due at once, after whoever waits for an answer
+            self._watched, self._idle_nbytes = now, self._warm.total
 
     def next_trim(self) -> float | None:
         """When to ``trim``; None while there is nothing to give back."""

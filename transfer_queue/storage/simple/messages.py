@@ -260,7 +260,7 @@ def expect(answer: Answer, kind: type[Expected]) -> Expected:
 def _decode(decoder: Any, header: bytes) -> Any:
     try:
         return decoder.decode(header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a storage message of {len(header)} bytes can't be decoded: {error}") from error
 
 

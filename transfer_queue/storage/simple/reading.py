@@ -90,7 +90,7 @@ class UnitWish(WishOfAnyBackend):
         self._unasked = set(self._units) - {unit for unit, _, _ in self._granted.answers}
 
     def values(self, indexes: Sequence[int], frames: Frames) -> TensorDict | None:
-        if not frames:
+        if not frames or not len(indexes):
             return None
         answers: dict[int, tuple[Answer, Frames]] = {}
         at = 1

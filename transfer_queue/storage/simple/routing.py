@@ -19,7 +19,7 @@ LONG_RUN = 1024
 
 
 def unit_of(indexes: IntArray, num_units: int, run: int = ROUTING_RUN) -> IntArray:
-    """Which unit holds each index. Every process must answer the same: the configuration decides, nothing else."""
+    """Which unit holds each index. Every process must answer the same, so it depends on nothing else."""
     return (indexes // run) % num_units
 
 
@@ -30,10 +30,13 @@ def peers_of(settings: Mapping[str, Any]) -> list[Peer]:
 
 
 def routing_run(settings: Mapping[str, Any]) -> int:
-    """How many neighbouring indexes share a unit."""
-    processes = {(unit.pid, unit.pid_namespace) for unit in peers_of(settings)}
-    together = len(processes) == 1 and None not in {pid for pid, _ in processes}
-    return LONG_RUN if together and settings.get("capacity_bytes") is None else ROUTING_RUN
+    """How many neighbouring indexes share a unit: whoever started the units has said so where they are."""
+    return int(settings["units"][0].get("run") or ROUTING_RUN)
+
+
+def best_run(together: bool, capacity_bytes: int | None) -> int:
+    """For units that are started now. ``together``: they share a process."""
+    return LONG_RUN if together and capacity_bytes is None else ROUTING_RUN
 
 
 def shares_of(indexes: IntArray, num_units: int, run: int) -> Shares:
