@@ -218,6 +218,8 @@ def _dense(parts: Parts, shape: Sequence[int], copy: Copy, lay: Lay | None) -> t
 
 def _ragged(parts: Parts, count: int, layout: str, copy: Copy, lay: Lay | None) -> Any:
     first = parts[0][1].layout
+    if len(parts) == 1 and (whole := _whole(parts, count, copy, lay)) is not None:
+        return _shaped(whole, dtype_of(first.dtype), _shapes_of(parts[0][1]), parts[0][1].bounds, layout)
     shapes = np.empty((count, len(first.shape)), np.int64)
     ragged = [(positions, piece.as_ragged()) for positions, piece in parts]
     for positions, piece in ragged:
@@ -236,8 +238,30 @@ def _ragged(parts: Parts, count: int, layout: str, copy: Copy, lay: Lay | None) 
     return _shaped(out, dtype_of(first.dtype), shapes, bounds, layout)
 
 
+def _whole(parts: Parts, count: int, copy: Copy, lay: Lay | None) -> ByteArray | None:
+    """The bytes of a batch that one piece holds in its order; None where rows must be picked or put in place."""
+    positions, piece = parts[0]
+    in_order = isinstance(positions, slice) and positions == slice(0, count)
+    if piece.layout.kind != "ragged" or piece.picks is not None or not in_order:
+        return None
+    out = lay(parts) if lay is not None else None
+    if out is None:
+        out = recycling.empty(piece.data.nbytes)
+        # torch packs rows that are irregular in other dims anew, so they must be here by then.
+        shapes = _shapes_of(piece)
+        (copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto)(out, piece.data)
+    return out
+
+
+def _shapes_of(piece: Piece) -> IntArray:
+    assert piece.side is not None
+    return piece.side
+
+
 def _shaped(out: Any, dtype: torch.dtype, shapes: IntArray, bounds: IntArray, layout: str) -> Any:
     """Rows that lie back to back, as the most regular tensor they allow."""
+    if layout == "jagged" and shapes.shape[1] == 1:
+        return jagged(from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,)), bounds // dtype.itemsize)
     same = (shapes == shapes[0]).all(axis=0)
     if layout == "dense" and same.all():
         return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
