@@ -50,9 +50,9 @@ class TransferQueueController:
         values: StorageManager | None = None,
         values_of: ValuesOf | None = None,
     ) -> None:
-        """Args:
-        values: Where nothing must stay of what a vanished writer stored and did not publish.
-        values_of: Called with client, indexes and wish where a fetch came with a wish; gives the answer's frames.
+        """``values``: where nothing must stay of what a vanished writer stored and did not publish.
+
+        ``values_of``: called with client, indexes and wish where a fetch has one; gives the frames beside its answer.
         """
         self.plane = plane
         self._welcome = json.dumps(conf).encode()

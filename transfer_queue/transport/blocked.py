@@ -13,9 +13,7 @@ from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Reply
 from transfer_queue.transport.line import Line, closed, gone, silent
 from transfer_queue.transport.modes import cancel_descriptor
-
-_LOOK_AGAIN_S = 3600.0
-"""A deadline may be infinitely far; poll counts in milliseconds, as an int."""
+from transfer_queue.transport.readiness import LONGEST_WAIT_S
 
 
 class Asked(NamedTuple):
@@ -67,7 +65,7 @@ def _told_once(waiting: Mapping[int, Asked]) -> list[tuple[int, Reply]]:
 
 
 def _poll(waiting: Mapping[int, Asked], wake: int, deadline: float) -> dict[int, int]:
-    left = max(0.0, min(deadline - time.monotonic(), _LOOK_AGAIN_S))
+    left = max(0.0, min(deadline - time.monotonic(), LONGEST_WAIT_S))
     poll = select.poll()
     poll.register(wake, select.POLLIN)
     cancel = cancel_descriptor()

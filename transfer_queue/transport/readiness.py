@@ -10,6 +10,9 @@ from typing import Any
 
 READ, WRITE = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 
+LONGEST_WAIT_S = 3600.0
+"""A deadline may be infinitely far; the system counts milliseconds, and not that many. Whoever waits looks again."""
+
 Act = Callable[[int], None]
 """Told what is ready: ``READ``, ``WRITE``, or neither where the other side hung up."""
 
@@ -37,7 +40,8 @@ class Readiness:
         self._poller.unregister(descriptor)
 
     def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
-        """What to do for those that are ready; None waits without end."""
+        """What to do for those that are ready, nothing after ``LONGEST_WAIT_S``; None waits without end."""
+        timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
         if self._is_epoll or timeout_s is None:
             events = self._poller.poll(timeout_s)
         else:

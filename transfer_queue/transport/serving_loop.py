@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from typing import Protocol
 
 from transfer_queue.transport.readiness import Readiness
-
-_LOOK_AGAIN_S = 3600.0
 
 
 class Server(Protocol):
@@ -71,8 +70,8 @@ class ServingLoop:
     def _turn(self) -> None:
         due = [(at, server) for server in self._servers if (at := server.next_deadline()) is not None]
         timeout_s = None
-        for at, _ in due:  # a deadline may be far away, or never come: the system counts in milliseconds, and not far
-            timeout_s = max(0.0, min(at - time.monotonic(), _LOOK_AGAIN_S if timeout_s is None else timeout_s))
+        for at, _ in due:
+            timeout_s = max(0.0, min(at - time.monotonic(), math.inf if timeout_s is None else timeout_s))
         for server in self._servers:
             if server.unread():
                 timeout_s = 0.0

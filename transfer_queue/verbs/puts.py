@@ -189,10 +189,8 @@ class Puts(Line):
         storage = self.storage_manager
         if parser is None and not set(bare.field_names) & set(target.field_names):
             # Fields that nobody has put so far replace nothing, so a refusal can wait for the publish.
-            if len(messages) == 1:
-                update = await storage.update_data(data, target, absent=True, message=p.encode(messages[0]))
-            else:
-                update = await storage.update_data(data, target, absent=True)
+            told = p.encode(messages[0]) if len(messages) == 1 else b""
+            update = await storage.update_data(data, target, absent=True, message=told)
             if update is not None:
                 return update
         for part in bare.chunk_by_partition():

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, from_wire
+from transfer_queue.errors import ConfigError, InvalidRequestError
 from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, Parts, StorageManager, Update, Wish
 from transfer_queue.storage.pieces import IntArray, Piece
 from transfer_queue.storage.simple.link import News, UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
     Drop,
-    Failed,
     Forsake,
     Forsaken,
     Request,
     Stats,
     TakeBack,
     UnitStats,
+    accepted,
     decode_answer,
     encode,
     expect,
@@ -260,7 +260,4 @@ def _as_indexes(indexes: Sequence[int]) -> IntArray:
 
 
 def _accepted(reply: Reply) -> tuple[Answer, list[memoryview]]:
-    answer = decode_answer(reply.header)
-    if isinstance(answer, Failed):
-        raise from_wire(answer.code, answer.text)
-    return answer, reply.frames
+    return accepted(decode_answer(reply.header)), reply.frames

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.storage.pieces import IntArray, Layout, Piece, Positions
 
 FieldParts: TypeAlias = list[tuple[str, Positions, Piece]]
@@ -250,8 +250,16 @@ def decode_granted(message: Any) -> Granted:
     return granted
 
 
+def accepted(answer: Answer) -> Answer:
+    """The answer; raises what a unit refused with."""
+    if isinstance(answer, Failed):
+        raise from_wire(answer.code, answer.text)
+    return answer
+
+
 def expect(answer: Answer, kind: type[Expected]) -> Expected:
-    """The answer, which must be of this kind."""
+    """The answer, which must be of this kind; raises what a unit refused with."""
+    answer = accepted(answer)
     if not isinstance(answer, kind):
         raise ProtocolError(f"a storage unit answered {type(answer).__name__}, expected {kind.__name__}")
     return answer

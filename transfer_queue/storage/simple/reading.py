@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from transfer_queue.errors import ProtocolError, from_wire
+from transfer_queue.errors import ProtocolError
 from transfer_queue.storage.base import Wish as WishOfAnyBackend
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run
 from transfer_queue.storage.simple.link import UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
-    Failed,
     Granted,
     Read,
     Rows,
@@ -100,9 +99,6 @@ class UnitWish(WishOfAnyBackend):
         shares = self._shares_of(indexes)
         if [unit for unit, _ in shares] != list(answers):
             raise ProtocolError(f"values came from units {list(answers)}, the batch lies in {shares}")
-        for answer, _ in answers.values():
-            if isinstance(answer, Failed):
-                raise from_wire(answer.code, answer.text)
         return self._unpack(self._reading.parts(shares, answers.values()), len(indexes))
 
     def close(self) -> None:
