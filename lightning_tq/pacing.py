@@ -138,8 +138,15 @@ class Grants:
     def end(self) -> None:
         """Tell the producers that training has ended; leave that nobody took yet is void."""
         self._client.seal_partition(self._partition)
-        left = self._client.get_meta(partition_id=self._partition, mode="force_fetch")
-        self._client.clear_samples(left)
+        # Taken as a producer takes it: one that was just given its leave still reads it.
+        count = self.given
+        while count:
+            try:
+                left = self._client.get_meta(_FIELDS, count, self._partition, task_name=TASK, timeout_s=0)
+            except EndOfPartitionError:
+                count //= 2
+            else:
+                self._client.clear_samples(left)
 
 
 # Whose turn it is: a partition for each number where leave begins. It is sealed once all before that number is put, and

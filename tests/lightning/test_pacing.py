@@ -129,6 +129,19 @@ def test_the_end_of_training_reaches_who_waits_and_voids_what_nobody_took(
     assert client.get_stats()["partitions"][PARTITION]["samples"] == 0
 
 
+@pytest.mark.parametrize("taken", [1, 3, 6, 8])
+def test_the_end_of_training_takes_no_leave_back_that_was_taken_and_not_read_yet(
+    client: TransferQueueClient, grants: Grants, taken: int
+) -> None:
+    grants.give(up_to=8, version=3)
+    meta = client.get_meta(["version", "number"], taken, PARTITION, task_name=TASK)
+    grants.end()
+    assert client.get_data(meta)["number"].tolist() == list(range(taken))
+    assert client.get_stats()["partitions"][PARTITION]["samples"] == taken
+    with pytest.raises(EndOfPartitionError):
+        Pacer(client).admit(1)
+
+
 def test_the_next_trainer_starts_anew_after_an_end_and_goes_on_after_a_crash(
     client: TransferQueueClient, grants: Grants
 ) -> None:

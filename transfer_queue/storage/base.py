@@ -73,7 +73,7 @@ class Wish:
         """This came beside the controller's answer; ``close`` without it takes everything for granted."""
 
     def values(self, indexes: Sequence[int], frames: Sequence[memoryview]) -> TensorDict | None:
-        """The batch, from what came beside the controller's answer; None: read it.
+        """The batch, from what came beside the controller's answer; once. None: read it.
 
         Raises:
             StorageKeyNotFoundError: a value was cleared meanwhile.
@@ -154,8 +154,12 @@ class StorageManager(ABC):
         """
         return await self.get_data(metadata)
 
-    def wish(self, fields: Sequence[str]) -> Wish:
-        """See ``Wish``; ``close`` it."""
+    def wish(self, fields: Sequence[str], small: bool = False) -> Wish:
+        """See ``Wish``; ``close`` it.
+
+        Args:
+            small: For values that are taken later, if at all: few bytes only, and none that changed meanwhile.
+        """
         return Wish()
 
     @abstractmethod

@@ -16,26 +16,15 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata_wire import to_meta
 from transfer_queue.storage.base import Wish
 from transfer_queue.verbs.line import Line
-
-
-class FetchedBatch:
-    """A batch whose values are kept where they are until they are taken, or it is closed."""
-
-    def __init__(self, meta: BatchMeta, wish: Wish, frames: Sequence[memoryview]) -> None:
-        self.meta = meta
-        self.wish = wish
-        self.frames = frames
-        self.closed = False
-
-    def close(self) -> None:
-        """Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self.wish.close()
+from transfer_queue.verbs.read_ahead import FetchedBatch, ReadAhead
 
 
 class Fetches(Line):
     """``async_get_meta``, ``async_get_data``, and what a stream is made of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._read_ahead = ReadAhead()
 
     async def async_get_meta(
         self,
@@ -86,12 +75,17 @@ class Fetches(Line):
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name: who consumes the samples.")
         polling = bool((await self.session.config())["controller"]["polling_mode"])
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
-        reply = await self.async_fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s=wait_s)
+        request = self._fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
+        storage = None if self._storage is None else self.storage_manager
+        wish = Wish() if storage is None or not self._read_ahead.pays else storage.wish(fields, small=True)
+        reply, frames = await self._fetched(request, wish, wait_s)
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
             raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
-        return to_meta(reply)
+        meta = to_meta(reply)
+        self._read_ahead.keep(FetchedBatch(meta, wish, frames), storage)
+        return meta
 
     async def async_fetch(
         self,
@@ -133,6 +127,13 @@ class Fetches(Line):
         request = self._fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s, finite)
         await self.session.config()
         wish = self.storage_manager.wish(fields)
+        reply, frames = await self._fetched(request, wish, wait_s, meanwhile)
+        return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), wish, frames)
+
+    async def _fetched(
+        self, request: p.Fetch, wish: Wish, wait_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
+        """The answer, and what came beside it; without a batch the wish is closed."""
         try:
             beside = [wish.message] if wish.message else []
             answer, frames = await self.session.send_beside(beside, request, p.Reply, wait_s, meanwhile)
@@ -143,8 +144,7 @@ class Fetches(Line):
             raise
         if isinstance(reply, p.NotReady):
             wish.close()
-            return reply
-        return FetchedBatch(to_meta(reply), wish, frames)
+        return reply, frames
 
     async def async_take(self, batch: FetchedBatch) -> TensorDict:
         """The values of a batch, as ``async_get_data`` gives them; once."""
@@ -152,10 +152,7 @@ class Fetches(Line):
             raise InvalidRequestError(
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
             )
-        try:
-            data = batch.wish.values(batch.meta.global_indexes, batch.frames)
-        finally:
-            batch.close()
+        data = batch.values()
         return await self.async_get_data(batch.meta) if data is None else data
 
     def _fetch(
@@ -166,7 +163,7 @@ class Fetches(Line):
         task_name: str,
         sampling_config: Mapping[str, Any] | None,
         wait_s: float,
-        finite: bool,
+        finite: bool = False,
         acks: Sequence[str] = (),
     ) -> p.Fetch:
         arguments = {str(key): value for key, value in (sampling_config or {}).items()}
@@ -194,7 +191,10 @@ class Fetches(Line):
             return TensorDict({}, batch_size=[0])
         await self.session.config()
         storage = self.storage_manager
-        return await (storage.get_data(metadata) if copy else storage.get_views(metadata))
+        if copy:
+            data = self._read_ahead.take(metadata, storage)
+            return await storage.get_data(metadata) if data is None else data
+        return await storage.get_views(metadata)
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Settle the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already.

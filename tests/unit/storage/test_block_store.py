@@ -193,6 +193,18 @@ def test_replaced_bytes_are_those_a_write_would_free():
     assert store.replaced_nbytes(ints(9), ["c"]) == 0
 
 
+def test_the_size_of_values_is_judged_by_their_own_blocks_and_not_by_all_of_their_field():
+    store = BlockStore()
+    store.write(np.arange(4), whole("a", piece([1, 2, 3, 4], size=10_000)))
+    store.write(np.arange(4, 8), whole("a", ragged([1, 2, 3, 2])))
+    store.write(np.arange(4, 8), whole("b", piece([1, 2, 3, 4], size=5)))
+    assert store.likely_nbytes(np.arange(4), ["a"]) == 4 * 80_000
+    ragged_row = 2 * 8 + 8  # its numbers and its length, on average
+    assert store.likely_nbytes(ints(5, 6, 7), ["a", "b", "c"]) == 3 * (ragged_row + 5 * 8)
+    assert store.likely_nbytes(ints(3, 4), ["a"]) == 2 * (80_000 + ragged_row) / 2
+    assert (store.likely_nbytes(ints(900), ["a"]), store.likely_nbytes(ints(), ["a"])) == (0, 0)
+
+
 class AgainstADict(RuleBasedStateMachine):
     """Any sequence of writes, reads and drops does what a dict of (index, field) would."""
 
@@ -209,15 +221,24 @@ class AgainstADict(RuleBasedStateMachine):
     )
     def write(self, indexes, field, make, data):
         values = data.draw(st.lists(st.integers(1, 40), min_size=len(indexes), max_size=len(indexes)))
+        before, known = self.store.changes.count, any((index, field) in self.model for index in indexes)
         self.store.write(ints(*indexes), whole(field, make(values)))
+        self.check_noted(before, known, or_if=len(set(indexes)) < len(indexes))
         self.model.update({(index, field): value for index, value in zip(indexes, values, strict=True)})
 
     @rule(indexes=st.lists(st.integers(0, 200), max_size=60), fields=st.sampled_from([None, ["a"], ["b", "c"]]))
     def drop(self, indexes, fields):
         gone = [key for key in self.model if key[0] in indexes and (fields is None or key[1] in fields)]
+        before = self.store.changes.count
         assert self.store.drop(ints(*indexes), fields) == len(gone)
+        self.check_noted(before, bool(gone))
         for key in gone:
             del self.model[key]
+
+    def check_noted(self, before: int, changed: bool, or_if: bool = False) -> None:
+        """A change is noted where a value was replaced or forgotten, not where some were only added."""
+        noted = self.store.changes.count > before
+        assert noted == changed or (noted and or_if)
 
     @rule()
     def squeeze(self):

@@ -26,12 +26,12 @@ class RowsAnswer(NamedTuple):
     pinned: list[ByteArray]
 
 
-def answer_in_frames(parts: FieldParts) -> RowsAnswer:
+def answer_in_frames(parts: FieldParts, changes: int = 0) -> RowsAnswer:
     """Everything travels in the message."""
     packer = Packer()
     for part in parts:
         packer.add(*part)
-    return RowsAnswer(Rows(packer.parts, packer.tables), packer.frames, [])
+    return RowsAnswer(Rows(packer.parts, packer.tables, changes=changes), packer.frames, [])
 
 
 def answer_in_place(located: Located, place: Place) -> RowsAnswer:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.storage.pieces import ByteArray
+from transfer_queue.storage.simple.changes import Changes
 from transfer_queue.storage.simple.free_list import FreeList
 
 PAGE_NBYTES = mmap.PAGESIZE
@@ -60,11 +61,13 @@ class Arena:
         self.nbytes = whole_pages(nbytes or _SPARSE_FACTOR * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.descriptor = os.memfd_create("transfer-queue-arena", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.descriptor, self.nbytes)
-            self._map = mmap.mmap(self.descriptor, self.nbytes)
+            os.ftruncate(self.descriptor, self.nbytes + PAGE_NBYTES)
+            self._map = mmap.mmap(self.descriptor, self.nbytes + PAGE_NBYTES)
         except (OSError, ValueError, OverflowError):
             os.close(self.descriptor)
             raise
+        self.changes = Changes(self._map, self.nbytes)
+        """In a page behind all extents."""
         self._first: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
         self._cold, self._warm = FreeList(), FreeList()
         self._cold.give(0, self.nbytes)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.pieces import Allocate, IntArray, Piece, Positions
 from transfer_queue.storage.selection import distinct, heap
+from transfer_queue.storage.simple.changes import Changes
 from transfer_queue.storage.simple.field_blocks import FieldBlocks
 from transfer_queue.storage.simple.messages import FieldParts
 from transfer_queue.storage.simple.slots import Slots
@@ -22,8 +23,10 @@ Located: TypeAlias = list[tuple[str, Piece, IntArray, IntArray]]
 class BlockStore:
     """Values lie as they came, one block per field and write. A block that is mostly dead is copied and freed."""
 
-    def __init__(self, allocate: Allocate = heap) -> None:
-        """``allocate``: memory for the blocks that are made of others here."""
+    def __init__(self, allocate: Allocate = heap, changes: Changes | None = None) -> None:
+        """``allocate``: memory for the blocks that are made of others here. ``changes``: noted there, too."""
+        self.changes = changes or Changes()
+        """Noted whenever a value is replaced or forgotten."""
         self._allocate = allocate
         self._slots = Slots()
         self._fields: dict[str, FieldBlocks] = {}
@@ -63,7 +66,10 @@ class BlockStore:
         slots = self._claim(indexes, parts)
         for name, positions, piece in parts:
             mine = slots if _is_all(positions, len(slots)) else slots[positions]
-            self._slots.keep(self._fields[name].add(mine, piece, number))
+            fresh = self._fields[name].add(mine, piece, number)
+            self._slots.keep(fresh)
+            if len(fresh) < len(mine):
+                self.changes.note()
 
     def _claim(self, indexes: IntArray, parts: FieldParts) -> IntArray:
         # An index that no part gives a value must not get a page: nothing would ever release it.
@@ -120,10 +126,13 @@ class BlockStore:
         slots = self._slots.find(indexes)
         return any(not self._fields[name].missing(slots).all() for name in fields if name in self._fields)
 
-    def mean_nbytes(self, fields: Iterable[str]) -> float:
-        """Bytes of one sample's values of these fields, on average over all samples that have them."""
+    def likely_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> float:
+        """Bytes of these fields of these indexes, judged by what came together with the first and the last of them."""
+        if not len(indexes):
+            return 0.0
+        ends = [self._slots.find_one(int(indexes[at])) for at in (0, -1)]
         held = [self._fields[name] for name in fields if name in self._fields]
-        return sum(field.live_nbytes / max(field.values, 1) for field in held)
+        return len(indexes) * sum(field.mean_nbytes_beside(ends) for field in held)
 
     def drop(self, indexes: IntArray, fields: Iterable[str] | None = None) -> int:
         """Forget these fields (None: all) of these indexes, unknown ones skipped, and say how many values that were."""
@@ -146,6 +155,9 @@ class BlockStore:
             if field is None:
                 continue
             mine = slots[which(field, slots)]
+            if not len(mine):
+                continue
+            self.changes.note()
             field.drop(mine)
             self._slots.release(mine)
             dropped += len(mine)

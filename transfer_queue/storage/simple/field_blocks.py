@@ -76,6 +76,12 @@ class FieldBlocks:
         rows = self._row_of[slots]
         return sum(self._blocks[n].piece.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
 
+    def mean_nbytes_beside(self, slots: Sequence[int]) -> float:
+        """Bytes of a value, on average over the blocks that hold those of these slots; 0 without any."""
+        numbers = {self._block_of.item(slot) for slot in slots if slot >= 0} - {-1}
+        pieces = [self._blocks[number].piece for number in numbers]
+        return sum(piece.nbytes / piece.rows for piece in pieces) / max(len(pieces), 1)
+
     def added_by(self, slots: IntArray, write: int) -> NDArray[np.bool_]:
         """True where the slot holds a value that came with this write, and held none before."""
         mine: NDArray[np.bool_] = ~self.missing(slots) & (self._write_of[slots] == write)

@@ -160,7 +160,7 @@ class SimpleStorageManager(StorageManager):
         shares = self._shares(wanted)
         return reading.parts(shares, await self._ask(reading.requests(wanted, shares)))
 
-    def wish(self, fields: Sequence[str]) -> Wish:
+    def wish(self, fields: Sequence[str], small: bool = False) -> Wish:
         from transfer_queue.storage import columns
 
         def unpack(parts: Mapping[str, Parts], count: int) -> TensorDict:
@@ -168,7 +168,7 @@ class SimpleStorageManager(StorageManager):
 
         columns.check_layout(self._layout)
         reading = Reading(self._links, sorted(set(fields)))
-        return UnitWish(reading, lambda indexes: self._shares(_as_indexes(indexes)), unpack, len(self._links))
+        return UnitWish(reading, lambda indexes: self._shares(_as_indexes(indexes)), unpack, len(self._links), small)
 
     @asynccontextmanager
     async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:

@@ -10,6 +10,8 @@ import os
 import numpy as np
 
 from transfer_queue.storage.pieces import ByteArray
+from transfer_queue.storage.simple.arena import PAGE_NBYTES
+from transfer_queue.storage.simple.changes import Changes
 from transfer_queue.storage.simple.messages import Hold
 from transfer_queue.storage.simple.views import Segment, Use
 from transfer_queue.storage.simple.words import BEGIN, LET_GO, pack_word
@@ -34,7 +36,9 @@ class MappedArena:
         self.use = Use(attachment.close)
         self.nbytes = int.from_bytes(attachment.greeting, "little")
         self.descriptor = attachment.descriptor
-        self._memory = np.frombuffer(mmap.mmap(attachment.descriptor, self.nbytes), np.uint8)
+        mapped = mmap.mmap(attachment.descriptor, self.nbytes + PAGE_NBYTES)
+        self._memory = np.frombuffer(mapped, np.uint8, self.nbytes)
+        self.changes = Changes(mapped, self.nbytes)
         self._first = int(self._memory.__array_interface__["data"][0])
 
     def hold(self) -> Hold:

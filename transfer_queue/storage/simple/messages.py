@@ -142,19 +142,31 @@ class Forsaken(Message, frozen=True):
 
 
 class Read(Message, frozen=True):
-    """Give these fields of all these indexes, which may repeat. With a ``pin``, values may stay in the arena."""
+    """Give these fields of all these indexes, which may repeat. With a ``pin``, values may stay in the arena.
+
+    ``small``: only values that travel in a message anyway.
+    """
 
     indexes: bytes
     fields: list[str]
     pin: Hold | None = None
+    small: bool = False
 
 
 class Rows(Message, frozen=True):
-    """Every field asked for, in as many parts as it takes. ``pinned``: some lie in the arena."""
+    """Every field asked for, in as many parts as it takes. ``pinned``: some lie in the arena.
+
+    ``changes``: how often the unit's values had been changed, see ``Arena``.
+    """
 
     parts: list[Part]
     tables: list[bytes] = []
     pinned: bool = False
+    changes: int = 0
+
+
+class NotSmall(Message, frozen=True):
+    """Nothing was read."""
 
 
 class Wish(Message, frozen=True):
@@ -162,6 +174,7 @@ class Wish(Message, frozen=True):
 
     fields: list[str]
     pins: list[Hold | None]
+    small: bool = False
 
 
 class Granted(Message, frozen=True):
@@ -221,7 +234,7 @@ class Failed(Message, frozen=True):
 
 Request: TypeAlias = Lease | Write | Read | Drop | TakeBack | Forsake | Stats
 Expected = TypeVar("Expected")
-Answer: TypeAlias = Leased | Written | Present | Forsaken | Rows | Dropped | UnitStats | Failed
+Answer: TypeAlias = Leased | Written | Present | Forsaken | Rows | NotSmall | Dropped | UnitStats | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 _requests = msgspec.msgpack.Decoder(Request)

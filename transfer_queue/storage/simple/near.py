@@ -24,7 +24,7 @@ class NearValues:
         wished, wanted = decode_wish(wish), unpack_indexes(indexes)
         answers, frames = [], list[Buffer]()
         for unit, at in shares_of(wanted, len(self._units), self._run):
-            read = Read(pack_indexes(wanted[at]), wished.fields, wished.pins[unit])
+            read = Read(pack_indexes(wanted[at]), wished.fields, wished.pins[unit], wished.small)
             reply = self._units[unit].ask(client, encode(read))
             if reply is None:
                 return []

@@ -51,6 +51,17 @@ class Reading:
         """The same for samples that are not known yet."""
         return Wish(self._names, [self.pins.ask(unit) for unit in range(len(self._links))])
 
+    def small_wish(self) -> Wish | None:
+        """The same for values that need no pin; None where it can't be known later if they were changed meanwhile."""
+        if any(link.arena is None for link in self._links):
+            return None
+        return Wish(self._names, [None] * len(self._links), True)
+
+    def is_current(self, unit: int, rows: Rows) -> bool:
+        """Has no value of this unit been replaced or forgotten since it gave these?"""
+        arena = self._links[unit].arena
+        return arena is not None and arena.changes.count == rows.changes
+
     def parts(self, shares: Shares, answers: Iterable[tuple[Answer, Frames]]) -> Parts:
         """By field; ``answers`` in the order of the shares."""
         parts: Parts = {name: [] for name in self._names}
@@ -74,6 +85,7 @@ class UnitWish(WishOfAnyBackend):
         shares_of: Callable[[Sequence[int]], Shares],
         unpack: Callable[[Parts, int], TensorDict],
         num_units: int,
+        small: bool,
     ) -> None:
         self._reading = reading
         self._shares_of = shares_of
@@ -81,7 +93,9 @@ class UnitWish(WishOfAnyBackend):
         self._units = range(num_units)
         self._unasked: set[int] = set()
         self._granted = Granted([])
-        self.message = encode(reading.wish())
+        self._small = small
+        wish = reading.small_wish() if small else reading.wish()
+        self.message = b"" if wish is None else encode(wish)
 
     def answered(self, frames: Frames) -> None:
         if frames:
@@ -96,10 +110,15 @@ class UnitWish(WishOfAnyBackend):
         for unit, header, count in self._granted.answers:
             answers[unit] = decode_answer(header), frames[at : at + count]
             at += count
+        if self._small and not all(self._is_current(unit, answer) for unit, (answer, _) in answers.items()):
+            return None
         shares = self._shares_of(indexes)
         if [unit for unit, _ in shares] != list(answers):
             raise ProtocolError(f"values came from units {list(answers)}, the batch lies in {shares}")
         return self._unpack(self._reading.parts(shares, answers.values()), len(indexes))
+
+    def _is_current(self, unit: int, answer: Answer) -> bool:
+        return isinstance(answer, Rows) and self._reading.is_current(unit, answer)
 
     def close(self) -> None:
         for unit in self._unasked:  # else it would be told to let go of what it never had

@@ -46,6 +46,11 @@ class Slots:
             pages = np.array([self._pages.get(name, -1) for name in names.tolist()], np.int64)[inverse]
         return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
 
+    def find_one(self, index: int) -> int:
+        """``find`` of a single index."""
+        page = self._pages.get(index >> _PAGE_BITS, -1)
+        return -1 if page < 0 else (page << _PAGE_BITS) | (index & (_PAGE - 1))
+
     def claim(self, indexes: IntArray) -> None:
         """Give these indexes slots. Follow it with ``keep``: a page without values would stay for ever."""
         one = _one_page(indexes)

@@ -28,6 +28,7 @@ from transfer_queue.storage.simple.messages import (
     Hold,
     Lease,
     Leased,
+    NotSmall,
     Present,
     Read,
     TakeBack,
@@ -83,7 +84,7 @@ class StorageUnit:
         self._tell = tell
         self._capacity = capacity_bytes
         self._arena = arena
-        self._store = BlockStore(self._allocate)
+        self._store = BlockStore(self._allocate, arena.changes if arena is not None else None)
         self._holds = Holds()
         self._parking = Parking()
         self._open_writes = OpenWrites()
@@ -200,13 +201,16 @@ class StorageUnit:
 
     def _read(self, envelope: Envelope, request: Read) -> Outgoing:
         indexes, fields, pin = unpack_indexes(request.indexes), request.fields, request.pin
+        large = self._store.likely_nbytes(indexes, fields) > self._inline_nbytes
+        if large and request.small:
+            return _answer(envelope, NotSmall())
         shared = self._arena is not None and pin is not None and self._holds.may(pin.guest, pin.number)
-        if shared and self._store.mean_nbytes(fields) * len(indexes) > self._inline_nbytes:
+        if shared and large:
             answer, frames, pinned = answer_in_place(self._store.locate(indexes, fields), self._place)
             if pinned and pin is not None:
                 self._holds.pin(pin.guest, pin.number, pinned)
         else:
-            answer, frames, _ = answer_in_frames(self._store.read(indexes, fields))
+            answer, frames, _ = answer_in_frames(self._store.read(indexes, fields), self._store.changes.count)
         return Outgoing(envelope, encode(answer), frames)
 
     def _place(self, memory: ByteArray) -> int:
