@@ -22,7 +22,7 @@ from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue.storage.copying import Copies
 from transfer_queue.transport.modes import run_blocking
 
-ROWS, WIDTH = 2048, 256  # 1024 rows, 1 MiB of int32, for each of the two units: one run of 1024, or 16 runs of 64
+ROWS, WIDTH = 2048, 256  # 1024 rows, 1 MiB of int32, for each of the two units: 16 runs of 64
 
 
 def batch(first: int = 0) -> TensorDict:
@@ -50,7 +50,9 @@ def nothing_held() -> bool:
 @pytest.fixture(scope="module", params=["one", "each"])
 def queue(request: pytest.FixtureRequest) -> Iterator[Any]:
     """How many processes the servers have: in one of their own, units keep memory for clients beside other servers."""
-    yield tq.init({"server_processes": request.param, "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
+    # With a limit, which is never reached, every 64 samples are spread over the units, also in one process.
+    storage = {"num_data_storage_units": 2, "capacity_bytes": 1 << 30}
+    yield tq.init({"server_processes": request.param, "backend": {"SimpleStorage": storage}})
     tq.close()
 
 

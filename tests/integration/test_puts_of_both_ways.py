@@ -27,8 +27,12 @@ STEADY = 4
 
 @pytest.fixture(scope="module", params=["one", "each"])
 def queue(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """In one process a unit tells the controller what it keeps; in processes of their own the client does."""
-    yield tq.init({"server_processes": request.param, "controller": {"producer_grace_s": 0.2}})
+    """In one process a unit tells the controller what it keeps; in processes of their own the client does.
+
+    A limit that is never reached spreads every 64 samples over the units, also where they share a process.
+    """
+    limited = {"SimpleStorage": {"num_data_storage_units": 2, "capacity_bytes": 1 << 30}}
+    yield tq.init({"server_processes": request.param, "controller": {"producer_grace_s": 0.2}, "backend": limited})
     tq.close()
 
 

@@ -14,8 +14,9 @@ Shares: TypeAlias = list[tuple[int, IntArray]]
 
 ROUTING_RUN = 64
 """Neighbouring indexes share a unit in runs of this many: a put is cut into few slices, yet spreads over all units."""
-LONG_RUN = 1024
-"""The same where spreading gains nothing: units that share a process, and memory without a limit of its own."""
+LONG_RUN = 1 << 20
+"""The same where spreading gains nothing: units that share a process, and memory without a limit of its own. What one
+arena recycles is faster to write than pages of another one that nobody has touched yet."""
 
 
 def unit_of(indexes: IntArray, num_units: int, run: int = ROUTING_RUN) -> IntArray:
