@@ -17,7 +17,7 @@ import transfer_queue as tq
 
 ROWS = 150
 SPREAD = 1 << 30
-"""``capacity_bytes`` of a unit that never fills. With a limit, 64 neighbouring samples share a unit; without, a million."""
+"""``capacity_bytes`` of a unit that never fills. With a limit 64 neighbouring samples share a unit, else a million."""
 
 
 @contextmanager
