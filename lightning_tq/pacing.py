@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from tensordict import TensorDict
@@ -138,15 +138,16 @@ class Grants:
     def end(self) -> None:
         """Tell the producers that training has ended; leave that nobody took yet is void."""
         self._client.seal_partition(self._partition)
-        # Taken as a producer takes it: one that was just given its leave still reads it.
-        count = self.given
-        while count:
-            try:
-                left = self._client.get_meta(_FIELDS, count, self._partition, task_name=TASK, timeout_s=0)
-            except EndOfPartitionError:
-                count //= 2
-            else:
-                self._client.clear_samples(left)
+        with suppress(EndOfPartitionError):  # more than there is: from now on nobody is given any
+            self._client.get_meta(_FIELDS, self.given + 1, self._partition, task_name=TASK, timeout_s=0)
+        # A producer that was just given its leave still reads it.
+        indexes, consumed = self._client.get_consumption_status(TASK, self._partition)
+        if indexes is None or consumed is None:  # somebody has cleared the partition
+            return
+        taken = set(indexes[consumed == 1].tolist())
+        given = self._client.get_meta(partition_id=self._partition, mode="force_fetch")
+        left = [position for position, index in enumerate(given.global_indexes) if index not in taken]
+        self._client.clear_samples(given.select_samples(left))
 
 
 # Whose turn it is: a partition for each number where leave begins. It is sealed once all before that number is put, and

@@ -35,7 +35,7 @@ def topologies(folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("strategy", "groups", "readers"),
     [
-        ("ddp_spawn", [0, 1], [0, 1]),
+        pytest.param("ddp_spawn", [0, 1], [0, 1], marks=pytest.mark.slow),
         pytest.param("ddp_fork", [0, 1], [0, 1], marks=pytest.mark.slow),
         pytest.param("ddp", [0, 1, 2, 3], [0, 1, 2, 3], marks=pytest.mark.slow),
         ("model_parallel", [0, 0, 1, 1], [0, 2]),  # 2 x 2, sharded: steps are collectives of peers and of groups

@@ -165,6 +165,9 @@ class ControlPlane:
         state = self._state
         replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in state.cut_off]
         state.cut_off.clear()
+        if not state.waiters:
+            state.touched.clear()
+            return replies
         replies.extend(To(*answer) for answer in checkpoints.admit_freezers(state, now))
         replies.extend(self._admit_rewriters(now))
         replies.extend(self._admit_writers(now))

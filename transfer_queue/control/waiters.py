@@ -34,6 +34,9 @@ class Waiters:
         self._arrivals = itertools.count()
         self._count = 0
 
+    def __len__(self) -> int:
+        return self._count
+
     def park(self, client: str, request: Any, now: float, deadline: float, lane: str, order: float) -> Parked:
         """Add a request; it is found by ``lane`` until ``remove``."""
         arrival = next(self._arrivals)

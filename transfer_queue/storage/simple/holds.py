@@ -107,4 +107,6 @@ class Holds:
         return taken
 
     def next_deadline(self) -> float | None:
+        if not self._leases:
+            return None
         return min((lease.expires for lease in self._leases.values() if lease.expires is not None), default=None)

@@ -67,4 +67,4 @@ class Parking:
         return late
 
     def next_deadline(self) -> float | None:
-        return min((parked.deadline for parked in self._parked), default=None)
+        return min(parked.deadline for parked in self._parked) if self._parked else None

@@ -106,9 +106,11 @@ class StorageUnit:
         return answers + (self._let_in() if answers or freed else [])
 
     def next_deadline(self) -> float | None:
-        trim = None if self._arena is None else self._arena.next_trim()
-        deadlines = (self._parking.next_deadline(), self._holds.next_deadline(), trim)
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        earliest = None if self._arena is None else self._arena.next_trim()
+        for deadline in (self._parking.next_deadline(), self._holds.next_deadline()):
+            if deadline is not None and (earliest is None or deadline < earliest):
+                earliest = deadline
+        return earliest
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
         """Its parked requests go with it: nobody would publish what they write."""
