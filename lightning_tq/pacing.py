@@ -66,7 +66,12 @@ class Pacer:
             if time.monotonic() >= deadline:
                 raise BatchTimeoutError(f"waited {timeout_s:.1f} s in vain for {said}")
             logger.warning("waiting for %s", said)
-        taken = self._client.get_data(meta)
+        try:
+            taken = self._client.get_data(meta)
+        except KeyError as gone:
+            raise EndOfPartitionError(
+                f"leave for {count} samples is void: the training that gave it has ended."
+            ) from gone
         self._client.clear_samples(meta)
         self._ranges.append((int(taken["number"].min()), int(taken["number"].max()) + 1))
         return int(taken["version"].max())
@@ -138,7 +143,8 @@ class Grants:
     def end(self) -> None:
         """Tell the producers that training has ended; leave that nobody took yet is void."""
         self._client.seal_partition(self._partition)
-        with suppress(EndOfPartitionError):  # more than there is: from now on nobody is given any
+        # More than there is: from now on nobody is given any, but what somebody took and gave back.
+        with suppress(EndOfPartitionError, BatchTimeoutError):
             self._client.get_meta(_FIELDS, self.given + 1, self._partition, task_name=TASK, timeout_s=0)
         # A producer that was just given its leave still reads it.
         indexes, consumed = self._client.get_consumption_status(TASK, self._partition)

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.integration.frames import Frames
 
 
 def rows(count: int) -> TensorDict:
@@ -39,3 +40,12 @@ def test_the_storage_has_its_older_name_too(start):
     start({"backend": {"storage_backend": "AsyncSimpleStorageManager"}})
     meta = tq.get_client().put(rows(2), partition_id="p")
     assert tq.get_client().get_data(meta)["x"].values().tolist() == list(range(4))
+
+
+def test_where_the_units_are_elsewhere_a_client_asks_once_for_values_beside_metadata(start, monkeypatch):
+    start({"server_processes": "each"})
+    client = tq.get_client()
+    client.put(TensorDict({"x": torch.arange(4)}, batch_size=[4]), partition_id="p")
+    frames = Frames(client, monkeypatch)
+    found = [int(client.get_data(client.get_meta(["x"], 1, "p", task_name="t"))["x"]) for _ in range(4)]
+    assert (found, frames.sent) == ([0, 1, 2, 3], [1, 0, 0, 0, 0, 0, 0, 0])

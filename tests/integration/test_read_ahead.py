@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from transfer_queue.transport.base import Call
+from tests.integration.frames import Frames
 
 WAIT_S = 30.0
 
@@ -51,24 +53,6 @@ def reading(client: tq.TransferQueueClient, name: str) -> tq.TransferQueueClient
     return client
 
 
-class Frames:
-    """What a client sends beside its requests."""
-
-    def __init__(self, client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent: list[int] = []
-        ask = client.session.caller.call_many
-
-        async def noted(calls: Any, timeout_s: float) -> Any:
-            def passed() -> Iterator[Call]:
-                for call in calls:
-                    self.sent.append(len(call.frames))
-                    yield call
-
-            return await ask(passed(), timeout_s)
-
-        monkeypatch.setattr(client.session.caller, "call_many", noted)
-
-
 def test_a_client_asks_for_values_as_long_as_it_reads_what_it_fetches(reading, name, monkeypatch):
     reading.put(column(list(range(8))), partition_id=name)
     frames = Frames(reading, monkeypatch)
@@ -92,6 +76,38 @@ def test_large_values_of_the_same_field_don_t_keep_small_ones_from_travelling_wi
     assert frames.sent == [1]
     large = reading.get_data(reading.get_meta(["x"], 4, f"{name} large", task_name="t"))
     assert (len(large), frames.sent) == (4, [1, 1, 0])
+
+
+def test_large_values_between_small_ones_stay_where_they_are_until_they_are_read(reading, name, monkeypatch):
+    sizes = [2, 1 << 18, 1 << 18, 2]
+    for size in sizes:
+        reading.put(TensorDict({"x": torch.full((1, size), size)}, batch_size=[1]), partition_id=name)
+    frames = Frames(reading, monkeypatch)
+    meta = reading.get_meta(["x"], 4, name, task_name="t")
+    assert (frames.sent, frames.came_nbytes < 1 << 16) == ([1], True)
+    assert [(len(row), set(row.tolist())) for row in reading.get_data(meta)["x"].unbind()] == [(n, {n}) for n in sizes]
+
+
+def test_who_only_asks_for_metadata_has_nothing_to_do_with_the_units(queue, client, name, monkeypatch):
+    client.put(column([1, 2, 3]), partition_id=name)
+    newcomer = tq.TransferQueueClient("newcomer", queue.controller.zmq_info)
+    newcomer.initialize_storage_manager("SimpleStorage", queue.backend.SimpleStorage)
+    before = [unit["attached"] for unit in client.get_storage_stats()]
+    first = newcomer.get_meta(["x"], 1, name, task_name="t")
+    assert [unit["attached"] for unit in client.get_storage_stats()] == before
+    assert read(newcomer, first) == [1]
+    frames = Frames(newcomer, monkeypatch)
+    assert read(newcomer, newcomer.get_meta(["x"], 1, name, task_name="t")) == [2]
+    assert frames.sent == [1]
+    newcomer.close()
+
+
+def test_metadata_without_values_is_not_kept(reading, name):
+    reading.put(column(list(range(40_000))), partition_id=name)
+    meta = reading.get_meta(["x"], 40_000, name, task_name="t")
+    assert meta.size == 40_000
+    kept = [held for held in gc.get_referrers(meta) if isinstance(held, dict | list | tuple)]
+    assert kept == []
 
 
 def test_what_was_replaced_after_the_fetch_is_read_as_it_is_now(reading, other, name):
@@ -129,6 +145,9 @@ def test_metadata_that_was_changed_says_what_is_read(reading, other, name):
     meta = fetched(reading, name, [4, 5])
     meta.global_indexes.reverse()
     assert read(reading, meta) == [5, 4]
+    meta = fetched(reading, name, [10, 11])
+    meta.global_indexes = np.array(meta.global_indexes)
+    assert read(reading, meta) == [10, 11]
     meta = fetched(reading, name, [6, 7])
     meta.add_fields(column([60, 70], "y"))
     other.put(column([60, 70], "y"), metadata=meta)

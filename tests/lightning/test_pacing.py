@@ -13,7 +13,7 @@ from producing import rows
 import transfer_queue as tq
 from lightning_tq import Pacer, TQDataModule, pacing
 from lightning_tq.pacing import PARTITION, TASK, Grants
-from transfer_queue import BatchTimeoutError, EndOfPartitionError, StorageFullError, TransferQueueClient
+from transfer_queue import BatchMeta, BatchTimeoutError, EndOfPartitionError, StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
 Make = Callable[..., TQDataModule]
@@ -140,6 +140,22 @@ def test_the_end_of_training_takes_no_leave_back_that_was_taken_and_not_read_yet
     assert client.get_stats()["partitions"][PARTITION]["samples"] == taken
     with pytest.raises(EndOfPartitionError):
         Pacer(client).admit(1)
+
+
+def test_leave_of_a_training_that_has_ended_is_void_even_where_it_was_just_taken(
+    client: TransferQueueClient, grants: Grants
+) -> None:
+    grants.give(up_to=2, version=0)
+
+    class Slow(Pacer):
+        def _take(self, count: int, wait_s: float) -> BatchMeta | None:
+            taken = super()._take(count, wait_s)
+            grants.end()
+            Grants(client).begin()  # the next trainer, which clears what is left of the one before
+            return taken
+
+    with pytest.raises(EndOfPartitionError, match="leave for 2 samples is void"):
+        Slow(client).admit(2)
 
 
 def test_the_next_trainer_starts_anew_after_an_end_and_goes_on_after_a_crash(

@@ -161,7 +161,10 @@ class ControlPlane:
         assert not self._state.touched, "every touched lane was served"
 
     def _settle(self, now: float) -> list[To]:
-        """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched."""
+        """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched.
+
+        Only the first concerns anybody where nobody waits.
+        """
         state = self._state
         replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in state.cut_off]
         state.cut_off.clear()

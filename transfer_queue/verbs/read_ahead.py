@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that came beside a batch's metadata, before anybody asked for them."""
+"""Values that come beside a batch's metadata: for a stream, which takes them next; else in case a read follows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FetchedBatch:
 
 class _Last(NamedTuple):
     batch: FetchedBatch
-    storage: StorageManager | None
+    storage: StorageManager
     indexes: list[int]
     fields: list[str]
 
@@ -49,29 +49,41 @@ class ReadAhead:
     """Few bytes travel beside their metadata, because a ``get_data`` of just this metadata often comes next.
 
     Given once, and only while they are what a read would give. A client that doesn't read what it fetches stops asking
-    for values, and begins anew when it does. Any thread may use it.
+    for values, and begins anew when it does; one that asked and got none stops for good. Any thread may use it.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, _Last] = {}  # one at most; a dictionary, because its ``pop`` is one step
+        self._near = True
+        # By the metadata's ``id``, nearly always one at most; a dictionary, because its ``pop`` is one step. Without
+        # values only the ``id`` is kept, which may come to mean other metadata: then a wish too many is all there is.
+        self._last: dict[int, _Last | None] = {}
 
     @property
     def pays(self) -> bool:
         """Was read what was fetched last?"""
-        return not self._last
+        return self._near and not self._last
 
     def keep(self, batch: FetchedBatch, storage: StorageManager | None) -> None:
         """This was fetched, with or without values."""
         for key in list(self._last):
             if (last := self._last.pop(key, None)) is not None:
                 last.batch.close()
-        meta = batch.meta
-        self._last[id(meta)] = _Last(batch, storage, list(meta.global_indexes), meta.field_names)
+        meta, values = batch.meta, None
+        if batch.frames and storage is not None:
+            values = _Last(batch, storage, list(meta.global_indexes), meta.field_names)
+        else:
+            batch.close()
+            if batch.wish.message:
+                self._near = False
+        self._last[id(meta)] = values
 
     def take(self, meta: BatchMeta, storage: StorageManager) -> TensorDict | None:
         """The values of this metadata, if it is what was fetched last; None: read them."""
         last = self._last.pop(id(meta), None)
         if last is None:
             return None
-        same = last.storage is storage and last.indexes == meta.global_indexes and last.fields == meta.field_names
-        return last.batch.values() if same else None
+        fields, indexes = meta.field_names, list(meta.global_indexes)
+        if last.storage is storage and last.indexes == indexes and last.fields == fields:
+            return last.batch.values()
+        last.batch.close()
+        return None

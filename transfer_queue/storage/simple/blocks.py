@@ -24,9 +24,11 @@ class BlockStore:
     """Values lie as they came, one block per field and write. A block that is mostly dead is copied and freed."""
 
     def __init__(self, allocate: Allocate = heap, changes: Changes | None = None) -> None:
-        """``allocate``: memory for the blocks that are made of others here. ``changes``: noted there, too."""
-        self.changes = changes or Changes()
-        """Noted whenever a value is replaced or forgotten."""
+        """``allocate``: memory for the blocks that are made of others here.
+
+        ``changes``: where values that are replaced or forgotten are counted.
+        """
+        self.changes = Changes() if changes is None else changes
         self._allocate = allocate
         self._slots = Slots()
         self._fields: dict[str, FieldBlocks] = {}
@@ -66,10 +68,13 @@ class BlockStore:
         slots = self._claim(indexes, parts)
         for name, positions, piece in parts:
             mine = slots if _is_all(positions, len(slots)) else slots[positions]
-            fresh = self._fields[name].add(mine, piece, number)
-            self._slots.keep(fresh)
-            if len(fresh) < len(mine):
-                self.changes.note()
+            fresh = mine[:0]
+            try:
+                fresh = self._fields[name].add(mine, piece, number)
+                self._slots.keep(fresh)
+            finally:
+                if len(fresh) < len(mine):
+                    self.changes.note()
 
     def _claim(self, indexes: IntArray, parts: FieldParts) -> IntArray:
         # An index that no part gives a value must not get a page: nothing would ever release it.

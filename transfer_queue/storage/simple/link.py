@@ -64,6 +64,11 @@ class UnitLink:
                     self._tried = True
         return self._arena
 
+    @property
+    def mapped(self) -> MappedArena | None:
+        """The arena, if it has been used already."""
+        return self._arena
+
     def take_ahead(self, nbytes: int) -> Place | None:
         """Memory leased ahead that is large enough, this client's to write into from now on."""
         arena = self.arena

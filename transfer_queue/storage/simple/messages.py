@@ -156,7 +156,7 @@ class Read(Message, frozen=True):
 class Rows(Message, frozen=True):
     """Every field asked for, in as many parts as it takes. ``pinned``: some lie in the arena.
 
-    ``changes``: how often the unit's values had been changed, see ``Arena``.
+    ``changes``: the unit's count of changes when it read them, see ``Changes``; 0 where some are pinned.
     """
 
     parts: list[Part]

@@ -52,14 +52,17 @@ class Reading:
         return Wish(self._names, [self.pins.ask(unit) for unit in range(len(self._links))])
 
     def small_wish(self) -> Wish | None:
-        """The same for values that need no pin; None where it can't be known later if they were changed meanwhile."""
-        if any(link.arena is None for link in self._links):
+        """The same for values that need no pin; None where it can't be known later if they were changed meanwhile.
+
+        Nothing is mapped for it: who only asks for metadata has nothing to do with the units.
+        """
+        if all(link.mapped is None for link in self._links):
             return None
         return Wish(self._names, [None] * len(self._links), True)
 
     def is_current(self, unit: int, rows: Rows) -> bool:
         """Has no value of this unit been replaced or forgotten since it gave these?"""
-        arena = self._links[unit].arena
+        arena = self._links[unit].mapped
         return arena is not None and arena.changes.count == rows.changes
 
     def parts(self, shares: Shares, answers: Iterable[tuple[Answer, Frames]]) -> Parts:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.storage.pieces import IntArray
 
-_PAGE_BITS = 6  # = the run that routing keeps together, so a full run costs one dictionary entry
+_PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry
 _PAGE = 1 << _PAGE_BITS
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -203,16 +204,18 @@ class StorageUnit:
 
     def _read(self, envelope: Envelope, request: Read) -> Outgoing:
         indexes, fields, pin = unpack_indexes(request.indexes), request.fields, request.pin
-        large = self._store.likely_nbytes(indexes, fields) > self._inline_nbytes
-        if large and request.small:
-            return _answer(envelope, NotSmall())
         shared = self._arena is not None and pin is not None and self._holds.may(pin.guest, pin.number)
-        if shared and large:
-            answer, frames, pinned = answer_in_place(self._store.locate(indexes, fields), self._place)
-            if pinned and pin is not None:
-                self._holds.pin(pin.guest, pin.number, pinned)
-        else:
-            answer, frames, _ = answer_in_frames(self._store.read(indexes, fields), self._store.changes.count)
+        most = self._inline_nbytes if shared or request.small else math.inf
+        if most == math.inf or self._store.likely_nbytes(indexes, fields) <= most:
+            parts = self._store.read(indexes, fields)
+            if sum(piece.nbytes for _, _, piece in parts) <= most:
+                answer, frames, _ = answer_in_frames(parts, self._store.changes.count)
+                return Outgoing(envelope, encode(answer), frames)
+        if request.small or pin is None:
+            return _answer(envelope, NotSmall())
+        answer, frames, pinned = answer_in_place(self._store.locate(indexes, fields), self._place)
+        if pinned:
+            self._holds.pin(pin.guest, pin.number, pinned)
         return Outgoing(envelope, encode(answer), frames)
 
     def _place(self, memory: ByteArray) -> int:
