@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from tests.integration.frames import Frames
+from transfer_queue.verbs.read_ahead import FetchedBatch
 
 WAIT_S = 30.0
 
@@ -102,12 +103,15 @@ def test_who_only_asks_for_metadata_has_nothing_to_do_with_the_units(queue, clie
     newcomer.close()
 
 
-def test_metadata_without_values_is_not_kept(reading, name):
+def test_the_client_keeps_metadata_only_while_it_keeps_its_values(reading, name):
+    def kept(meta: tq.BatchMeta) -> bool:
+        return any(isinstance(holder, FetchedBatch) for holder in gc.get_referrers(meta))
+
     reading.put(column(list(range(40_000))), partition_id=name)
-    meta = reading.get_meta(["x"], 40_000, name, task_name="t")
-    assert meta.size == 40_000
-    kept = [held for held in gc.get_referrers(meta) if isinstance(held, dict | list | tuple)]
-    assert kept == []
+    small = reading.get_meta(["x"], 2, name, task_name="t")
+    assert (kept(small), read(reading, small), kept(small)) == (True, [0, 1], False)
+    large = reading.get_meta(["x"], 30_000, name, task_name="t")
+    assert (kept(large), len(read(reading, large))) == (False, 30_000)
 
 
 def test_what_was_replaced_after_the_fetch_is_read_as_it_is_now(reading, other, name):

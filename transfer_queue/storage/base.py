@@ -72,6 +72,11 @@ class Wish:
     def answered(self, frames: Sequence[memoryview]) -> None:
         """This came beside the controller's answer; ``close`` without it takes everything for granted."""
 
+    @property
+    def came(self) -> bool:
+        """Are there values?"""
+        return False
+
     def values(self, indexes: Sequence[int], frames: Sequence[memoryview]) -> TensorDict | None:
         """The batch, from what came beside the controller's answer; once. None: read it.
 

@@ -49,7 +49,7 @@ class ReadAhead:
     """Few bytes travel beside their metadata, because a ``get_data`` of just this metadata often comes next.
 
     Given once, and only while they are what a read would give. A client that doesn't read what it fetches stops asking
-    for values, and begins anew when it does; one that asked and got none stops for good. Any thread may use it.
+    for values, and begins anew when it does; one that got no answer to that stops for good. Any thread may use it.
     """
 
     def __init__(self) -> None:
@@ -69,12 +69,11 @@ class ReadAhead:
             if (last := self._last.pop(key, None)) is not None:
                 last.batch.close()
         meta, values = batch.meta, None
-        if batch.frames and storage is not None:
+        if batch.wish.came and storage is not None:
             values = _Last(batch, storage, list(meta.global_indexes), meta.field_names)
         else:
             batch.close()
-            if batch.wish.message:
-                self._near = False
+            self._near = self._near and (bool(batch.frames) or not batch.wish.message)
         self._last[id(meta)] = values
 
     def take(self, meta: BatchMeta, storage: StorageManager) -> TensorDict | None:

@@ -105,8 +105,12 @@ class UnitWish(WishOfAnyBackend):
             self._granted = decode_granted(frames[0])
         self._unasked = set(self._units) - {unit for unit, _, _ in self._granted.answers}
 
+    @property
+    def came(self) -> bool:
+        return bool(self._granted.answers)
+
     def values(self, indexes: Sequence[int], frames: Frames) -> TensorDict | None:
-        if not frames or not len(indexes):
+        if not self.came or not len(indexes):
             return None
         answers: dict[int, tuple[Answer, Frames]] = {}
         at = 1
