@@ -151,9 +151,9 @@ class Grants:
         if indexes is None or consumed is None:  # somebody has cleared the partition
             return
         taken = set(indexes[consumed == 1].tolist())
-        given = self._client.get_meta(partition_id=self._partition, mode="force_fetch")
-        left = [position for position, index in enumerate(given.global_indexes) if index not in taken]
-        self._client.clear_samples(given.select_samples(left))
+        leave = self._client.get_meta(partition_id=self._partition, mode="force_fetch")
+        left = [position for position, index in enumerate(leave.global_indexes) if index not in taken]
+        self._client.clear_samples(leave.select_samples(left))
 
 
 # Whose turn it is: a partition for each number where leave begins. It is sealed once all before that number is put, and
