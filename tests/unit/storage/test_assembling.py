@@ -138,3 +138,27 @@ def test_a_batch_does_not_change_with_the_columns_it_was_made_of():
     made = batch(columns, 2)
     columns["b"] = torch.zeros(2)
     assert list(made.keys()) == ["a"]
+
+
+def test_what_torch_keeps_beside_a_jagged_tensor_is_there():
+    made, known = both([0, 1, 3], 2)
+    assert vars(made).keys() == vars(known).keys()
+    assert made._dynamo_propagated_dynamic_indices == known._dynamo_propagated_dynamic_indices
+    assert vars(made._values) == vars(known._values)
+    assert made._strides[1:] == known._strides[1:]
+    assert str(made._strides[0].node.coeff) == str(known._strides[0].node.coeff) == "2"
+
+
+def test_tensors_with_the_same_offsets_can_be_computed_together():
+    edges = torch.tensor([0, 1, 3])
+    some, other = (assembling._make_jagged()(torch.arange(3.0) + 1, edges, 1, 2) for _ in range(2))
+    assert rows(some + other) == [[2.0], [4.0, 6.0]]
+
+
+def test_a_compiled_step_takes_batches_of_any_lengths():
+    step = torch.compile(lambda ids, mask: (ids * 2 + 1, mask.sum(1)), backend="aot_eager", fullgraph=True)
+    for offsets, others in (([0, 3, 5], [0, 3, 5]), ([0, 1, 5], [0, 2, 4]), ([0, 4, 8, 9], [0, 4, 6, 9])):
+        ids, mask = jagged(*parts(offsets)), jagged(*parts(others))  # the longest rows of both are sometimes the same
+        doubled, sums = step(ids, mask)
+        assert rows(doubled) == [[2 * value + 1 for value in row] for row in rows(ids)]
+        assert sums.tolist() == [sum(row) for row in rows(mask)]
