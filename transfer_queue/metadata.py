@@ -93,14 +93,11 @@ class BatchMeta(Annotations):
         self.global_indexes = as_ints(global_indexes) if global_indexes is not None else []
         self.partition_ids = list(partition_ids) if partition_ids is not None else []
         size = len(self.global_indexes)
-        for name, rows in {
-            "partition_ids": self.partition_ids,
-            "production_status": production_status,
-            "custom_meta": custom_meta,
-            "_custom_backend_meta": _custom_backend_meta,
-            "padding_mask": padding_mask,
-        }.items():
-            check_length(name, rows, size)
+        check_length("partition_ids", self.partition_ids, size)
+        check_length("production_status", production_status, size)
+        check_length("custom_meta", custom_meta, size)
+        check_length("_custom_backend_meta", _custom_backend_meta, size)
+        check_length("padding_mask", padding_mask, size)
         self.production_status = _status(production_status, size)
         self.custom_meta = [{} for _ in range(size)] if custom_meta is None else list(map(dict, custom_meta))
         self._custom_backend_meta = (

@@ -104,8 +104,10 @@ class ControlPlane:
     def next_deadline(self) -> float | None:
         """When ``expire`` has something to do, None: never."""
         parked = self._state.waiters.next_deadline()
-        verdict = self._verdicts[0][0] if self._verdicts else None
-        return min((at for at in (parked, verdict) if at is not None), default=None)
+        if not self._verdicts:
+            return parked
+        verdict = self._verdicts[0][0]
+        return verdict if parked is None else min(parked, verdict)
 
     def client_gone(self, client: str, now: float, died: bool = True) -> list[To]:
         """Forget what a client waited for and reserved; its death may leave consumers without a producer."""

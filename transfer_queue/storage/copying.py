@@ -46,6 +46,8 @@ class Copies:
 
     def finish(self) -> None:
         """All copies are made when it returns."""
+        if not self._jobs:
+            return
         jobs, shared, helpers = self._jobs, self.worth_sharing, min(torch.get_num_threads() - 1, _MOST_HELPERS)
         self._jobs, self._nbytes = [], 0
         if not shared or helpers < 1:

@@ -68,21 +68,23 @@ class ServingLoop:
             self.close()
 
     def _turn(self) -> None:
-        due = [(at, server) for server in self._servers if (at := server.next_deadline()) is not None]
-        timeout_s = None
-        for at, _ in due:
-            timeout_s = max(0.0, min(at - time.monotonic(), math.inf if timeout_s is None else timeout_s))
+        due, earliest, unread = [], math.inf, False
         for server in self._servers:
-            if server.unread():
-                timeout_s = 0.0
-        for act, ready in self.readiness.wait(timeout_s):
+            at = server.next_deadline()
+            if at is not None:
+                due.append((at, server))
+                earliest = min(earliest, at)
+            unread = unread or server.unread()
+        timeout_s = None if not due else max(0.0, earliest - time.monotonic())
+        for act, ready in self.readiness.wait(0.0 if unread else timeout_s):
             act(ready)
         for server in self._servers:
             if server.unread():
                 server.take()
-        for at, server in due:
-            if at <= (now := time.monotonic()):
-                server.expire(now)
+        if due and earliest <= (now := time.monotonic()):
+            for at, server in due:
+                if at <= now:
+                    server.expire(now)
 
     def close(self) -> None:
         """Close everything, in the thread that served or instead of serving. Idempotent."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -47,18 +48,18 @@ class Reading:
         """(unit, what to ask it)."""
         return [(unit, Read(pack_indexes(wanted[at]), self._names, self.pins.ask(unit))) for unit, at in shares]
 
-    def wish(self) -> Wish:
+    def wish(self) -> bytes:
         """The same for samples that are not known yet."""
-        return Wish(self._names, [self.pins.ask(unit) for unit in range(len(self._links))])
+        return encode(Wish(self._names, [self.pins.ask(unit) for unit in range(len(self._links))]))
 
-    def small_wish(self) -> Wish | None:
-        """The same for values that need no pin; None where it can't be known later if they were changed meanwhile.
+    def small_wish(self) -> bytes:
+        """The same for values that need no pin; empty where it can't be known later if they were changed meanwhile.
 
         Nothing is mapped for it: who only asks for metadata has nothing to do with the units.
         """
         if all(link.mapped is None for link in self._links):
-            return None
-        return Wish(self._names, [None] * len(self._links), True)
+            return b""
+        return _small_wish(tuple(self._names), len(self._links))
 
     def is_current(self, unit: int, rows: Rows) -> bool:
         """Has no value of this unit been replaced or forgotten since it gave these?"""
@@ -79,6 +80,11 @@ class Reading:
         self.pins.use.less()
 
 
+@functools.lru_cache(256)
+def _small_wish(names: tuple[str, ...], num_units: int) -> bytes:
+    return encode(Wish(list(names), [None] * num_units, True))
+
+
 class UnitWish(WishOfAnyBackend):
     """See ``storage.base.Wish``."""
 
@@ -97,8 +103,7 @@ class UnitWish(WishOfAnyBackend):
         self._unasked: set[int] = set()
         self._granted = Granted([])
         self._small = small
-        wish = reading.small_wish() if small else reading.wish()
-        self.message = b"" if wish is None else encode(wish)
+        self.message = reading.small_wish() if small else reading.wish()
 
     def answered(self, frames: Frames) -> None:
         if frames:
