@@ -81,7 +81,7 @@ def _short_jagged(values: torch.Tensor, offsets: torch.Tensor, shortest: int, lo
     rows, strides = parts.rows_of(offsets), values.stride()
     shape = (len(offsets) - 1, rows, *values.shape[1:])
     strides = (rows if strides[0] == 1 else rows * strides[0], *strides)
-    made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: Any = torch.Tensor._make_wrapper_subclass(
         parts.kind, shape, strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
         "sizes", False, True, parts.keys, storage_size=values.untyped_storage().size(),
     )  # fmt: skip

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +19,8 @@ _CHUNK_NBYTES = 256 * 1024
 _MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
 
 _Job = tuple[ByteArray, ByteArray]
+_Chunks = deque[tuple[ByteArray, ByteArray, int]]
+"""(dst, src, the byte where the chunk begins in both)."""
 
 
 class Copies:
@@ -50,50 +53,77 @@ class Copies:
             return
         jobs, shared, helpers = self._jobs, self.worth_sharing, min(torch.get_num_threads() - 1, _MOST_HELPERS)
         self._jobs, self._nbytes = [], 0
-        if not shared or helpers < 1:
-            _drain(deque(jobs))
+        if shared and helpers > 0:
+            _copy_together(jobs, helpers)
             return
-        chunks, errors = deque(_chunks(jobs)), list[BaseException]()
-        # Threads of this copy alone: they cost less than a hundredth of it, and nothing is left to end, or to fork.
-        threads = [threading.Thread(target=_help, args=(chunks, errors), name="tq-copy") for _ in range(helpers)]
+        for dst, src in jobs:
+            dst[...] = src
+
+
+def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
+    # A tuple each, and no slices yet: making those of 64 MiB takes as long as copying 3.
+    chunks: _Chunks = deque((dst, src, start) for dst, src in jobs for start in range(0, dst.nbytes, _CHUNK_NBYTES))
+    errors: list[BaseException] = []
+    helpers = [_Helper(chunks, errors) for _ in range(num_helpers)]
+    try:
+        with contextlib.suppress(RuntimeError):  # no more threads to be had: then the others do it all
+            for helper in helpers:
+                helper.start()
+        _drain(chunks)
+    finally:
+        # Whoever gives up here gives back memory that no thread may write into any more. Not in a function of its
+        # own: Ctrl-C may come as that begins, before its "try".
+        while True:
+            try:
+                chunks.clear()
+                for helper in helpers:
+                    helper.wait()
+                break
+            except BaseException as error:  # a chunk takes less than a millisecond
+                errors.insert(0, error)
+    if errors:
+        raise errors[0]
+
+
+class _Helper:
+    """A thread of this copy alone: it costs less than a hundredth of it, and nothing is left to end, or to fork.
+
+    Nobody waits for it to begin, as ``threading.Thread`` would: where something else has the other cores, which may be
+    torch's own threads that look for more work for milliseconds, the copy is over before it does.
+    """
+
+    def __init__(self, chunks: _Chunks, errors: list[BaseException]) -> None:
+        self._chunks = chunks
+        self._errors = errors
+        self._begun = self._ended = False
+        self._over = threading.Lock()
+        self._over.acquire()
+
+    def start(self) -> None:
+        """Raises RuntimeError: there is no thread to be had."""
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        self._begun = True
         try:
-            with contextlib.suppress(RuntimeError):  # no more threads to be had: then the others do it all
-                for thread in threads:
-                    thread.start()
-            _drain(chunks)
+            _drain(self._chunks)
+        except BaseException as error:  # raised again by who waits for this thread
+            self._errors.append(error)
         finally:
-            # Whoever gives up here gives back memory that no thread may write into any more. Not in a function of its
-            # own: Ctrl-C may come as that begins, before its "try".
-            while True:
-                try:
-                    chunks.clear()
-                    for thread in threads:
-                        if thread.is_alive():  # one that begins later finds nothing to do
-                            thread.join()
-                    break
-                except BaseException as error:  # a chunk takes less than a millisecond
-                    errors.insert(0, error)
-        if errors:
-            raise errors[0]
+            self._ended = True
+            self._over.release()
+
+    def wait(self) -> None:
+        """It writes no more when this returns. There must be no chunks left by then: it may begin later than that."""
+        while self._begun and not self._ended:  # Ctrl-C may have come after it was over, and before that was noted
+            self._over.acquire()
 
 
-def _chunks(jobs: Iterable[_Job]) -> Iterable[_Job]:
-    for dst, src in jobs:
-        for start in range(0, dst.nbytes, _CHUNK_NBYTES):
-            yield dst[start : start + _CHUNK_NBYTES], src[start : start + _CHUNK_NBYTES]
-
-
-def _drain(jobs: deque[_Job]) -> None:
+def _drain(chunks: _Chunks) -> None:
     while True:
         try:
-            dst, src = jobs.popleft()
+            dst, src, start = chunks.popleft()
         except IndexError:
             return
-        dst[...] = src  # NumPy lets other threads run meanwhile
-
-
-def _help(jobs: deque[_Job], errors: list[BaseException]) -> None:
-    try:
-        _drain(jobs)
-    except BaseException as error:  # raised again by who waits for this thread
-        errors.append(error)
+        stop = start + _CHUNK_NBYTES
+        dst[start:stop] = src[start:stop]  # NumPy lets other threads run meanwhile

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import _thread
+import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -68,10 +71,60 @@ def test_it_can_be_used_again_after_finish(threads):
         assert out.tobytes() == SOURCE[begin : begin + out.nbytes].tobytes()
 
 
+def until_threads(count: int) -> None:
+    """One that is over may take a moment to end."""
+    deadline = time.monotonic() + 10.0
+    while _thread._count() > count:
+        assert time.monotonic() < deadline, f"{_thread._count()} threads, there should be {count}"
+        os.sched_yield()
+
+
 def test_no_thread_is_left_when_it_is_finished(threads):
-    before = threading.active_count()
+    before = _thread._count()
     assert copied([9 * MIB])
-    assert threading.active_count() == before
+    until_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 4], indirect=True)
+def test_nobody_waits_for_a_thread_that_has_not_begun_and_it_writes_nothing_later(threads, monkeypatch):
+    late: list[Callable[[], None]] = []
+    monkeypatch.setattr(_thread, "start_new_thread", lambda run, args: late.append(run))
+    copies, out = Copies(), np.zeros(9 * MIB, np.uint8)
+    copies(out, SOURCE[: out.nbytes])
+    copies.finish()
+    assert out.tobytes() == SOURCE[: out.nbytes].tobytes()
+    out[:] = 0
+    assert len(late) == threads - 1
+    for run in late:
+        run()
+    assert not out.any()
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_what_a_thread_has_begun_to_copy_is_waited_for(threads):
+    copies, out, at = Copies(), np.zeros(9 * MIB, np.uint8), Meeting()
+    copies(out, at)
+    copies.finish()
+    assert at.met
+    assert out.tobytes() == SOURCE[: out.nbytes].tobytes()
+
+
+class Meeting:
+    """A source of two threads' chunks: each waits for the other before its first one is read."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2)
+        self.seen: set[int] = set()
+
+    @property
+    def met(self) -> bool:
+        return len(self.seen) == 2
+
+    def __getitem__(self, at: slice) -> np.ndarray:
+        if threading.get_ident() not in self.seen:
+            self.seen.add(threading.get_ident())
+            self.barrier.wait(30.0)
+        return SOURCE[at]
 
 
 class Broken:
@@ -100,19 +153,19 @@ class BrokenChunk:
 @pytest.mark.parametrize("threads", [2, 4], indirect=True)
 @pytest.mark.parametrize("after", [0, 1, 5, 9])
 def test_an_error_of_any_thread_is_raised_once_and_then_nobody_writes_any_more(threads, after):
-    copies, out, before = Copies(), np.zeros(10 * MIB, np.uint8), threading.active_count()
+    copies, out, before = Copies(), np.zeros(10 * MIB, np.uint8), _thread._count()
     copies(out, Broken(after))
     with pytest.raises(OSError, match="can't be read"):
         copies.finish()
-    assert threading.active_count() == before
+    until_threads(before)
 
 
 def test_where_no_more_threads_can_be_started_one_copies_alone(monkeypatch):
-    def refuse(self: threading.Thread) -> None:
+    def refuse(run: object, args: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(copying.torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
     assert copied([9 * MIB])
 
 
@@ -123,6 +176,7 @@ def _interrupt(*_: object) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come while garbage is collected
 def test_after_ctrl_c_at_any_moment_no_thread_writes_any_more(threads):
     before, out, interrupted = signal.signal(signal.SIGALRM, _interrupt), np.zeros(12 * MIB, np.uint8), 0
+    count = _thread._count()
     try:
         for after_us in range(50, 4000, 50):
             copies = Copies()
@@ -134,9 +188,7 @@ def test_after_ctrl_c_at_any_moment_no_thread_writes_any_more(threads):
             except KeyboardInterrupt:
                 interrupted += 1
             out[:] = 0
-            # One that was just being started may still be there, and finds nothing to do.
-            for thread in [each for each in threading.enumerate() if each.name == "tq-copy" and each.is_alive()]:
-                thread.join()
+            until_threads(count)  # one that was just being started finds nothing to do
             assert not out.any()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
