@@ -14,7 +14,7 @@ import torch
 from transfer_queue.storage.pieces import ByteArray
 
 _LATER_NBYTES = 64 * 1024
-_SHARED_NBYTES = 8 * 1024 * 1024
+_SHARED_NBYTES = 16 * 1024 * 1024
 _CHUNK_NBYTES = 256 * 1024
 _MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
 
@@ -51,9 +51,9 @@ class Copies:
         """All copies are made when it returns."""
         if not self._jobs:
             return
-        jobs, shared, helpers = self._jobs, self.worth_sharing, min(torch.get_num_threads() - 1, _MOST_HELPERS)
+        jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * self.worth_sharing
         self._jobs, self._nbytes = [], 0
-        if shared and helpers > 0:
+        if helpers > 0:
             _copy_together(jobs, helpers)
             return
         for dst, src in jobs:
