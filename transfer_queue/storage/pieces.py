@@ -178,7 +178,7 @@ def _check(piece: Piece) -> None:
     assert side is not None
     # As floats first: a product of int64 may wrap to something that looks right.
     if layout.kind == "ragged" and side.size:
-        sizes = side.astype(np.float64).prod(axis=1)
+        sizes = side if side.shape[1] == 1 else side.astype(np.float64).prod(axis=1)
         if side.min() < 0 or sizes.max() * layout.itemsize > have:
             raise ProtocolError(f"row shapes of a ragged column don't fit its {have} bytes")
     sizes_ok = layout.kind == "ragged" or bool((np.diff(side) >= 0).all())

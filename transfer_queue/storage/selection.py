@@ -22,9 +22,14 @@ def as_run(positions: NDArray[Any]) -> Positions:
     if count == 0:
         return slice(0, 0)
     first = int(positions[0])
-    if int(positions[-1]) - first == count - 1 and (count < 3 or bool((np.diff(positions) == 1).all())):
+    if int(positions[-1]) - first == count - 1 and (count < 3 or _is_ascending_by_one(positions)):
         return slice(first, first + count)
     return positions
+
+
+def _is_ascending_by_one(numbers: NDArray[Any]) -> bool:
+    # np.diff(...) and .all() take twice as long for a few hundred numbers.
+    return int(np.count_nonzero(numbers[1:] - numbers[:-1] == 1)) == len(numbers) - 1
 
 
 def distinct(numbers: IntArray) -> IntArray:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from transfer_queue.storage.simple.slots import Slots
 
@@ -48,3 +50,24 @@ def test_tables_stay_as_long_as_what_is_kept_while_indexes_grow():
         slots.release(alive.pop(0))
         alive.append(kept(slots, np.arange(start, start + 64)))
     assert slots.capacity == 1024
+
+
+@settings(max_examples=200, deadline=None, print_blob=True)
+@given(runs=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300), st.booleans()), max_size=12))
+def test_a_run_has_the_slots_that_its_indexes_have_one_by_one(runs):
+    slots, held = Slots(), set[int]()
+    for start, count, stays in runs:
+        indexes = np.arange(start, start + count)
+        fresh = np.array([index for index in indexes.tolist() if index not in held], np.int64)
+        if len(fresh):
+            kept(slots, fresh)
+            held.update(fresh.tolist())
+        if not stays:
+            slots.release(slots.find(indexes))
+            held -= set(indexes.tolist())
+        wanted = np.arange(max(0, start - 70), start + count + 70)
+        found = slots.find(wanted)
+        assert found.tolist() == [slots.find_one(index) for index in wanted.tolist()]
+        own = [slot for index, slot in zip(wanted.tolist(), found.tolist(), strict=True) if index in held]
+        assert -1 not in own
+        assert len(set(own)) == len(own)

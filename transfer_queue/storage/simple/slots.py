@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.storage.pieces import IntArray
+from transfer_queue.storage.selection import as_run
 
 _PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry
 _PAGE = 1 << _PAGE_BITS
@@ -35,6 +36,12 @@ class Slots:
         if name is not None:
             page = self._pages.get(name, -1)
             return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
+        run = as_run(indexes)
+        if isinstance(run, slice) and len(indexes):
+            first = run.start >> _PAGE_BITS
+            found = [self._pages.get(name, -1) for name in range(first, ((run.stop - 1) >> _PAGE_BITS) + 1)]
+            if found[0] >= 0 and found == list(range(found[0], found[0] + len(found))):  # pages of one large put
+                return indexes + ((found[0] - first) << _PAGE_BITS)
         names = indexes >> _PAGE_BITS
         cuts = np.flatnonzero(names[1:] != names[:-1]) + 1
         if 4 * len(cuts) < len(names):  # mostly neighbours
