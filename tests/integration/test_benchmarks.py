@@ -23,6 +23,7 @@ PROMISED = {
     "balance": {"items", "parts", "equal_size_ms", "equal_size_spread", "any_size_ms", "any_size_spread"},
     "callbacks": {"write_back_ms", "publish_in_step_ms", "publish_in_thread_ms", "memcpy_ms"},
     "cluster_frames": {"settings", "torch_threads", "cases"},
+    "copies": {"torch_threads", "by_mib", "first_touch_mib", "first_touch"},
     "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "controller_bytes_per_sample"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},

@@ -14,7 +14,7 @@ import torch
 from transfer_queue.storage.pieces import ByteArray
 
 _LATER_NBYTES = 64 * 1024
-_SHARED_NBYTES = 16 * 1024 * 1024
+_SHARED_NBYTES = 24 * 1024 * 1024
 _CHUNK_NBYTES = 256 * 1024
 _MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
 

@@ -20,7 +20,7 @@ from transfer_queue.storage import copying
 from transfer_queue.storage.copying import Copies
 
 KIB, MIB = 1024, 1024 * 1024
-SOURCE = np.random.default_rng(1).integers(0, 256, 24 * MIB, np.uint8)
+SOURCE = np.random.default_rng(1).integers(0, 256, 32 * MIB, np.uint8)
 
 
 @pytest.fixture(params=[1, 2, 4], ids="{} threads".format)
@@ -45,10 +45,10 @@ def copied(sizes: list[int]) -> bool:
 SIZES = {
     "none": [],
     "small ones": [0, 1, 100, 64 * KIB - 1],
-    "one that is shared": [17 * MIB],
-    "one just below": [16 * MIB - 1],
-    "chunks and rests": [64 * KIB, MIB + 1, 3 * MIB - 1, 5, 11 * MIB],
-    "many": [100 * KIB] * 200,
+    "one that is shared": [25 * MIB],
+    "one just below": [24 * MIB - 1],
+    "chunks and rests": [64 * KIB, MIB + 1, 3 * MIB - 1, 5, 21 * MIB],
+    "many": [130 * KIB] * 200,
 }
 
 
@@ -64,7 +64,7 @@ def test_all_bytes_are_there_for_any_sizes(sizes):
 
 
 def test_it_can_be_used_again_after_finish(threads):
-    copies, out = Copies(), np.zeros(18 * MIB, np.uint8)
+    copies, out = Copies(), np.zeros(26 * MIB, np.uint8)
     for begin in (0, 1):
         copies(out, SOURCE[begin : begin + out.nbytes])
         copies.finish()
@@ -81,7 +81,7 @@ def until_threads(count: int) -> None:
 
 def test_no_thread_is_left_when_it_is_finished(threads):
     before = _thread._count()
-    assert copied([17 * MIB])
+    assert copied([25 * MIB])
     until_threads(before)
 
 
@@ -89,7 +89,7 @@ def test_no_thread_is_left_when_it_is_finished(threads):
 def test_nobody_waits_for_a_thread_that_has_not_begun_and_it_writes_nothing_later(threads, monkeypatch):
     late: list[Callable[[], None]] = []
     monkeypatch.setattr(_thread, "start_new_thread", lambda run, args: late.append(run))
-    copies, out = Copies(), np.zeros(17 * MIB, np.uint8)
+    copies, out = Copies(), np.zeros(25 * MIB, np.uint8)
     copies(out, SOURCE[: out.nbytes])
     copies.finish()
     assert out.tobytes() == SOURCE[: out.nbytes].tobytes()
@@ -102,7 +102,7 @@ def test_nobody_waits_for_a_thread_that_has_not_begun_and_it_writes_nothing_late
 
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_what_a_thread_has_begun_to_copy_is_waited_for(threads):
-    copies, out, at = Copies(), np.zeros(17 * MIB, np.uint8), Meeting()
+    copies, out, at = Copies(), np.zeros(25 * MIB, np.uint8), Meeting()
     copies(out, at)
     copies.finish()
     assert at.met
@@ -153,7 +153,7 @@ class BrokenChunk:
 @pytest.mark.parametrize("threads", [2, 4], indirect=True)
 @pytest.mark.parametrize("after", [0, 1, 5, 9])
 def test_an_error_of_any_thread_is_raised_once_and_then_nobody_writes_any_more(threads, after):
-    copies, out, before = Copies(), np.zeros(18 * MIB, np.uint8), _thread._count()
+    copies, out, before = Copies(), np.zeros(26 * MIB, np.uint8), _thread._count()
     copies(out, Broken(after))
     with pytest.raises(OSError, match="can't be read"):
         copies.finish()
@@ -166,7 +166,7 @@ def test_where_no_more_threads_can_be_started_one_copies_alone(monkeypatch):
 
     monkeypatch.setattr(copying.torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
-    assert copied([17 * MIB])
+    assert copied([25 * MIB])
 
 
 def _interrupt(*_: object) -> None:
@@ -175,7 +175,7 @@ def _interrupt(*_: object) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come while garbage is collected
 def test_after_ctrl_c_at_any_moment_no_thread_writes_any_more(threads):
-    before, out, interrupted = signal.signal(signal.SIGALRM, _interrupt), np.zeros(24 * MIB, np.uint8), 0
+    before, out, interrupted = signal.signal(signal.SIGALRM, _interrupt), np.zeros(32 * MIB, np.uint8), 0
     count = _thread._count()
     try:
         for after_us in range(50, 4000, 50):

@@ -41,7 +41,8 @@ class Slots:
             first = run.start >> _PAGE_BITS
             found = [self._pages.get(name, -1) for name in range(first, ((run.stop - 1) >> _PAGE_BITS) + 1)]
             if found[0] >= 0 and found == list(range(found[0], found[0] + len(found))):  # pages of one large put
-                return indexes + ((found[0] - first) << _PAGE_BITS)
+                slots: IntArray = indexes + ((found[0] - first) << _PAGE_BITS)
+                return slots
         names = indexes >> _PAGE_BITS
         cuts = np.flatnonzero(names[1:] != names[:-1]) + 1
         if 4 * len(cuts) < len(names):  # mostly neighbours
