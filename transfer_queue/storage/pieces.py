@@ -178,8 +178,9 @@ def _check(piece: Piece) -> None:
     assert side is not None
     # As floats first: a product of int64 may wrap to something that looks right.
     if layout.kind == "ragged" and side.size:
-        sizes = side if side.shape[1] == 1 else side.astype(np.float64).prod(axis=1)
-        if side.min() < 0 or sizes.max() * layout.itemsize > have:
+        one_dim = side.shape[1] == 1
+        most = int(side.max()) if one_dim else side.astype(np.float64).prod(axis=1).max()
+        if side.min() < 0 or most * layout.itemsize > have:
             raise ProtocolError(f"row shapes of a ragged column don't fit its {have} bytes")
     sizes_ok = layout.kind == "ragged" or bool((np.diff(side) >= 0).all())
     if not sizes_ok or piece.bounds[-1] != have:

@@ -41,6 +41,18 @@ def test_this_torch_and_this_tensordict_allow_the_short_ways():
     assert assembling._make_batch() is assembling._short_batch
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
+def test_what_is_read_first_in_another_mode_is_as_good_for_training(mode):
+    for kept in (assembling._make_jagged, assembling._length):
+        kept.cache_clear()
+    values, edges = parts([0, 1, 3])
+    with mode():
+        jagged(values, edges)
+    test_this_torch_and_this_tensordict_allow_the_short_ways()
+    lengths = jagged(*parts([0, 1, 3]))._metadata_cache["max_seqlen"]
+    assert (lengths.is_inference(), lengths.device.type) == (False, "cpu")
+
+
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("inner", [(), (2,), (2, 3)])
 def test_a_jagged_tensor_has_the_rows_shapes_and_lengths_that_torch_gives_it(offsets, inner):

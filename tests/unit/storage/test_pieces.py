@@ -125,6 +125,7 @@ def i64(*numbers: int) -> bytes:
         (ragged_layout("int64", 8, 1), 2, [b"x" * 16, i64(1)], "1 offsets"),
         (ragged_layout("int64", 8, 1), 2, [b"x" * 16, i64(1, -1)], "row shapes"),
         (ragged_layout("int64", 8, 2), 1, [b"", i64(1 << 40, 1 << 24)], "row shapes"),
+        (ragged_layout("int64", 8, 1), 2, [b"", i64(1 << 61, 0)], "row shapes"),
         (ragged_layout("int64", 8, 1), 2, [b"x" * 24, i64(1, 1)], "rows end at 16"),
         (OBJECTS, 2, [b"abc", i64(0, 2)], "2 offsets"),
         (OBJECTS, 2, [b"abc", i64(0, 4, 3)], "rows end at"),
