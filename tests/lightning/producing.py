@@ -44,8 +44,8 @@ def produce_then_fail(partition: str, count: int) -> None:
 
 
 def produce_then_stay(partition: str, count: int, pid_file: str) -> None:
+    Path(pid_file).write_text(str(os.getpid()))  # first: who trains on what is put may be done before the last put
     produce(partition, count, seal=False)
-    Path(pid_file).write_text(str(os.getpid()))
     threading.Event().wait()
 
 
