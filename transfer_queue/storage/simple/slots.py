@@ -36,16 +36,11 @@ class Slots:
         if name is not None:
             page = self._pages.get(name, -1)
             return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
-        run = as_run(indexes)
-        if isinstance(run, slice) and len(indexes):
-            first = run.start >> _PAGE_BITS
-            found = [self._pages.get(name, -1) for name in range(first, ((run.stop - 1) >> _PAGE_BITS) + 1)]
-            if found[0] >= 0 and found == list(range(found[0], found[0] + len(found))):  # pages of one large put
-                slots: IntArray = indexes + ((found[0] - first) << _PAGE_BITS)
-                return slots
         names = indexes >> _PAGE_BITS
-        cuts = np.flatnonzero(names[1:] != names[:-1]) + 1
-        if 4 * len(cuts) < len(names):  # mostly neighbours
+        if len(names) and isinstance(as_run(indexes), slice):  # as most puts
+            own = range(names.item(0), names.item(-1) + 1)
+            pages = np.array([self._pages.get(name, -1) for name in own], np.int64)[names - own.start]
+        elif 4 * len(cuts := np.flatnonzero(names[1:] != names[:-1]) + 1) < len(names):  # mostly neighbours
             first = np.concatenate((np.zeros(1, np.int64), cuts))
             known = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
             pages = np.repeat(known, np.diff(np.append(first, len(names))))
