@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import select
+import threading
 import time
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,6 +15,19 @@ from transfer_queue.transport.base import Reply
 from transfer_queue.transport.line import Line, closed, gone, silent
 from transfer_queue.transport.modes import cancel_descriptor
 from transfer_queue.transport.readiness import LONGEST_WAIT_S
+from transfer_queue.transport.spinning import Spin, longest_s
+
+_SPIN_S = 400e-6  # a small exchange takes 100 to 300
+
+
+class _Here(threading.local):
+    """What this thread has learnt."""
+
+    def __init__(self) -> None:
+        self.spin = Spin(longest_s(_SPIN_S))
+
+
+_here = _Here()
 
 
 class Asked(NamedTuple):
@@ -77,7 +91,9 @@ def _poll(waiting: Mapping[int, Asked], wake: int, deadline: float) -> dict[int,
             left = 0.0
         elif line.watch is not None:
             poll.register(line.watch, select.POLLIN)
-    return dict(poll.poll(math.ceil(left * 1000)))
+    # What may be cancelled runs behind a reader who has other things to do with the core, and with the interpreter.
+    soon = _here.spin.look(poll.poll) if left > _SPIN_S and cancel is None else []
+    return dict(soon or poll.poll(math.ceil(left * 1000)))
 
 
 def _check(
