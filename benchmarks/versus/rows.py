@@ -16,6 +16,7 @@ from benchmarks import cases, control_rate, loader, put_get_bandwidth, small_ops
 from benchmarks.common import memcpy
 
 Figures = dict[str, float]
+REPEATS = 15  # of a large put and get; a slow case gets fewer
 POLL_S = 1.0  # the peer's pause between two looks at an empty queue
 
 
@@ -32,19 +33,19 @@ class Row:
 def _bandwidth(make: Callable[[], TensorDict]) -> Callable[[Any, Any, bool], Figures]:
     def measure(client: Any, conf: Any, quick: bool) -> Figures:
         data = make()
-        found = put_get_bandwidth.put_get_ms(client, data, 2 if quick else 7)
+        found = put_get_bandwidth.put_get_ms(client, data, 2 if quick else REPEATS)
         return {**found, "memcpy_ms": memcpy(cases.nbytes(data)).torch_ms}
 
     return measure
 
 
 def _small(client: Any, conf: Any, quick: bool) -> Figures:
-    return small_ops.p50_ms(client, 100 if quick else 500)
+    return small_ops.p50_ms(client, 100 if quick else small_ops.OPERATIONS)
 
 
 def _operations(clients: int) -> Callable[[Any, Any, bool], Figures]:
     def measure(client: Any, conf: Any, quick: bool) -> Figures:
-        return {"per_s": small_ops.operations_per_s(client, conf, clients, 100 if quick else 400)}
+        return {"per_s": small_ops.operations_per_s(client, conf, clients, 100 if quick else small_ops.OPERATIONS)}
 
     return measure
 
