@@ -8,14 +8,12 @@ import select
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transfer_queue.transport.spinning import Spin, longest_s
+from transfer_queue.transport.spinning import LONGEST_S, Spin, longest_s
 
 READ, WRITE = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 
 LONGEST_WAIT_S = 3600.0
 """A deadline may be infinitely far; the system counts milliseconds, and not that many. Whoever waits looks again."""
-
-_SPIN_S = 300e-6  # a client that works with what it got asks again within 100 to 300
 
 Act = Callable[[int], None]
 """Told what is ready: ``READ``, ``WRITE``, or neither where the other side hung up."""
@@ -29,7 +27,7 @@ class Readiness:
         self._poller: Any = poller or (select.epoll() if hasattr(select, "epoll") else select.poll())
         self._is_epoll = hasattr(self._poller, "fileno")
         self._acts: dict[int, Act] = {}
-        self._spin = Spin(longest_s(_SPIN_S))
+        self._spin = Spin(longest_s())
 
     def add(self, descriptor: int, act: Act, wanted: int = READ) -> None:
         self._poller.register(descriptor, wanted)
@@ -47,7 +45,7 @@ class Readiness:
     def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
         """What to do for those that are ready, nothing after ``LONGEST_WAIT_S``; None waits without end."""
         timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
-        events = self._spin.look(self._poller.poll) if timeout_s is None or timeout_s > _SPIN_S else []
+        events = self._spin.look(self._poller.poll) if timeout_s is None or timeout_s > LONGEST_S else []
         if not events:
             events = self._sleep(timeout_s)
         found = [(descriptor, self._acts.get(descriptor), ready) for descriptor, ready in events]

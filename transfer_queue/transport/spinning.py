@@ -14,10 +14,12 @@ from typing import Any
 
 from transfer_queue.config import environment_number
 
+LONGEST_S = 1e-3
+"""An exchange takes 0.1 to 0.3 ms; who works with what it brought asks again within one."""
 _YIELD: Callable[[], None] | None = getattr(os, "sched_yield", None)
 _PREEMPTED_S = 50e-6
 """Two looks are this far apart when another thread had the core in between."""
-_PRICE = 4
+_PRICE = 8
 """A look in vain costs as much as this many others save."""
 _LONGEST_REST = 6
 """As a power of two: how many waits pass without a look when looks have always been in vain."""
@@ -64,11 +66,11 @@ def _nothing() -> None:
     """Nobody to pass on to."""
 
 
-def longest_s(default: float) -> float:
+def longest_s() -> float:
     """TQ_SPIN_US: how long to look before sleeping, in microseconds; 0: sleep at once.
 
     On a single core who looks is in the way of whom he waits for: 0, whatever the variable says.
     """
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < 2:
         return 0.0
-    return environment_number("TQ_SPIN_US", default * 1e6) / 1e6
+    return environment_number("TQ_SPIN_US", LONGEST_S * 1e6) / 1e6
