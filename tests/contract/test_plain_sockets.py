@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread, until
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
@@ -130,10 +130,7 @@ def no_descriptors() -> Iterator[None]:
 
 def until_zmq_has_closed_all_but(sockets: int) -> None:
     """Its threads close a socket's descriptors some time after it was closed; one is an eventfd, and goes last."""
-    deadline = time.monotonic() + JOIN_S
-    while num_eventfds() > sockets:
-        assert time.monotonic() < deadline, f"{num_eventfds()} eventfds, there should be {sockets}"
-        os.sched_yield()
+    until(lambda: num_eventfds() <= sockets, lambda: f"{num_eventfds()} eventfds, there should be {sockets}")
 
 
 def num_eventfds() -> int:

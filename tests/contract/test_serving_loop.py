@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import zmq
-from transport_kit import JOIN_S, Desk, calls, held
+from transport_kit import JOIN_S, Desk, calls, held, until
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Call, Outgoing, Peer, Reply
@@ -109,12 +109,6 @@ def served(directory: Path, *desks: Any, plain: bool = True) -> Iterator[list[Pe
 
 def asked(caller: SocketCaller, *asks: Call) -> list[bytes]:
     return [reply.header for reply in run_blocking(caller.call_many(asks, JOIN_S))]
-
-
-def until(wanted: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + JOIN_S
-    while not wanted():
-        assert time.monotonic() < deadline
 
 
 # ---- serving ----

@@ -6,7 +6,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.processes import pid_namespace
 
 JOIN_S = 10.0
+
+
+def until(wanted: Callable[[], bool], found: Callable[[], object] = str) -> None:
+    """Look until it is so; ``found`` says what is instead."""
+    deadline = time.monotonic() + JOIN_S
+    while not wanted():
+        assert time.monotonic() < deadline, found()
+        os.sched_yield()
 
 
 class Desk:

@@ -15,7 +15,7 @@ from transfer_queue.transport.base import Reply
 from transfer_queue.transport.line import Line, closed, gone, silent
 from transfer_queue.transport.modes import cancel_descriptor
 from transfer_queue.transport.readiness import LONGEST_WAIT_S
-from transfer_queue.transport.spinning import LONGEST_S, Spin, longest_s
+from transfer_queue.transport.spinning import Spin, longest_s
 
 
 class _Here(threading.local):
@@ -90,7 +90,7 @@ def _poll(waiting: Mapping[int, Asked], wake: int, deadline: float) -> dict[int,
         elif line.watch is not None:
             poll.register(line.watch, select.POLLIN)
     # What may be cancelled runs behind a reader who has other things to do with the core, and with the interpreter.
-    soon = _here.spin.look(poll.poll) if left > LONGEST_S and cancel is None else []
+    soon = _here.spin.look(poll.poll, left) if cancel is None else []
     return dict(soon or poll.poll(math.ceil(left * 1000)))
 
 

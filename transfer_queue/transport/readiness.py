@@ -8,7 +8,7 @@ import select
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transfer_queue.transport.spinning import LONGEST_S, Spin, longest_s
+from transfer_queue.transport.spinning import Spin, longest_s
 
 READ, WRITE = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 
@@ -44,10 +44,8 @@ class Readiness:
 
     def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
         """What to do for those that are ready, nothing after ``LONGEST_WAIT_S``; None waits without end."""
-        timeout_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
-        events = self._spin.look(self._poller.poll) if timeout_s is None or timeout_s > LONGEST_S else []
-        if not events:
-            events = self._sleep(timeout_s)
+        left_s = math.inf if timeout_s is None else timeout_s
+        events = self._spin.look(self._poller.poll, left_s) or self._sleep(timeout_s)
         found = [(descriptor, self._acts.get(descriptor), ready) for descriptor, ready in events]
         for descriptor, act, ready in found:
             # What was done for the one before it may have ended this one, and a newcomer may have its number.
@@ -55,8 +53,9 @@ class Readiness:
                 yield act, ready
 
     def _sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
-        if timeout_s is not None and not self._is_epoll:
-            timeout_s = math.ceil(timeout_s * 1000)
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, LONGEST_WAIT_S)
+            timeout_s = timeout_s if self._is_epoll else math.ceil(timeout_s * 1000)
         events: list[tuple[int, int]] = self._poller.poll(timeout_s)
         return events
 

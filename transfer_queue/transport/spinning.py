@@ -7,6 +7,7 @@ Looking costs time that somebody else could use, so it is done only where it pay
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -35,15 +36,15 @@ class Spin:
         pass_on: Callable[[], None] | None = _YIELD,
     ) -> None:
         """``pass_on`` lets another thread have the core if one wants it; where there is none, nobody looks."""
-        self._longest_s = 0.0 if pass_on is None else longest_s
+        self._longest_s = longest_s
         self._clock = clock
-        self._pass_on = pass_on or _nothing
+        self._pass_on = pass_on
         self._doubt = 0
         self._rest = 0
 
-    def look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
-        """What ``poll(0)`` gives within a moment. Nothing: sleep until there is something."""
-        if self._longest_s <= 0:
+    def look(self, poll: Callable[[int], list[Any]], left_s: float = math.inf) -> list[Any]:
+        """What ``poll(0)`` gives within a moment. Nothing: sleep until there is something, or no time left."""
+        if self._pass_on is None or not 0 < self._longest_s < left_s:
             return []
         if self._rest:
             self._rest -= 1
@@ -60,10 +61,6 @@ class Spin:
         if self._doubt:
             self._doubt -= 1
         return found
-
-
-def _nothing() -> None:
-    """Nobody to pass on to."""
 
 
 def longest_s() -> float:

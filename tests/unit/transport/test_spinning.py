@@ -88,6 +88,12 @@ def test_nobody_looks_where_the_core_cannot_be_passed_on():
     assert (world.wait(0.0), world.looks) == ([], 0)
 
 
+@pytest.mark.parametrize("left_s", [0.0, 0.5 * LONGEST_S])
+def test_a_wait_that_ends_sooner_than_a_look_is_not_made_longer(left_s):
+    world = World()
+    assert (world.spin.look(world.poll, left_s), world.looks, world.now) == ([], 0, 0.0)
+
+
 def test_the_variable_says_how_long(monkeypatch):
     cores = len(os.sched_getaffinity(0))
     for text, longest in (("", LONGEST_S), ("150", 0.00015), ("0", 0.0)):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,15 +41,17 @@ class Slots:
         names = indexes >> _PAGE_BITS
         if len(names) and isinstance(as_run(indexes), slice):  # as most puts
             own = range(names.item(0), names.item(-1) + 1)
-            pages = np.array([self._pages.get(name, -1) for name in own], np.int64)[names - own.start]
+            pages = self._pages_of(own)[names - own.start]
         elif 4 * len(cuts := np.flatnonzero(names[1:] != names[:-1]) + 1) < len(names):  # mostly neighbours
             first = np.concatenate((np.zeros(1, np.int64), cuts))
-            known = np.array([self._pages.get(name, -1) for name in names[first].tolist()], np.int64)
-            pages = np.repeat(known, np.diff(np.append(first, len(names))))
+            pages = np.repeat(self._pages_of(names[first].tolist()), np.diff(np.append(first, len(names))))
         else:
             names, inverse = np.unique(names, return_inverse=True)
-            pages = np.array([self._pages.get(name, -1) for name in names.tolist()], np.int64)[inverse]
+            pages = self._pages_of(names.tolist())[inverse]
         return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
+
+    def _pages_of(self, names: Iterable[int]) -> IntArray:
+        return np.array([self._pages.get(name, -1) for name in names], np.int64)
 
     def find_one(self, index: int) -> int:
         """``find`` of a single index."""
