@@ -19,9 +19,11 @@ from tensordict import TensorDict
 from transfer_queue.storage.pieces import IntArray
 
 
-def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
-    """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view."""
-    if len(offsets) == 2:
+def jagged(values: torch.Tensor, offsets: IntArray, length: int | None = None) -> torch.Tensor:
+    """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view. ``length``: of every row."""
+    if length is not None:
+        shortest = longest = length
+    elif len(offsets) == 2:
         shortest = longest = int(offsets[1] - offsets[0])
     else:
         lengths = np.diff(offsets)

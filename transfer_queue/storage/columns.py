@@ -187,7 +187,8 @@ def _column(
         shape = (count, *first.shape)
         if layout == "dense" or not first.shape:
             return _dense(parts, shape, copy, lay)
-        return jagged(_dense(parts, (count * shape[1], *shape[2:]), copy, lay), np.arange(count + 1) * shape[1])
+        flat = _dense(parts, (count * shape[1], *shape[2:]), copy, lay)
+        return jagged(flat, np.arange(count + 1) * shape[1], shape[1])
     if first.kind != "objects" and len({piece.layout.family for _, piece in parts}) == 1:
         return _ragged(parts, count, layout, copy, lay)
     values: list[Any] = [None] * count

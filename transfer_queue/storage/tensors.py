@@ -60,7 +60,7 @@ def from_bytes(data: ByteArray, dtype: torch.dtype, shape: Sequence[int]) -> tor
     """A tensor over this memory, which must be writable."""
     if data.nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    flat = torch.from_numpy(data).view(dtype)
+    flat = torch.frombuffer(data, dtype=dtype)
     return flat if len(shape) == 1 else flat.view(tuple(shape))
 
 

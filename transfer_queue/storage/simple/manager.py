@@ -168,7 +168,7 @@ class SimpleStorageManager(StorageManager):
 
         columns.check_layout(self._layout)
         reading = Reading(self._links, sorted(set(fields)))
-        return UnitWish(reading, lambda indexes: self._shares(_as_indexes(indexes)), unpack, len(self._links), small)
+        return UnitWish(reading, self._shares, unpack, len(self._links), small)
 
     @asynccontextmanager
     async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
@@ -240,7 +240,7 @@ class SimpleStorageManager(StorageManager):
         writes = [write for answer, _ in answers for write in expect(answer, Forsaken).writes]
         return [OpenWrite(write.number, unpack_indexes(write.indexes).tolist(), write.fields) for write in writes]
 
-    def _shares(self, indexes: IntArray) -> Shares:
+    def _shares(self, indexes: Sequence[int] | IntArray) -> Shares:
         return shares_of(indexes, len(self._links), self._run)
 
     async def _ask(self, asks: Iterable[tuple[int, Request]]) -> list[tuple[Answer, list[memoryview]]]:

@@ -72,8 +72,9 @@ class Reading:
         for (unit, at), (answer, frames) in zip(shares, answers, strict=True):
             rows = expect(answer, Rows)
             self.pins.keep(unit, rows.pinned)
-            for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, len(at), self.pins.view(unit)):
-                parts[name].append((as_run(at[where]), piece))
+            count = at.stop if isinstance(at, slice) else len(at)
+            for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, count, self.pins.view(unit)):
+                parts[name].append((where if isinstance(at, slice) else as_run(at[where]), piece))
         return parts
 
     def close(self) -> None:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from transfer_queue.storage.pieces import IntArray
+import numpy as np
+
+from transfer_queue.storage.pieces import IntArray, Positions
 from transfer_queue.storage.selection import groups
 from transfer_queue.transport.base import Peer
 
-Shares: TypeAlias = list[tuple[int, IntArray]]
+Shares: TypeAlias = list[tuple[int, Positions]]
+"""(unit, positions of its own indexes); the whole as a slice where one unit has them all."""
 
 ROUTING_RUN = 64
 """Neighbouring indexes share a unit in runs of this many: a put is cut into few slices, yet spreads over all units."""
@@ -40,6 +43,14 @@ def best_run(together: bool, capacity_bytes: int | None) -> int:
     return LONG_RUN if together and capacity_bytes is None else ROUTING_RUN
 
 
-def shares_of(indexes: IntArray, num_units: int, run: int) -> Shares:
-    """(unit, positions in ``indexes`` that are its own), units without any left out."""
-    return groups(unit_of(indexes, num_units, run))
+def shares_of(indexes: Sequence[int] | IntArray, num_units: int, run: int) -> Shares:
+    """Units without any index left out."""
+    if not len(indexes):
+        return []
+    if isinstance(indexes, np.ndarray):
+        lowest, highest = int(indexes.min()), int(indexes.max())
+    else:
+        lowest, highest = min(indexes), max(indexes)
+    if lowest // run == highest // run:
+        return [(lowest // run % num_units, slice(0, len(indexes)))]
+    return list(groups(unit_of(np.asarray(indexes, np.int64), num_units, run)))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from transfer_queue.errors import from_wire
-from transfer_queue.storage.pieces import IntArray, Piece
+from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.simple.link import UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
@@ -32,7 +32,7 @@ class SpreadPut:
     def __init__(
         self,
         caller: Caller,
-        shares: Sequence[tuple[UnitLink, IntArray]],
+        shares: Sequence[tuple[UnitLink, Positions]],
         indexes: IntArray,
         sources: Sources,
         terms: Terms,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from transfer_queue.storage.pieces import IntArray, Piece
+from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run, cut
 from transfer_queue.storage.simple.arena import whole_pages
 from transfer_queue.storage.simple.link import NO_NEWS, Place, UnitLink
@@ -52,12 +52,13 @@ class UnitWrite:
     """Steps: ``lease`` if that is not None, then ``message`` (which copies), then ``done`` or ``refused``; at any time
     ``give_up``, which changes nothing once it is done."""
 
-    def __init__(self, link: UnitLink, indexes: IntArray, at: IntArray, sources: Sources, terms: Terms) -> None:
+    def __init__(self, link: UnitLink, indexes: IntArray, at: Positions, sources: Sources, terms: Terms) -> None:
         """``at``: which of the put's rows belong to this unit."""
         self._link = link
-        self._indexes = pack_indexes(indexes[at])
-        self._at = at
-        self._run = as_run(at)
+        mine = indexes[at]
+        self._indexes = pack_indexes(mine)
+        self._count = len(mine)
+        self._run = at if isinstance(at, slice) else as_run(at)
         self._sources = sources
         self._terms = terms
         self._news = NO_NEWS
@@ -119,8 +120,8 @@ class UnitWrite:
         for name, source in self._sources.items():
             if place is not None and arena is not None and name in self._sizes:
                 nbytes = self._sizes[name]
-                piece = source.stored_in(arena.view(offset, nbytes), self._run, len(self._at), copy)
-                packer.add_at(name, slice(0, len(self._at)), piece, offset)
+                piece = source.stored_in(arena.view(offset, nbytes), self._run, self._count, copy)
+                packer.add_at(name, slice(0, self._count), piece, offset)
                 offset += whole_pages(nbytes)
                 continue
             if name not in pieces:
