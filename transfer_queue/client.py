@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.transport.modes import blocking
+from transfer_queue.transport.modes import beginning, blocking
 from transfer_queue.verbs.checkpoints import Checkpoints
 from transfer_queue.verbs.fetches import Fetches, explain
 from transfer_queue.verbs.keys import Keys
@@ -28,6 +28,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     get_meta = blocking(AsyncTransferQueueClient.async_get_meta)
     fetch = blocking(AsyncTransferQueueClient.async_fetch)
     fetch_batch = blocking(AsyncTransferQueueClient.async_fetch_batch)
+    begin_fetch_batch = beginning(AsyncTransferQueueClient.async_fetch_batch)
     take = blocking(AsyncTransferQueueClient.async_take)
     get_data = blocking(AsyncTransferQueueClient.async_get_data)
     ack = blocking(AsyncTransferQueueClient.async_ack)

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, desk_behind, held, served_by_process, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import cancel_on, run_blocking
 
 AT_ONCE_S = 2.0
@@ -42,21 +41,8 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture(params=["inproc", "zmq", "plain"])
 def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
-    """(makes callers, peer)"""
-    made: list[Any] = []
-    handler = Desk()
-
-    def make() -> Any:
-        made.append(InprocCaller({"desk": handler}, "me") if request.param == "inproc" else SocketCaller("me"))
-        return made[-1]
-
-    if request.param == "inproc":
-        yield make, Peer("desk", "inproc://desk")
-    else:
-        with served_by_thread(tmp_path, handler, request.param == "plain") as (peer, _):
-            yield make, peer
-    for caller in made:
-        caller.close()
+    with desk_behind(request.param, tmp_path) as found:
+        yield found
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.processes import pid_namespace
 
@@ -72,6 +74,25 @@ def served_by_thread(directory: Path, handler: Any, plain: bool = True) -> Itera
     finally:
         server.stop()
         thread.join(JOIN_S)
+
+
+@contextmanager
+def desk_behind(kind: str, directory: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
+    """(makes callers, peer): a desk behind "inproc", "zmq" or "plain"."""
+    made: list[Any] = []
+    handler = Desk()
+
+    def make() -> Any:
+        made.append(InprocCaller({"desk": handler}, "me") if kind == "inproc" else SocketCaller("me"))
+        return made[-1]
+
+    if kind == "inproc":
+        yield make, Peer("desk", "inproc://desk")
+    else:
+        with served_by_thread(directory, handler, kind == "plain") as (peer, _):
+            yield make, peer
+    for caller in made:
+        caller.close()
 
 
 def _serve(address: str, plain: bool, ready: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from pathlib import Path
@@ -10,10 +11,24 @@ from typing import Any
 
 import psutil
 import pytest
-from streaming_support import WAIT_S, InThread, cut, loader, own_threads, produce, read, until_waiting, worker_pids
+import torch
+from streaming_support import (
+    WAIT_S,
+    InThread,
+    cut,
+    loader,
+    numbers,
+    own_threads,
+    produce,
+    read,
+    rows,
+    until_waiting,
+    worker_pids,
+)
 
 import transfer_queue as tq
 from tests.own_processes import own_processes
+from transfer_queue.dataloader import batch_stream
 from transfer_queue.errors import QueueUnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -65,6 +80,26 @@ def test_a_controller_killed_while_a_stream_waits_is_told_at_once(start, workers
         reader.result()
     assert reader.ended_at - killed_at < 2.0
     assert (own_threads(), worker_pids()) == ([], before)
+
+
+def test_an_iterator_left_in_its_readers_hands_leaves_nothing_and_the_next_one_goes_on(start, monkeypatch):
+    monkeypatch.setattr(batch_stream, "_MOMENT_S", math.inf)
+    monkeypatch.setattr(batch_stream, "_OFTEN", 1)
+    conf = start()
+    client = tq.get_client()
+    client.put(rows(0, 240, large=torch.ones(240, 20_000)), partition_id="p")  # read in place: 80 kB each
+    client.seal_partition("p")
+    made, taken = loader(conf, "p", fields=["x", "y", "large"]), []
+    items = iter(made)
+    taken.append(numbers(next(items)))
+    while not made.stream._stream()._is_mine:
+        taken.append(numbers(next(items)))
+    items.close()
+    deadline = time.monotonic() + WAIT_S
+    while any(unit["pins"] for unit in client.get_storage_stats()):
+        assert time.monotonic() < deadline
+    assert own_threads() == []
+    assert taken + read(made) == cut(240, 4)
 
 
 def _begun(script: Any, workers: int, processes: str = "one") -> tuple[Any, list[psutil.Process], Path]:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of batches with a bounded number of them fetched ahead by a thread."""
+"""A stream of batches with a bounded number of them fetched ahead: by a thread, or by a reader who is faster."""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Generator
+from typing import Any
 
-from transfer_queue.errors import ClosedError, EndOfPartitionError
+from transfer_queue.dataloader.pipeline import Fetch, Fetched, Pipeline
+from transfer_queue.errors import ClosedError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.modes import cancel_on
 from transfer_queue.utils.logging_utils import get_logger
@@ -19,66 +21,25 @@ logger = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.25
 _JOIN_S = 10.0
+_MOMENT_S = 3e-3
+"""What takes less is done sooner by who needs it than by another thread: they would take turns with the interpreter."""
+_OFTEN = 8
+"""So many batches that the reader waited a moment for: he is faster than the thread."""
+_PRICE = 4
+"""So many of them count as much as one that was there before him, or took longer."""
 Item = tuple[int, Any, BatchMeta]
 Pause = Callable[[float], bool]
 
 
-class Fetched(Protocol):
-    """A batch whose values may have to be copied yet."""
-
-    def open(self) -> tuple[Any, BatchMeta]:
-        """Its values and metadata; at most once, and not after ``close``."""
-        ...
-
-    def close(self) -> None:
-        """Nobody wants the values (any more)."""
-        ...
-
-
-Fetch = Callable[[int, Callable[[], None]], Fetched | None]
-"""fetch(batch_index, meanwhile): ``meanwhile`` may be called while the batch is awaited, and doesn't raise."""
-
-
-def nothing() -> None:
-    """To do while a batch is awaited."""
-
-
-class _Behind:
-    """The batch that came last: opened while the next one is awaited, so that copying and fetching overlap."""
-
-    def __init__(self, hand_over: Callable[[int, Fetched], None]) -> None:
-        self._hand_over = hand_over
-        self._held: tuple[int, Fetched] | None = None
-        self.error: BaseException | None = None
-
-    def hold(self, batch_index: int, batch: Fetched) -> None:
-        self._held = batch_index, batch
-
-    def try_to_hand_over(self) -> None:
-        """What goes wrong is raised by ``hand_over``."""
-        held, self._held = self._held, None
-        if held is not None:
-            try:
-                self._hand_over(*held)
-            except BaseException as error:
-                self.error = error
-            finally:
-                held[1].close()
-
-    def hand_over(self) -> None:
-        """Give the batch to the consumer, if that has not been done."""
-        self.try_to_hand_over()
-        if self.error is not None:
-            raise self.error
-
-    def close(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held[1].close()
+class _YourTurn:
+    """Said to the reader by the thread: the pipeline is yours, and it has been asked for the next batch."""
 
 
 class BatchStream:
     """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
+
+    A thread fetches ahead while the reader is busy. A reader who only waits for it, a moment each time, does its work
+    himself: the pipeline is his until he is busy for longer, or a batch is not there yet; then it is the thread's.
 
     Args:
         make_fetcher: Called with ``pause(seconds) -> stop?``; returns the ``Fetch``.
@@ -96,41 +57,31 @@ class BatchStream:
     ) -> None:
         self._stop = threading.Event()
         self._is_given_up = is_given_up
-        self._indexes = range(first, 1 << 62, stride)
-        self._fetch = make_fetcher(self._pause)
-        self._fetched: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
-        self._slots = threading.Semaphore(ahead)  # taken before a fetch, given back when its batch is taken
+        self._pipeline = Pipeline(iter(range(first, 1 << 62, stride)), make_fetcher(self._pause))
+        self._fetched: queue.SimpleQueue[Item | _YourTurn | BaseException | None] = queue.SimpleQueue()
+        self._slots = threading.Semaphore(ahead)  # taken before a batch is asked for, given back when it is taken
         self._ready: deque[tuple[Any, BatchMeta]] = deque()
         self._thread: threading.Thread | None = None
         self._ahead = ahead
+        self._is_mine = False  # the pipeline, the reader's: then its one batch, asked for and not taken, has a slot
+        self._turns: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the thread's; False: there will be none
+        self._hunger = 0  # batches that the reader waited a moment for, less ``_PRICE`` for each other
+        self._taken_at = time.monotonic()
 
     def __iter__(self) -> Generator[Item, None, None]:
-        if not self._ahead:
-            yield from self._batches()
-            return
-        wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(
-            target=self._run, args=(wake_read,), name="transfer-queue-prefetch", daemon=True
-        )
-        self._thread.start()
         try:
-            while (item := self._next()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                self._ready.popleft()
-                self._slots.release()
+            if self._ahead:
+                wake_read, self._wake_write = os.pipe()
+                thread = threading.Thread(
+                    target=self._run, args=(wake_read,), name="transfer-queue-prefetch", daemon=True
+                )
+                thread.start()
+                self._thread = thread
+            while (item := self._next() if self._ahead else self._fetch_one()) is not None:
                 yield item
                 item = None  # else it would be held while the next one is awaited
         finally:
             self.close()
-
-    def _next(self) -> Item | BaseException | None:
-        while True:
-            try:
-                return self._fetched.get(timeout=_LOOK_EVERY_S)
-            except queue.Empty:
-                if self._is_given_up():
-                    return None
 
     def ahead(self) -> list[tuple[Any, BatchMeta]]:
         """What is fetched and not taken yet."""
@@ -140,82 +91,124 @@ class BatchStream:
         """Stop fetching and wait for the thread. Idempotent."""
         self._stop.set()
         thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        os.close(self._wake_write)  # the other end becomes readable, which ends a call that waits
-        self._slots.release()
-        thread.join(_JOIN_S)
-        if thread.is_alive():
-            logger.warning("a fetch did not return within %.0f s of closing its stream; its thread is left.", _JOIN_S)
+        if thread is not None:
+            os.close(self._wake_write)  # the other end becomes readable, which ends a call that waits
+            self._slots.release()
+            self._turns.put(False)
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                logger.warning(
+                    "a fetch did not return within %.0f s of closing its stream; its thread is left.", _JOIN_S
+                )
+                return
+        self._pipeline.close()
 
     def _pause(self, seconds: float) -> bool:
         return self._stop.wait(seconds) if seconds else self._stop.is_set() or self._is_given_up()
 
-    def _batches(self) -> Iterator[Item]:
-        for batch_index in self._indexes:
-            batch = self._fetch_one(batch_index, nothing)
-            if batch is None:
-                return
-            try:
-                opened = batch.open()
-            finally:
-                batch.close()
-            yield batch_index, *opened
-            del opened
+    # ---- the reader ----
 
-    def _fetch_one(self, batch_index: int, meanwhile: Callable[[], None]) -> Fetched | None:
-        try:
-            return self._fetch(batch_index, meanwhile)
-        except EndOfPartitionError as end:
-            logger.info("%s", end)
+    def _next(self) -> Item | None:
+        asked_at = time.monotonic()
+        is_busy = asked_at - self._taken_at > _MOMENT_S
+        item: Item | _YourTurn | None = _YourTurn()
+        while isinstance(item, _YourTurn):
+            if self._is_mine and (not self._hunger or not self._pipeline.is_near()):
+                self._is_mine, is_busy = False, True
+                self._turns.put(True)
+            if self._is_mine:
+                item = self._fetch_one()
+            else:
+                was_there = not self._fetched.empty()
+                item = self._from_thread()
+                self._is_mine = isinstance(item, _YourTurn)
+                is_busy = is_busy or (was_there and not self._is_mine)
+        self._taken_at = time.monotonic()
+        if is_busy or self._taken_at - asked_at > _MOMENT_S:
+            self._hunger = max(0, self._hunger - _PRICE)
+        else:
+            self._hunger = min(self._hunger + 1, 2 * _OFTEN)
+        return item
+
+    def _from_thread(self) -> Item | _YourTurn | None:
+        while True:
+            try:
+                item = self._fetched.get(timeout=_LOOK_EVERY_S)
+                break
+            except queue.Empty:
+                if self._is_given_up():
+                    return None
+        if isinstance(item, BaseException):
+            raise item
+        if item is not None and not isinstance(item, _YourTurn):
+            self._ready.popleft()
+            self._slots.release()
+        return item
+
+    def _fetch_one(self) -> Item | None:
+        """The next batch; with a thread, the one after it is asked for."""
+        received = self._pipeline.receive()
+        if received is None:
             return None
+        batch_index, batch = received
+        try:
+            if self._is_mine:
+                self._pipeline.ask()
+            return batch_index, *batch.open()
+        finally:
+            batch.close()
+
+    # ---- the thread ----
 
     def _run(self, wake_read: int) -> None:
         try:
             with cancel_on(wake_read):
-                self._fetch_ahead()
+                while self._fetch_ahead():
+                    self._fetched.put(_YourTurn())
+                    if not self._turns.get():
+                        return
+            self._fetched.put(None)
         except ClosedError as error:
             if not self._stop.is_set():
                 self._fetched.put(error)
-        except BaseException as error:  # the consumer's thread raises it
+        except BaseException as error:  # the reader raises it
             self._fetched.put(error)
         finally:
             os.close(wake_read)
 
-    def _fetch_ahead(self) -> None:
-        behind = _Behind(self._hand_over)
+    def _fetch_ahead(self) -> bool:
+        """At least one batch. True: it is the reader's turn, all that came is handed over and the next is asked for."""
+        held: tuple[int, Fetched] | None = None  # the batch that came last is opened while the next one is awaited
+        some_came = False
         try:
-            for batch_index in self._indexes:
-                if not self._slots.acquire(blocking=False):
-                    behind.hand_over()
-                    self._slots.acquire()  # ``close`` gives one back, too
-                if self._stop.is_set():
-                    return
-                batch = self._fetch_after(batch_index, behind)
-                if batch is None:
-                    self._fetched.put(None)
-                    return
-                behind.hold(batch_index, batch)
+            while True:
+                if not self._pipeline.is_asked:
+                    if not self._slots.acquire(blocking=False):
+                        self._hand_over(held)
+                        held = None
+                        self._slots.acquire()  # ``close`` gives one back, too
+                    if self._stop.is_set():
+                        return False
+                    self._pipeline.ask()
+                self._hand_over(held)
+                held = None
+                if some_came and self._hunger >= _OFTEN:
+                    return True
+                held = self._pipeline.receive()
+                if held is None:
+                    return False
+                some_came = True
         finally:
-            behind.close()
+            if held is not None:
+                held[1].close()
 
-    def _fetch_after(self, batch_index: int, behind: _Behind) -> Fetched | None:
-        batch = None
+    def _hand_over(self, held: tuple[int, Fetched] | None) -> None:
+        if held is None:
+            return
+        batch_index, batch = held
         try:
-            batch = self._fetch_one(batch_index, behind.try_to_hand_over)
-            behind.hand_over()
-        except BaseException as error:
-            if batch is not None:
-                batch.close()
-            if self._stop.is_set():
-                behind.close()
-            behind.try_to_hand_over()
-            if behind.error is not None and behind.error is not error:  # of the batch that comes first
-                raise behind.error from error
-            raise
-        return batch
-
-    def _hand_over(self, batch_index: int, batch: Fetched) -> None:
-        data, meta = batch.open()
+            data, meta = batch.open()
+        finally:
+            batch.close()
         self._ready.append((data, meta))
         self._fetched.put((batch_index, data, meta))

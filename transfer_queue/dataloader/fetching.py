@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, explain
 from transfer_queue.config import environment_number
-from transfer_queue.dataloader.batch_stream import Fetched, nothing
+from transfer_queue.dataloader.pipeline import Asked, Fetched
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.transport.modes import Begun
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.verbs.fetches import FetchedBatch
 
@@ -97,56 +98,27 @@ class _AtHand(NamedTuple):
 
 
 class BatchFetcher:
-    """Fetches batches by index for one partition. ``pause(seconds)`` waits, and returns True to stop."""
+    """Asks for batches by index, of one partition. ``pause(seconds)`` waits, and returns True to stop."""
 
     def __init__(
         self, client: TransferQueueClient, spec: StreamSpec, partition_id: str, pause: Callable[[float], bool]
     ) -> None:
-        self._client = client
-        self._spec = spec
-        self._partition = partition_id
-        self._pause = pause
+        self.client = client
+        self.spec = spec
+        self.partition = partition_id
+        self.pause = pause
         self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
         self._last: str | None = None  # token of the batch before: its partition may be cleared, and made anew
 
-    def __call__(self, batch_index: int, meanwhile: Callable[[], None] = nothing) -> Fetched | None:
-        """The batch, or None when told to stop. ``meanwhile`` is called while it is awaited, if there is time.
+    def __call__(self, batch_index: int) -> Asked | None:
+        """The batch that was asked for, to be received before the next; None when told to stop."""
+        if self.pause(0.0):
+            return None
+        return _AskedQueue(self, batch_index) if self._custom is None else _AskedFunction(self, batch_index)
 
-        Raises:
-            EndOfPartitionError: the stream has ended before this batch.
-            BatchTimeoutError: it did not come within the stream's ``timeout_s``.
-        """
-        spec = self._spec
-        started = time.monotonic()
-        deadline = None if spec.timeout_s is None else started + spec.timeout_s
-        report_at = started + spec.report_every_s
-        while not self._pause(0.0):
-            wait_s = min(spec.slice_s, *(at - time.monotonic() for at in (deadline, report_at) if at is not None))
-            answer = self._try(batch_index, max(0.0, wait_s), meanwhile)
-            if answer is not None and not isinstance(answer, p.NotReady):
-                return answer
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                raise BatchTimeoutError(self._explain(answer, now - started))
-            if now >= report_at:
-                report_at = now + spec.report_every_s
-                logger.warning("%s", self._explain(answer, now - started))
-        return None
-
-    def _explain(self, answer: p.NotReady | None, waited: float) -> str:
-        task = self._spec.task_name
-        if answer is not None:
-            return explain(answer, task, self._partition, self._spec.data_fields, waited)
-        return (
-            f"task {task!r} waited {waited:.1f} s for a batch of {self._partition!r}: fetch_batch_fn has returned none "
-            f"so far. Check the producers, or wait longer (timeout_s)."
-        )
-
-    def _try(self, batch_index: int, wait_s: float, meanwhile: Callable[[], None]) -> Fetched | p.NotReady | None:
-        if self._custom is not None:
-            meanwhile()
-            return self._try_custom(self._custom, batch_index)
-        spec = self._spec
+    def begin(self, batch_index: int, wait_s: float) -> Begun[FetchedBatch | p.NotReady]:
+        """Ask the queue, which may park that for so long."""
+        spec = self.spec
         config = {**spec.sampling_config, "batch_index": batch_index}
         if self._last is not None:
             config["after"] = self._last
@@ -154,31 +126,114 @@ class BatchFetcher:
             config["pass_start"] = spec.pass_start
         if spec.begun is not None and batch_index == spec.begun[0]:
             config["skip"] = spec.begun[1]
-        reply = self._client.fetch_batch(
+        return self.client.begin_fetch_batch(
             spec.data_fields,
             spec.batch_size,
-            self._partition,
+            self.partition,
             spec.task_name,
             config,
             wait_s=wait_s,
             finite=spec.finite,
-            meanwhile=meanwhile,
         )
-        if isinstance(reply, p.NotReady):
-            return reply
-        self._last = reply.meta.token
-        return _Arrived(self._client, reply)
 
-    def _try_custom(self, fetch: Callable[[tuple[Any, ...]], Any], batch_index: int) -> Fetched | None:
-        spec = self._spec
-        asked = (spec.data_fields, spec.batch_size, self._partition, spec.task_name, dict(spec.sampling_config))
-        data, meta = fetch((self._client, *asked, batch_index))
+    def came(self, batch: FetchedBatch) -> Fetched:
+        """The queue's answer: what the next batch comes after."""
+        self._last = batch.meta.token
+        return _Arrived(self.client, batch)
+
+    def call(self, batch_index: int) -> Fetched | None:
+        """Ask the user's function, once; None after a pause: it has nothing yet."""
+        spec = self.spec
+        assert self._custom is not None
+        asked = (spec.data_fields, spec.batch_size, self.partition, spec.task_name, dict(spec.sampling_config))
+        data, meta = self._custom((self.client, *asked, batch_index))
         if data is not None:
             return _AtHand(data, meta)
-        if spec.finite and self._client.check_consumption_status(spec.task_name, self._partition):
-            raise EndOfPartitionError(f"every sample of {self._partition!r} is consumed by {spec.task_name!r}.")
-        self._pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
+        if spec.finite and self.client.check_consumption_status(spec.task_name, self.partition):
+            raise EndOfPartitionError(f"every sample of {self.partition!r} is consumed by {spec.task_name!r}.")
+        self.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
         return None
+
+
+class _Wait:
+    """How long a stream has waited for one batch: what it says of that, and when it is too long."""
+
+    def __init__(self, fetcher: BatchFetcher) -> None:
+        self._fetcher = fetcher
+        self._spec = fetcher.spec
+        self._began = self._reported = time.monotonic()
+
+    def left_s(self) -> float:
+        """How long the next request may be parked."""
+        now, spec = time.monotonic(), self._spec
+        left = min(spec.slice_s, self._reported + spec.report_every_s - now)
+        return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
+
+    def goes_on(self, answer: p.NotReady | None) -> bool:
+        """Nothing came: False when told to stop. Raises BatchTimeoutError."""
+        now, spec = time.monotonic(), self._spec
+        if spec.timeout_s is not None and now >= self._began + spec.timeout_s:
+            raise BatchTimeoutError(self._explain(answer, now - self._began))
+        if now >= self._reported + spec.report_every_s:
+            self._reported = now
+            logger.warning("%s", self._explain(answer, now - self._began))
+        return not self._fetcher.pause(0.0)
+
+    def _explain(self, answer: p.NotReady | None, waited: float) -> str:
+        spec, partition = self._spec, self._fetcher.partition
+        if answer is not None:
+            return explain(answer, spec.task_name, partition, spec.data_fields, waited)
+        return (
+            f"task {spec.task_name!r} waited {waited:.1f} s for a batch of {partition!r}: fetch_batch_fn has returned "
+            f"none so far. Check the producers, or wait longer (timeout_s)."
+        )
+
+
+class _AskedQueue:
+    """A batch that the queue was asked for. How long it was waited for counts from ``receive`` on."""
+
+    def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
+        self._fetcher = fetcher
+        self._index = batch_index
+        wait_s = _Wait(fetcher).left_s()
+        self._parked_until = time.monotonic() + wait_s
+        self._begun = fetcher.begin(batch_index, wait_s)
+
+    def is_near(self) -> bool:
+        return self._begun.is_near()
+
+    def receive(self) -> Fetched | None:
+        wait = _Wait(self._fetcher)
+        is_news = time.monotonic() < self._parked_until
+        while isinstance(answer := self._begun.finish(), p.NotReady):
+            if is_news and not wait.goes_on(answer):
+                return None
+            self._begun, is_news = self._fetcher.begin(self._index, wait.left_s()), True
+        return self._fetcher.came(answer)
+
+    def close(self) -> None:
+        self._begun.close()
+
+
+class _AskedFunction:
+    """A batch that a function of the user's will be asked for."""
+
+    def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
+        self._fetcher = fetcher
+        self._index = batch_index
+
+    def is_near(self) -> bool:
+        return False
+
+    def receive(self) -> Fetched | None:
+        wait = _Wait(self._fetcher)
+        while (batch := self._fetcher.call(self._index)) is None:
+            if not wait.goes_on(None):
+                return None
+        return batch
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 
 def as_fetch(function: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:

@@ -35,6 +35,20 @@ class Asked(NamedTuple):
     request_id: int
 
 
+class AllSent(NamedTuple):
+    """See ``modes.Sent``."""
+
+    waiting: Mapping[int, Asked]
+
+    def is_near(self) -> bool:
+        poll = select.poll()
+        for line, _ in self.waiting.values():
+            if line.tells_once or line.unsent:
+                return False
+            poll.register(line.descriptor, select.POLLIN)
+        return bool(_here.spin.look(poll.poll) or poll.poll(0))
+
+
 def wait_for_some(
     waiting: Mapping[int, Asked], wake: int, deadline: float, timeout_s: float
 ) -> list[tuple[int, Reply]]:

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import Call, Peer, Reply
-from transfer_queue.transport.blocked import Asked, wait_for_some
+from transfer_queue.transport.blocked import AllSent, Asked, wait_for_some
 from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.line import Line, closed, gone, silent, unconnected
 from transfer_queue.transport.loop_line import LoopLine
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.modes import is_blocking, pause
 from transfer_queue.transport.plain_line import PlainLine
 from transfer_queue.transport.zmq_line import ZmqLine
 
@@ -50,7 +50,7 @@ class SocketCaller:
         if is_blocking():
             wake = self._enter()
             try:
-                return self._call_blocking(calls, timeout_s, wake)
+                return await self._call_blocking(calls, timeout_s, wake)
             finally:
                 self._leave()
         return await self._call_on_loop(calls, timeout_s)
@@ -127,13 +127,14 @@ class SocketCaller:
                 return
         line.close()
 
-    def _call_blocking(self, calls: Iterable[Call], timeout_s: float, wake: int) -> list[Reply]:
+    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float, wake: int) -> list[Reply]:
         waiting: dict[int, Asked] = {}
         replies: dict[int, Reply] = {}
         try:
             for position, call in enumerate(calls):
                 asked = waiting[position] = Asked(self._borrow(call.peer), next(self._ids))
                 asked.line.send(asked.request_id, call)
+            await pause(AllSent(waiting))
             deadline = time.monotonic() + timeout_s
             while waiting:
                 for position, reply in wait_for_some(waiting, wake, deadline, timeout_s):

@@ -10,12 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Buffer, Call, Envelope, Handler, Outgoing, Reply
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.modes import is_blocking, pause
 
 # An answer may be let go by another caller's request, so callers find each other by the route in the envelope.
 _callers: weakref.WeakValueDictionary[bytes, InprocCaller] = weakref.WeakValueDictionary()
@@ -37,8 +38,9 @@ class InprocCaller:
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         with _one_at_a_time:
             pending = [self._send(call) for call in calls]
-        deadline = time.monotonic() + timeout_s
         try:
+            await pause(_AllSent(pending))
+            deadline = time.monotonic() + timeout_s
             while waiting := [future for future in pending if not future.done()]:
                 now = time.monotonic()
                 if now >= deadline:
@@ -81,6 +83,15 @@ class InprocCaller:
         future = self._waiting.pop(outgoing.envelope.request_id, None)
         if future is not None:
             future.set_result(Reply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
+
+
+class _AllSent(NamedTuple):
+    """See ``modes.Sent``."""
+
+    pending: Sequence[concurrent.futures.Future[Reply]]
+
+    def is_near(self) -> bool:
+        return any(future.done() for future in self.pending)
 
 
 async def _first_of(waiting: Sequence[concurrent.futures.Future[Reply]], timeout_s: float) -> None:

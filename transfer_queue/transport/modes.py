@@ -8,15 +8,18 @@ awaits are transport calls, which then block instead of suspending, so no event 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _blocking: ContextVar[bool] = ContextVar("transfer_queue_blocking", default=False)
+
+_beginning: ContextVar[bool] = ContextVar("transfer_queue_beginning", default=False)
 
 _cancel: ContextVar[int | None] = ContextVar("transfer_queue_cancel", default=None)
 
@@ -41,22 +44,72 @@ def cancel_descriptor() -> int | None:
     return _cancel.get()
 
 
+class Sent(Protocol):
+    """Requests whose answers somebody is going to wait for."""
+
+    def is_near(self) -> bool:
+        """Is there an answer, now or within a moment?"""
+        ...
+
+
+@types.coroutine
+def pause(sent: Sent) -> Generator[Sent, None, None]:
+    """All is sent: in a call that was only begun, wait for the answers when it is finished."""
+    if _beginning.get():
+        yield sent
+
+
 def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
     """Run to the end in this thread, which waits; works inside a running event loop, too.
 
     Raises:
         RuntimeError: the coroutine awaited something else than transport calls.
     """
-    token = _blocking.set(True)
     try:
-        coroutine.send(None)
+        _run(coroutine)
     except StopIteration as stop:
         result: R = stop.value
         return result
     finally:
-        _blocking.reset(token)
         coroutine.close()
     raise RuntimeError(f"{coroutine!r} awaited an event loop inside a blocking call; use the async method instead.")
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    token = _blocking.set(True)
+    try:
+        return coroutine.send(None)
+    finally:
+        _blocking.reset(token)
+
+
+class Begun(Generic[R]):
+    """A blocking call that has sent what it asks first. Whoever finishes it waits, in whatever thread."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, R]) -> None:
+        """Raises what the call raises before it waits for anything."""
+        self._coroutine = coroutine
+        self._sent: Sent | None = None
+        self._results: list[R] = []
+        token = _beginning.set(True)
+        try:
+            self._sent = _run(coroutine)
+        except StopIteration as stop:  # it had nothing to ask
+            self._results.append(stop.value)
+        finally:
+            _beginning.reset(token)
+
+    def is_near(self) -> bool:
+        """Is an answer to what was sent here, or within a moment? False also where that can't be told."""
+        return self._sent is None or self._sent.is_near()
+
+    def finish(self) -> R:
+        """What the blocking call returns or raises; once."""
+        return self._results.pop() if self._results else run_blocking(self._coroutine)
+
+    def close(self) -> None:
+        """Nobody waits for the answers any more. Idempotent."""
+        self._coroutine.close()
 
 
 def blocking(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
@@ -67,4 +120,15 @@ def blocking(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
         return run_blocking(method(*args, **kwargs))
 
     twin.__name__ = method.__name__.removeprefix("async_")
+    return twin
+
+
+def beginning(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Begun[R]]:
+    """The twin of an async method that is begun in one place and finished in another."""
+
+    @functools.wraps(method)
+    def twin(*args: P.args, **kwargs: P.kwargs) -> Begun[R]:
+        return Begun(method(*args, **kwargs))
+
+    twin.__name__ = method.__name__.replace("async_", "begin_", 1)
     return twin

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDict
@@ -117,26 +117,21 @@ class Fetches(Line):
         *,
         wait_s: float = 0.0,
         finite: bool = False,
-        meanwhile: Callable[[], None] | None = None,
     ) -> FetchedBatch | p.NotReady:
-        """``async_fetch`` of a batch to ``take``. Where the storage is near the controller its values come along.
-
-        Args:
-            meanwhile: Done while the answer is awaited; must not raise.
-        """
+        """``async_fetch`` of a batch to ``take``. Where the storage is near the controller its values come along."""
         request = self._fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s, finite)
         await self.session.config()
         wish = self.storage_manager.wish(fields)
-        reply, frames = await self._fetched(request, wish, wait_s, meanwhile)
+        reply, frames = await self._fetched(request, wish, wait_s)
         return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), wish, frames)
 
     async def _fetched(
-        self, request: p.Fetch, wish: Wish, wait_s: float, meanwhile: Callable[[], None] | None = None
+        self, request: p.Fetch, wish: Wish, wait_s: float
     ) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
         """The answer, and what came beside it; without a batch the wish is closed."""
         try:
             beside = [wish.message] if wish.message else []
-            answer, frames = await self.session.send_beside(beside, request, p.Reply, wait_s, meanwhile)
+            answer, frames = await self.session.send_beside(beside, request, p.Reply, wait_s)
             wish.answered(frames)
             reply = _checked(answer, request)
         except BaseException:

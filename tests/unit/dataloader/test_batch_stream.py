@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import select
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import transfer_queue.dataloader.batch_stream as module
 from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.errors import ClosedError, EndOfPartitionError
 from transfer_queue.transport.modes import cancel_descriptor
@@ -44,29 +51,62 @@ class Batch:
         self.waits = False
 
 
-class Source:
-    """Batches as numbers; ``asked`` grows by the fetches, ``reached`` tells that so many were asked for."""
+class Asked:
+    """A batch that was asked for; counts those that are neither received nor closed."""
 
-    def __init__(self, last: int = 1 << 30, park_at: int | None = None, fail: Exception | None = None) -> None:
+    open = 0
+
+    def __init__(self, receive: Callable[[], Any], near: Callable[[], bool]) -> None:
+        self._receive = receive
+        self.is_near = near
+        self.is_open = True
+        Asked.open += 1
+
+    def receive(self) -> Any:
+        assert self.is_open
+        return self._receive()
+
+    def close(self) -> None:
+        Asked.open -= self.is_open
+        self.is_open = False
+
+
+class Source:
+    """Batches as numbers; ``asked`` grows by the fetches, ``parked`` tells that ``park_at`` is waited for."""
+
+    def __init__(
+        self,
+        last: int = 1 << 30,
+        park_at: int | None = None,
+        fail: Exception | None = None,
+        near: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.asked: list[int] = []
         self.last = last
         self.park_at = park_at
         self.fail = fail
+        self.near = near
         self.parked = threading.Event()
         self.descriptors = os.listdir("/proc/self/fd")
 
     def __call__(self, pause: Callable[[float], bool]) -> Callable[[int], Any]:
         self.pause = pause
-        return self.fetch
+        return self.ask
 
-    def fetch(self, index: int, meanwhile: Callable[[], None]) -> Any:
+    def ask(self, index: int) -> Any:
         self.asked.append(index)
+        near = never if index == self.park_at else self.near
+        return None if self.pause(0.0) else Asked(lambda: self.receive(index), near)
+
+    def receive(self, index: int) -> Any:
         if index > self.last:
             raise EndOfPartitionError("over")
         if index == self.park_at:
-            meanwhile()
             self.parked.set()
             return self.park()
+        return self.make(index)
+
+    def make(self, index: int) -> Any:
         return Batch(index, self.fail if index == self.last else None)
 
     def park(self) -> None:
@@ -77,6 +117,12 @@ class Source:
             return
         assert select.select([descriptor], [], [], WAIT_S)[0], "nobody woke this fetch"
         raise ClosedError("given up")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert (threads(), Batch.waiting, Asked.open) == ([], 0, 0)
 
 
 def threads() -> list[str]:
@@ -128,14 +174,6 @@ def test_a_batch_is_handed_over_while_the_next_one_is_awaited():
     batches.close()
 
 
-def test_a_fetch_that_has_no_time_to_hand_over_the_batch_before_it_hands_it_over_all_the_same():
-    def make(pause):
-        return lambda index, meanwhile: Batch(index) if index < 3 else None
-
-    assert [item[0] for item in BatchStream(make, 0, 1, 8, never)] == [0, 1, 2]
-    assert Batch.waiting == 0
-
-
 def test_a_batch_that_cannot_be_opened_is_an_error_after_those_before_it():
     batches = iter(BatchStream(Source(last=2, fail=KeyError("cleared")), 0, 1, 8, never))
     assert [next(batches)[0], next(batches)[0]] == [0, 1]
@@ -153,17 +191,27 @@ def test_an_iterator_that_is_dropped_closes_its_stream():
     assert threads() == []
 
 
-def failing(at: int, error: Exception) -> Any:
-    def fetch(index: int, meanwhile: Callable[[], None]) -> Any:
-        if index == at:
-            raise error
-        return Batch(index)
+class Failing(Source):
+    """One batch can't be asked for, or received."""
 
-    return lambda pause: fetch
+    def __init__(self, at: int, error: BaseException, asking: bool = False) -> None:
+        super().__init__()
+        self.at, self.error, self.asking = at, error, asking
+
+    def ask(self, index: int) -> Any:
+        if self.asking and index == self.at:
+            raise self.error
+        return super().ask(index)
+
+    def receive(self, index: int) -> Any:
+        if index == self.at:
+            raise self.error
+        return super().receive(index)
 
 
-def test_an_error_comes_after_the_batches_fetched_before_it():
-    batches = iter(BatchStream(failing(2, RuntimeError("disk on fire")), 0, 1, 5, never))
+@pytest.mark.parametrize("asking", [False, True])
+def test_an_error_comes_after_the_batches_fetched_before_it(asking):
+    batches = iter(BatchStream(Failing(2, RuntimeError("disk on fire"), asking), 0, 1, 5, never))
     assert [next(batches)[0], next(batches)[0]] == [0, 1]
     with pytest.raises(RuntimeError, match="disk on fire"):
         next(batches)
@@ -171,7 +219,7 @@ def test_an_error_comes_after_the_batches_fetched_before_it():
 
 
 def test_a_client_closed_by_somebody_else_is_an_error():
-    batches = iter(BatchStream(failing(1, ClosedError("this client was closed")), 0, 1, 2, never))
+    batches = iter(BatchStream(Failing(1, ClosedError("this client was closed")), 0, 1, 2, never))
     next(batches)
     with pytest.raises(ClosedError):
         next(batches)
@@ -201,12 +249,175 @@ def test_a_batch_is_not_held_once_it_was_handed_out():
         def open(self) -> Any:
             return Values(), None
 
-    def make(pause):
-        return lambda index, meanwhile: Full(index) if index < 3 else None
+    class Few(Source):
+        def make(self, index: int) -> Any:
+            return Full(index)
 
     for ahead in (0, 1):
-        batches = iter(BatchStream(make, 0, 1, ahead, never))
+        batches = iter(BatchStream(Few(last=2), 0, 1, ahead, never))
         for _ in range(3):
             next(batches)
         assert list(batches) == []
         assert Values.alive == 0
+
+
+# ---- a reader who does it himself ----
+
+
+class Noting(Source):
+    """Notes in which thread each batch was opened. The thread that fetches ahead gets no batch before it is wanted."""
+
+    def __init__(self, **kw: Any) -> None:
+        super().__init__(**kw)
+        self.opened_by: list[str] = []
+        self.wanted = threading.Semaphore(0)
+
+    def receive(self, index: int) -> Any:
+        mine = threading.current_thread().name == ME
+        while not self.wanted.acquire(blocking=not mine, timeout=None if mine else 0.01) and not mine:
+            if self.pause(0.0):
+                return None
+        return super().receive(index)
+
+    def make(self, index: int) -> Any:
+        opened_by = self.opened_by
+
+        class Noted(Batch):
+            def open(self) -> Any:
+                opened_by.append(threading.current_thread().name)
+                return super().open()
+
+        return Noted(index, self.fail if index == self.last else None)
+
+    def waits_for(self, name: str, batches: Iterator[Any]) -> None:
+        """Read on until this thread opened a batch."""
+        deadline = time.monotonic() + WAIT_S
+        while self.opened_by[-1:] != [name]:
+            assert time.monotonic() < deadline, self.opened_by[-20:]
+            self.read(batches)
+
+    def read(self, batches: Iterator[Any]) -> Any:
+        self.wanted.release()
+        return next(batches)
+
+
+ME = threading.current_thread().name
+PREFETCH = "transfer-queue-prefetch"
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait is more than a moment, and one is enough."""
+    monkeypatch.setattr(module, "_MOMENT_S", math.inf)
+    monkeypatch.setattr(module, "_OFTEN", 1)
+
+
+def test_a_reader_who_only_waits_does_the_work_himself_until_a_batch_is_not_there(eager):
+    source = Noting(last=10_000)
+    batches = iter(BatchStream(source, 0, 1, 2, never))
+    source.waits_for(ME, batches)
+    assert len(source.asked) == len(source.opened_by) + 1, "the next one is asked for before this one is opened"
+    source.near = never
+    source.waits_for(PREFETCH, batches)
+    source.near = lambda: True
+    source.waits_for(ME, batches)
+    batches.close()
+
+
+def test_a_reader_who_is_busy_leaves_the_work_to_the_thread(eager, monkeypatch):
+    source = Noting(last=10_000)
+    batches = iter(BatchStream(source, 0, 1, 2, never))
+    source.waits_for(ME, batches)
+    monkeypatch.setattr(module, "_MOMENT_S", -1.0)
+    source.waits_for(PREFETCH, batches)
+    last = len(source.opened_by)
+    for _ in range(20):
+        source.read(batches)
+    assert set(source.opened_by[last:]) == {PREFETCH}
+    batches.close()
+
+
+def test_while_the_reader_does_it_himself_no_more_than_one_batch_is_ahead(eager):
+    source = Noting(last=10_000)
+    stream = BatchStream(source, 0, 1, 5, never)
+    batches = iter(stream)
+    source.waits_for(ME, batches)
+    assert (len(source.asked) - len(source.opened_by), stream.ahead()) == (1, [])
+    batches.close()
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_giving_up_ends_a_stream_whose_reader_does_it_himself(eager, near):
+    source, given_up = Noting(park_at=60), threading.Event()
+    batches = iter(BatchStream(source, 0, 1, 2, given_up.is_set))
+    source.waits_for(ME, batches)
+    source.near = lambda: near
+    given_up.set()
+    assert len(list(batches)) <= 3, "what was asked for before"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("disk on fire"), KeyboardInterrupt()])
+def test_what_goes_wrong_in_the_readers_hands_ends_the_stream(eager, error):
+    class Breaking(Noting):
+        def receive(self, index: int) -> Any:
+            if threading.current_thread().name == ME:
+                raise error
+            return super().receive(index)
+
+    source = Breaking(last=10_000)
+    batches = iter(BatchStream(source, 0, 1, 2, never))
+    with pytest.raises(type(error)):
+        source.waits_for(ME, batches)
+    assert list(batches) == []
+
+
+class Whims:
+    """Says yes and no as it was told, again and again; from any thread."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        self._answers = itertools.cycle(answers)
+
+    def __call__(self) -> bool:
+        return next(self._answers)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    ahead=st.integers(1, 4),
+    stride=st.integers(1, 3),
+    count=st.integers(0, 40),
+    near=st.lists(st.booleans(), min_size=1, max_size=8),
+    busy=st.lists(st.booleans(), min_size=1, max_size=8),
+    end=st.sampled_from(["over", "unreadable", "broken", "left"]),
+)
+def test_whoever_does_it_every_batch_comes_once_in_order(ahead, stride, count, near, busy, end):
+    """Turns change as often as they can: after each batch that was waited for, and whenever one is not there."""
+    last = (count - 1) * stride
+    is_busy = Whims(busy)
+    source: Source = Source(last=last, near=Whims(near))
+    if end == "unreadable":
+        source = Source(last=last, near=Whims(near), fail=KeyError("cleared"))
+    if end == "broken":
+        source = Failing(count * stride, RuntimeError("disk on fire"), asking=count % 2 == 0)
+        source.near = Whims(near)
+    stream, taken = BatchStream(source, 0, stride, ahead, never), list[Any]()
+    batches = iter(stream)
+
+    def read() -> None:
+        for batch in batches:
+            taken.append(batch)
+            assert len(source.asked) - len(taken) <= ahead, "fetched ahead, and nobody waits for one more"
+            if end == "left" and len(taken) == count // 2:
+                break
+            module._MOMENT_S = -1.0 if is_busy() else math.inf
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_OFTEN", 1)
+        patch.setattr(module, "_MOMENT_S", math.inf)
+        wrong = {"unreadable": KeyError, "broken": RuntimeError}.get(end) if count or end == "broken" else None
+        with pytest.raises(wrong) if wrong else nullcontext():
+            read()
+    batches.close()
+    wanted = {"left": count // 2 or count, "unreadable": max(0, count - 1)}.get(end, count)
+    assert [item[0] for item in taken] == list(range(0, wanted * stride, stride))
+    assert (threads(), stream.ahead() if end == "over" else [], Batch.waiting, Asked.open) == ([], [], 0, 0)

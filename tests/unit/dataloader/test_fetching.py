@@ -89,10 +89,12 @@ class Client:
         self.waits = []
         self.consumed = consumed
 
-    def fetch_batch(self, *asked, wait_s, finite, meanwhile):
-        meanwhile()
+    def begin_fetch_batch(self, *asked, wait_s, finite):
         self.asked.append((*asked, finite))
         self.waits.append(wait_s)
+        return self
+
+    def finish(self):
         return self.answer
 
     def check_consumption_status(self, task, partition):
@@ -110,7 +112,7 @@ def test_a_stream_that_times_out_says_what_is_missing():
     spec = StreamSpec(["reward"], 4, "actor", {"dp_rank": 0}, timeout_s=0.0)
     fetch = BatchFetcher(Client(NOT_READY), spec, "train@3", no_pause)
     with pytest.raises(BatchTimeoutError) as caught:
-        fetch(5)
+        fetch(5).receive()
     said = str(caught.value)
     assert "task 'actor' waited 0.0 s for 4 samples of 'train@3': 1 ready, 2 lack field 'reward'" in said
     assert "last published: 41 s ago" in said
@@ -120,10 +122,26 @@ def test_one_request_is_parked_no_longer_than_the_stream_may_wait():
     client = Client(NOT_READY)
     spec = StreamSpec(["a"], 4, "actor", {"dp_rank": 0, "own": 1}, timeout_s=0.1, finite=True)
     with pytest.raises(BatchTimeoutError):
-        BatchFetcher(client, spec, "p", no_pause)(5)
+        BatchFetcher(client, spec, "p", no_pause)(5).receive()
     assert client.asked[0] == (["a"], 4, "p", "actor", {"dp_rank": 0, "own": 1, "batch_index": 5}, True)
     assert client.waits == sorted(client.waits, reverse=True)
     assert 0.0 <= client.waits[-1] < client.waits[0] <= 0.1
+
+
+def test_a_stream_that_is_told_to_stop_asks_for_nothing():
+    client = Client(NOT_READY)
+    assert BatchFetcher(client, StreamSpec(["a"], 4, "actor", {}), "p", lambda seconds: True)(0) is None
+    assert client.asked == []
+
+
+def test_an_answer_from_before_anybody_waited_is_asked_for_again():
+    # Asked with 0 s to wait, the queue's "not yet" is older than the wait for the batch: it may be there by now.
+    client = Client(NOT_READY)
+    spec = StreamSpec(["a"], 4, "actor", {}, timeout_s=0.0)
+    asked = BatchFetcher(client, spec, "p", no_pause)(0)
+    with pytest.raises(BatchTimeoutError):
+        asked.receive()
+    assert len(client.asked) == 2
 
 
 class Heard(logging.Handler):
@@ -141,7 +159,7 @@ def test_a_waiting_stream_reports_at_its_interval_what_it_waits_for():
     stop = iter([False, False, True])
     spec = StreamSpec(["reward"], 4, "actor", {}, report_every_s=0.0)
     try:
-        assert BatchFetcher(Client(NOT_READY), spec, "train@3", lambda seconds: next(stop))(0) is None
+        assert BatchFetcher(Client(NOT_READY), spec, "train@3", lambda seconds: next(stop))(0).receive() is None
     finally:
         module.logger.removeHandler(heard)
     said = (
@@ -156,7 +174,7 @@ def test_a_users_function_that_has_nothing_is_asked_again_after_a_pause():
     pauses = []
     spec = StreamSpec(["a"], 4, "actor", {}, fetch_batch_fn=lambda batch_index: answers.pop(0))
     fetch = BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))
-    assert fetch(0) == ({"anything": 1}, "meta")
+    assert fetch(0).receive() == ({"anything": 1}, "meta")
     assert pauses == [0.05, 0.05]
 
 
@@ -164,17 +182,17 @@ def test_the_pause_is_configured_by_the_environment(monkeypatch):
     monkeypatch.setenv("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", "0.5")
     answers, pauses = [(None, None), (1, None)], []
     spec = StreamSpec(["a"], 4, "actor", {}, fetch_batch_fn=lambda batch_index: answers.pop(0))
-    BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))(0)
+    BatchFetcher(Client(), spec, "p", lambda seconds: bool(seconds and pauses.append(seconds)))(0).receive()
     assert pauses == [0.5]
 
 
 def test_with_a_users_function_a_finite_stream_ends_when_all_is_consumed():
     spec = StreamSpec(["a"], 4, "actor", {}, finite=True, fetch_batch_fn=lambda batch_index: (None, None))
     with pytest.raises(EndOfPartitionError, match="every sample of 'p' is consumed by 'actor'"):
-        BatchFetcher(Client(consumed=True), spec, "p", no_pause)(0)
+        BatchFetcher(Client(consumed=True), spec, "p", no_pause)(0).receive()
 
 
 def test_a_users_function_that_never_has_anything_times_out_by_name():
     spec = StreamSpec(["a"], 4, "actor", {}, timeout_s=0.0, fetch_batch_fn=lambda batch_index: (None, None))
     with pytest.raises(BatchTimeoutError, match="fetch_batch_fn has returned none so far"):
-        BatchFetcher(Client(), spec, "p", no_pause)(0)
+        BatchFetcher(Client(), spec, "p", no_pause)(0).receive()

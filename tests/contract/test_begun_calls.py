@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that are begun in one place and finished in another, over every transport."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transport_kit import JOIN_S, Desk, calls, desk_behind, held, served_by_thread, until
+
+from transfer_queue.errors import ClosedError, QueueUnreachableError
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.modes import Begun, run_blocking
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    gc.collect()
+    before = held()
+    yield
+    assert held() == before
+
+
+@pytest.fixture(params=["inproc", "zmq", "plain"])
+def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
+    with desk_behind(request.param, tmp_path) as found:
+        yield found
+
+
+async def asked(caller: Any, peer: Peer, *headers: bytes, timeout_s: float = JOIN_S) -> list[bytes]:
+    return [reply.header for reply in await caller.call_many(calls(peer, *headers), timeout_s)]
+
+
+def test_what_was_begun_is_answered_whoever_asks_meanwhile(desk):
+    make, peer = desk
+    caller = make()
+    begun = Begun(asked(caller, peer, b"park one", b"two"))
+    assert run_blocking(asked(caller, peer, b"three")) == [b"three"]
+    run_blocking(asked(caller, peer, b"free"))
+    assert begun.finish() == [b"park one", b"two"]
+
+
+def test_a_call_begun_in_one_thread_is_finished_in_another(desk):
+    make, peer = desk
+    caller, answers = make(), []
+    begun = Begun(asked(caller, peer, b"echo"))
+    thread = threading.Thread(target=lambda: answers.extend(begun.finish()))
+    thread.start()
+    thread.join(JOIN_S)
+    assert answers == [b"echo"]
+
+
+@pytest.mark.parametrize("kind", ["inproc", "plain"])
+def test_an_answer_is_near_when_it_has_come_and_not_while_its_request_is_parked(tmp_path, kind):
+    with desk_behind(kind, tmp_path) as (make, peer):
+        caller = make()
+        begun = Begun(asked(caller, peer, b"park"))
+        assert not begun.is_near()
+        run_blocking(asked(caller, peer, b"free"))
+        until(begun.is_near)
+        assert begun.finish() == [b"park"]
+
+
+def test_over_zmq_nobody_can_tell_whether_an_answer_is_near(tmp_path):
+    with desk_behind("zmq", tmp_path) as (make, peer):
+        begun = Begun(asked(make(), peer, b"echo"))
+        assert not begun.is_near()
+        assert begun.finish() == [b"echo"]
+
+
+def test_only_what_is_asked_first_is_begun(desk):
+    make, peer = desk
+    caller, stages = make(), []
+
+    async def story() -> list[bytes]:
+        stages.append("begun")
+        first = await asked(caller, peer, b"first")
+        stages.append("answered")
+        return first + await asked(caller, peer, b"second")
+
+    begun = Begun(story())
+    assert stages == ["begun"]
+    assert begun.finish() == [b"first", b"second"]
+
+
+def test_a_call_with_nothing_to_ask_is_over_when_it_is_begun():
+    async def answer() -> int:
+        return 42
+
+    begun = Begun(answer())
+    assert (begun.is_near(), begun.finish()) == (True, 42)
+
+
+def test_what_goes_wrong_before_anything_is_asked_is_raised_at_once(desk):
+    make, _ = desk
+    with pytest.raises(QueueUnreachableError):
+        Begun(asked(make(), Peer("nobody", "ipc:///nowhere/at/all"), b"echo")).finish()
+
+
+def test_a_call_that_nobody_finishes_leaves_nothing_behind(tmp_path, desk):
+    make, peer = desk
+    caller = make()
+    run_blocking(asked(caller, peer, b"echo"))
+    closed = Begun(asked(caller, peer, b"park closed"))
+    closed.close()
+    closed.close()
+    dropped = Begun(asked(caller, peer, b"park dropped"))
+    del dropped
+    run_blocking(asked(caller, peer, b"free"))
+    assert run_blocking(asked(caller, peer, b"echo")) == [b"echo"], "late answers never reach a later call"
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["zmq", "plain"])
+def test_closing_the_caller_ends_what_was_begun(tmp_path, plain):
+    with served_by_thread(tmp_path, Desk(), plain) as (peer, _):
+        caller = SocketCaller("me")
+        begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
+        caller.close()
+        with pytest.raises(ClosedError):
+            begun.finish()
+
+
+def test_a_server_that_ends_meanwhile_is_told(tmp_path):
+    caller = SocketCaller("me")
+    with served_by_thread(tmp_path, Desk()) as (peer, _):
+        begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
+    assert begun.is_near()
+    with pytest.raises(QueueUnreachableError, match="has ended"):
+        begun.finish()
+    caller.close()
