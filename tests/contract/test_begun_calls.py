@@ -125,6 +125,15 @@ def test_closing_the_caller_ends_what_was_begun(tmp_path, plain):
             begun.finish()
 
 
+def test_who_closes_the_caller_and_then_the_queue_is_told_of_the_first(tmp_path):
+    caller = SocketCaller("me")
+    with served_by_thread(tmp_path, Desk()) as (peer, _):
+        begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
+        caller.close()
+    with pytest.raises(ClosedError):
+        begun.finish()
+
+
 def test_a_server_that_ends_meanwhile_is_told(tmp_path):
     caller = SocketCaller("me")
     with served_by_thread(tmp_path, Desk()) as (peer, _):

@@ -50,19 +50,23 @@ class AllSent(NamedTuple):
 
 
 def wait_for_some(
-    waiting: Mapping[int, Asked], wake: int, deadline: float, timeout_s: float
+    waiting: Mapping[int, Asked], wake: int, deadline: float, timeout_s: float, may_be_here: bool = False
 ) -> list[tuple[int, Reply]]:
     """Replies that came meanwhile, by the keys of ``waiting``; none when there may be some now.
+
+    Args:
+        may_be_here: They were asked for some time ago: don't wait to be told.
 
     Raises:
         ClosedError: ``wake`` or what ``cancel_on`` named is readable.
         QueueUnreachableError: a peer is gone, or the deadline has passed.
     """
-    arrived = _told_once(waiting)
-    if arrived:
-        return arrived
-    events = _poll(waiting, wake, deadline)
+    events: dict[int, int] = {}
     try:
+        arrived = _untold(waiting, may_be_here)
+        if arrived:
+            return arrived
+        events = _poll(waiting, wake, deadline)
         for position, (line, request_id) in waiting.items():
             happened = events.get(line.descriptor, 0)
             if happened & select.POLLOUT:
@@ -70,7 +74,7 @@ def wait_for_some(
             if happened & ~select.POLLOUT:
                 arrived += _reply(position, line, request_id)
     except QueueUnreachableError:
-        _check_given_up(events, wake)  # whoever closes the client may end the queue right after it
+        _check_given_up(events or _poll(waiting, wake, 0.0), wake)  # who closes the client may end the queue right then
         raise
     if not arrived:
         _check(events, waiting, wake, deadline, timeout_s)
@@ -81,11 +85,11 @@ def _reply(position: int, line: Line, request_id: int) -> list[tuple[int, Reply]
     return [(position, reply) for number, reply in line.receive() if number == request_id]
 
 
-def _told_once(waiting: Mapping[int, Asked]) -> list[tuple[int, Reply]]:
-    """Replies whose news may have been swallowed."""
+def _untold(waiting: Mapping[int, Asked], may_be_here: bool) -> list[tuple[int, Reply]]:
+    """Replies whose news may have been swallowed, or that are here before anybody asked for news."""
     found: list[tuple[int, Reply]] = []
     for position, (line, request_id) in waiting.items():
-        if line.tells_once:
+        if may_be_here or line.tells_once:
             found += _reply(position, line, request_id)
     return found
 

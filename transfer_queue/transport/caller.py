@@ -134,12 +134,13 @@ class SocketCaller:
             for position, call in enumerate(calls):
                 asked = waiting[position] = Asked(self._borrow(call.peer), next(self._ids))
                 asked.line.send(asked.request_id, call)
-            await pause(AllSent(waiting))
+            may_be_here = await pause(AllSent(waiting))
             deadline = time.monotonic() + timeout_s
             while waiting:
-                for position, reply in wait_for_some(waiting, wake, deadline, timeout_s):
+                for position, reply in wait_for_some(waiting, wake, deadline, timeout_s, may_be_here):
                     replies[position] = reply
                     self._give_back(waiting.pop(position).line)
+                may_be_here = False
         finally:
             for asked in waiting.values():
                 asked.line.close()  # with it goes the late answer to a call that was given up
