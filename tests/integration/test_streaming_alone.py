@@ -28,7 +28,7 @@ from streaming_support import (
 
 import transfer_queue as tq
 from tests.own_processes import own_processes
-from transfer_queue.dataloader import batch_stream
+from transfer_queue.dataloader import turns
 from transfer_queue.errors import QueueUnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -83,8 +83,8 @@ def test_a_controller_killed_while_a_stream_waits_is_told_at_once(start, workers
 
 
 def test_an_iterator_left_in_its_readers_hands_leaves_nothing_and_the_next_one_goes_on(start, monkeypatch):
-    monkeypatch.setattr(batch_stream, "_MOMENT_S", math.inf)
-    monkeypatch.setattr(batch_stream, "_OFTEN", 1)
+    monkeypatch.setattr(turns, "_WINDOW", 1)
+    monkeypatch.setattr(turns, "MOMENT_S", math.inf)
     conf = start()
     client = tq.get_client()
     client.put(rows(0, 240, large=torch.ones(240, 20_000)), partition_id="p")  # read in place: 80 kB each

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from transfer_queue.dataloader.pipeline import Fetch, Fetched, Pipeline
+from transfer_queue.dataloader.turns import Turns
 from transfer_queue.errors import ClosedError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.modes import cancel_on
@@ -21,12 +22,6 @@ logger = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.25
 _JOIN_S = 10.0
-_MOMENT_S = 3e-3
-"""What takes less is done sooner by who needs it than by another thread: they would take turns with the interpreter."""
-_OFTEN = 8
-"""So many batches that the reader waited a moment for: he is faster than the thread."""
-_PRICE = 4
-"""So many of them count as much as one that was there before him, or took longer."""
 Item = tuple[int, Any, BatchMeta]
 Pause = Callable[[float], bool]
 
@@ -38,13 +33,14 @@ class _YourTurn:
 class BatchStream:
     """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
 
-    A thread fetches ahead while the reader is busy. A reader who only waits for it, a moment each time, does its work
-    himself: the pipeline is his until he is busy for longer, or a batch is not there yet; then it is the thread's.
+    A thread fetches ahead while the reader is busy. Where it is the reader's turn the pipeline is his, as long as each
+    batch is there when he asks for it.
 
     Args:
         make_fetcher: Called with ``pause(seconds) -> stop?``; returns the ``Fetch``.
         ahead: Batches fetched before they are asked for; 0: no thread.
         is_given_up: Looked at while waiting; True ends the stream.
+        turns: Whose turn it is; decides about speed only.
     """
 
     def __init__(
@@ -54,6 +50,7 @@ class BatchStream:
         stride: int,
         ahead: int,
         is_given_up: Callable[[], bool],
+        turns: Turns | None = None,
     ) -> None:
         self._stop = threading.Event()
         self._is_given_up = is_given_up
@@ -63,10 +60,9 @@ class BatchStream:
         self._ready: deque[tuple[Any, BatchMeta]] = deque()
         self._thread: threading.Thread | None = None
         self._ahead = ahead
+        self._turns = turns or Turns()
         self._is_mine = False  # the pipeline, the reader's: then its one batch, asked for and not taken, has a slot
-        self._turns: queue.SimpleQueue[bool] = queue.SimpleQueue()  # the thread's; False: there will be none
-        self._hunger = 0  # batches that the reader waited a moment for, less ``_PRICE`` for each other
-        self._taken_at = time.monotonic()
+        self._returned: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to the thread; False: there is no more to do
 
     def __iter__(self) -> Generator[Item, None, None]:
         try:
@@ -94,7 +90,7 @@ class BatchStream:
         if thread is not None:
             os.close(self._wake_write)  # the other end becomes readable, which ends a call that waits
             self._slots.release()
-            self._turns.put(False)
+            self._returned.put(False)
             thread.join(_JOIN_S)
             if thread.is_alive():
                 logger.warning(
@@ -109,25 +105,15 @@ class BatchStream:
     # ---- the reader ----
 
     def _next(self) -> Item | None:
-        asked_at = time.monotonic()
-        is_busy = asked_at - self._taken_at > _MOMENT_S
+        self._turns.asked(time.monotonic())
         item: Item | _YourTurn | None = _YourTurn()
         while isinstance(item, _YourTurn):
-            if self._is_mine and (not self._hunger or not self._pipeline.is_near()):
-                self._is_mine, is_busy = False, True
-                self._turns.put(True)
-            if self._is_mine:
-                item = self._fetch_one()
-            else:
-                was_there = not self._fetched.empty()
-                item = self._from_thread()
-                self._is_mine = isinstance(item, _YourTurn)
-                is_busy = is_busy or (was_there and not self._is_mine)
-        self._taken_at = time.monotonic()
-        if is_busy or self._taken_at - asked_at > _MOMENT_S:
-            self._hunger = max(0, self._hunger - _PRICE)
-        else:
-            self._hunger = min(self._hunger + 1, 2 * _OFTEN)
+            if self._is_mine and not (self._turns.is_readers and self._pipeline.is_near()):
+                self._is_mine = False
+                self._returned.put(True)
+            item = self._fetch_one() if self._is_mine else self._from_thread()
+            self._is_mine = self._is_mine or isinstance(item, _YourTurn)
+        self._turns.taken(time.monotonic())
         return item
 
     def _from_thread(self) -> Item | _YourTurn | None:
@@ -165,7 +151,7 @@ class BatchStream:
             with cancel_on(wake_read):
                 while self._fetch_ahead():
                     self._fetched.put(_YourTurn())
-                    if not self._turns.get():
+                    if not self._returned.get():
                         return
             self._fetched.put(None)
         except ClosedError as error:
@@ -192,7 +178,7 @@ class BatchStream:
                     self._pipeline.ask()
                 self._hand_over(held)
                 held = None
-                if some_came and self._hunger >= _OFTEN:
+                if some_came and self._turns.is_readers:
                     return True
                 held = self._pipeline.receive()
                 if held is None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import select
 import threading
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import transfer_queue.dataloader.batch_stream as module
 from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.errors import ClosedError, EndOfPartitionError
 from transfer_queue.transport.modes import cancel_descriptor
@@ -305,16 +303,21 @@ ME = threading.current_thread().name
 PREFETCH = "transfer-queue-prefetch"
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait is more than a moment, and one is enough."""
-    monkeypatch.setattr(module, "_MOMENT_S", math.inf)
-    monkeypatch.setattr(module, "_OFTEN", 1)
+class Decided:
+    """It is the reader's turn, or it is not."""
+
+    def __init__(self, is_readers: bool = True) -> None:
+        self.is_readers = is_readers
+
+    def asked(self, now: float) -> None:
+        """Whatever."""
+
+    taken = asked
 
 
-def test_a_reader_who_only_waits_does_the_work_himself_until_a_batch_is_not_there(eager):
+def test_a_reader_whose_turn_it_is_does_the_work_himself_until_a_batch_is_not_there():
     source = Noting(last=10_000)
-    batches = iter(BatchStream(source, 0, 1, 2, never))
+    batches = iter(BatchStream(source, 0, 1, 2, never, Decided()))
     source.waits_for(ME, batches)
     assert len(source.asked) == len(source.opened_by) + 1, "the next one is asked for before this one is opened"
     source.near = never
@@ -324,12 +327,11 @@ def test_a_reader_who_only_waits_does_the_work_himself_until_a_batch_is_not_ther
     batches.close()
 
 
-def test_a_reader_who_is_busy_leaves_the_work_to_the_thread(eager, monkeypatch):
-    source = Noting(last=10_000)
-    batches = iter(BatchStream(source, 0, 1, 2, never))
+def test_when_it_is_not_the_readers_turn_any_more_the_thread_goes_on():
+    source, turns = Noting(last=10_000), Decided()
+    batches = iter(BatchStream(source, 0, 1, 2, never, turns))
     source.waits_for(ME, batches)
-    monkeypatch.setattr(module, "_MOMENT_S", -1.0)
-    source.waits_for(PREFETCH, batches)
+    turns.is_readers = False
     last = len(source.opened_by)
     for _ in range(20):
         source.read(batches)
@@ -337,9 +339,9 @@ def test_a_reader_who_is_busy_leaves_the_work_to_the_thread(eager, monkeypatch):
     batches.close()
 
 
-def test_while_the_reader_does_it_himself_no_more_than_one_batch_is_ahead(eager):
+def test_while_the_reader_does_it_himself_no_more_than_one_batch_is_ahead():
     source = Noting(last=10_000)
-    stream = BatchStream(source, 0, 1, 5, never)
+    stream = BatchStream(source, 0, 1, 5, never, Decided())
     batches = iter(stream)
     source.waits_for(ME, batches)
     assert (len(source.asked) - len(source.opened_by), stream.ahead()) == (1, [])
@@ -347,9 +349,9 @@ def test_while_the_reader_does_it_himself_no_more_than_one_batch_is_ahead(eager)
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_giving_up_ends_a_stream_whose_reader_does_it_himself(eager, near):
+def test_giving_up_ends_a_stream_whose_reader_does_it_himself(near):
     source, given_up = Noting(park_at=60), threading.Event()
-    batches = iter(BatchStream(source, 0, 1, 2, given_up.is_set))
+    batches = iter(BatchStream(source, 0, 1, 2, given_up.is_set, Decided()))
     source.waits_for(ME, batches)
     source.near = lambda: near
     given_up.set()
@@ -357,7 +359,7 @@ def test_giving_up_ends_a_stream_whose_reader_does_it_himself(eager, near):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("disk on fire"), KeyboardInterrupt()])
-def test_what_goes_wrong_in_the_readers_hands_ends_the_stream(eager, error):
+def test_what_goes_wrong_in_the_readers_hands_ends_the_stream(error):
     class Breaking(Noting):
         def receive(self, index: int) -> Any:
             if threading.current_thread().name == ME:
@@ -365,20 +367,23 @@ def test_what_goes_wrong_in_the_readers_hands_ends_the_stream(eager, error):
             return super().receive(index)
 
     source = Breaking(last=10_000)
-    batches = iter(BatchStream(source, 0, 1, 2, never))
+    batches = iter(BatchStream(source, 0, 1, 2, never, Decided()))
     with pytest.raises(type(error)):
         source.waits_for(ME, batches)
     assert list(batches) == []
 
 
 class Whims:
-    """Says yes and no as it was told, again and again; from any thread."""
+    """Says yes and no as it was told, again and again, to whoever asks; also whose turn it is."""
 
     def __init__(self, answers: list[bool]) -> None:
         self._answers = itertools.cycle(answers)
 
-    def __call__(self) -> bool:
+    def __call__(self, now: float = 0.0) -> bool:
         return next(self._answers)
+
+    is_readers = property(__call__)
+    asked = taken = __call__
 
 
 @settings(max_examples=150, deadline=None)
@@ -387,20 +392,19 @@ class Whims:
     stride=st.integers(1, 3),
     count=st.integers(0, 40),
     near=st.lists(st.booleans(), min_size=1, max_size=8),
-    busy=st.lists(st.booleans(), min_size=1, max_size=8),
+    turns=st.lists(st.booleans(), min_size=1, max_size=8),
     end=st.sampled_from(["over", "unreadable", "broken", "left"]),
 )
-def test_whoever_does_it_every_batch_comes_once_in_order(ahead, stride, count, near, busy, end):
-    """Turns change as often as they can: after each batch that was waited for, and whenever one is not there."""
+def test_whoever_does_it_every_batch_comes_once_in_order(ahead, stride, count, near, turns, end):
+    """Turns change whenever anybody looks whose turn it is, and when a batch is not there."""
     last = (count - 1) * stride
-    is_busy = Whims(busy)
     source: Source = Source(last=last, near=Whims(near))
     if end == "unreadable":
         source = Source(last=last, near=Whims(near), fail=KeyError("cleared"))
     if end == "broken":
         source = Failing(count * stride, RuntimeError("disk on fire"), asking=count % 2 == 0)
         source.near = Whims(near)
-    stream, taken = BatchStream(source, 0, stride, ahead, never), list[Any]()
+    stream, taken = BatchStream(source, 0, stride, ahead, never, Whims(turns)), list[Any]()
     batches = iter(stream)
 
     def read() -> None:
@@ -409,14 +413,10 @@ def test_whoever_does_it_every_batch_comes_once_in_order(ahead, stride, count, n
             assert len(source.asked) - len(taken) <= ahead, "fetched ahead, and nobody waits for one more"
             if end == "left" and len(taken) == count // 2:
                 break
-            module._MOMENT_S = -1.0 if is_busy() else math.inf
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_OFTEN", 1)
-        patch.setattr(module, "_MOMENT_S", math.inf)
-        wrong = {"unreadable": KeyError, "broken": RuntimeError}.get(end) if count or end == "broken" else None
-        with pytest.raises(wrong) if wrong else nullcontext():
-            read()
+    wrong = {"unreadable": KeyError, "broken": RuntimeError}.get(end) if count or end == "broken" else None
+    with pytest.raises(wrong) if wrong else nullcontext():
+        read()
     batches.close()
     wanted = {"left": count // 2 or count, "unreadable": max(0, count - 1)}.get(end, count)
     assert [item[0] for item in taken] == list(range(0, wanted * stride, stride))

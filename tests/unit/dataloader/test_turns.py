@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who fetches a stream's batches, over made-up costs: no clock is needed for this."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer_queue.dataloader.turns import MOMENT_S, Turns
+
+
+class World:
+    """A stream whose batches take so many seconds, from one to the next: by the thread, or by the reader himself."""
+
+    def __init__(self, by_thread: float, by_reader: float, busy: float = 0.0) -> None:
+        self.turns = Turns()
+        self.now = 100.0
+        self.cost = {False: by_thread, True: by_reader}
+        self.busy = busy
+        self.last = self.now
+        self.by: list[bool] = []
+
+    def read(self, batches: int) -> list[bool]:
+        """Whose turn each was."""
+        for _ in range(batches):
+            self.turns.asked(self.now)
+            whose = self.turns.is_readers
+            self.by.append(whose)
+            self.now += max(0.0, self.cost[whose] - self.busy)
+            self.turns.taken(self.now)
+            self.now += self.busy
+        return self.by[-batches:]
+
+
+def test_a_stream_begins_with_its_thread_and_the_reader_is_tried_soon():
+    by = World(0.0010, 0.0008).read(40)
+    assert by[:16] == [False] * 16
+    assert all(by[20:30])
+
+
+@given(st.floats(1e-4, 0.9 * MOMENT_S), st.floats(1e-4, 0.9 * MOMENT_S))
+def test_the_faster_one_fetches_nearly_all(by_thread, by_reader):
+    """Both are tried again now and then, which costs one window in seventeen."""
+    by = World(by_thread, by_reader).read(2000)
+    share = sum(by) / len(by)
+    if by_reader < 0.94 * by_thread:
+        assert share > 0.9
+    if by_reader > 0.96 * by_thread:
+        assert share < 0.1
+
+
+@given(st.floats(1.01 * MOMENT_S, 10.0), st.floats(1e-4, 10.0))
+def test_where_a_batch_takes_long_the_thread_fetches(by_thread, by_reader):
+    assert not any(World(by_thread, by_reader).read(200))
+
+
+@given(st.floats(1.01 * MOMENT_S, 100.0))
+def test_a_busy_reader_is_left_alone(busy):
+    assert not any(World(busy + 1e-4, busy + 1e-4, busy).read(200))
+
+
+def test_a_reader_who_becomes_busy_is_relieved_with_the_next_batch():
+    world = World(0.0010, 0.0005)
+    assert all(world.read(100)[-50:])
+    world.busy, world.cost = 0.1, {False: 0.1, True: 0.1}
+    assert world.read(50)[1:] == [False] * 49
+    world.busy, world.cost = 0.0, {False: 0.0010, True: 0.0005}
+    assert all(world.read(100)[-50:]), "and tried again when he is not busy any more"
+
+
+@pytest.mark.parametrize("better", [False, True])
+def test_what_was_better_once_need_not_be_for_ever(better):
+    world = World(*((0.0010, 0.0005) if better else (0.0005, 0.0010)))
+    world.read(100)
+    world.cost = {not whose: cost for whose, cost in world.cost.items()}
+    assert world.read(600)[-200:].count(not better) > 150
+
+
+def test_single_batches_that_take_long_decide_nothing():
+    world = World(0.0010, 0.0005)
+    for _ in range(100):
+        world.read(9)
+        world.cost[True] += 1.0
+        world.read(1)
+        world.cost[True] -= 1.0
+    assert sum(world.by) > 0.85 * len(world.by)
