@@ -19,15 +19,18 @@ from tensordict import TensorDict
 from transfer_queue.storage.pieces import IntArray
 
 
-def jagged(values: torch.Tensor, offsets: IntArray, length: int | None = None) -> torch.Tensor:
-    """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view. ``length``: of every row."""
-    if length is not None:
-        shortest = longest = length
+def jagged(values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
+    """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view.
+
+    ``lengths``: of the shortest and of the longest row, where that is known.
+    """
+    if lengths is not None:
+        shortest, longest = lengths
     elif len(offsets) == 2:
         shortest = longest = int(offsets[1] - offsets[0])
     else:
-        lengths = np.diff(offsets)
-        shortest, longest = int(lengths.min()), int(lengths.max())
+        sizes = np.diff(offsets)
+        shortest, longest = int(sizes.min()), int(sizes.max())
     # Without the longest length to_padded_tensor() would pad to the sum of all.
     return _make_jagged()(values, torch.from_numpy(offsets), shortest, longest)
 

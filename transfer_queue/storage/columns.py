@@ -20,7 +20,7 @@ from transfer_queue.storage.assembling import batch, jagged
 from transfer_queue.storage.copying import Copies
 from transfer_queue.storage.object_column import object_column
 from transfer_queue.storage.objects import decode_rows, encode_rows
-from transfer_queue.storage.pieces import OBJECTS, ByteArray, IntArray, Piece, Positions
+from transfer_queue.storage.pieces import OBJECTS, ByteArray, IntArray, Piece, Positions, running_sum
 from transfer_queue.storage.sources import BytesSource, RowsSource, Source, TensorSource, jagged_source
 from transfer_queue.storage.spans import Copy, copy_rows, copy_spans
 from transfer_queue.storage.tensors import (
@@ -188,7 +188,7 @@ def _column(
         if layout == "dense" or not first.shape:
             return _dense(parts, shape, copy, lay)
         flat = _dense(parts, (count * shape[1], *shape[2:]), copy, lay)
-        return jagged(flat, np.arange(count + 1) * shape[1], shape[1])
+        return jagged(flat, np.arange(count + 1) * shape[1], (shape[1], shape[1]))
     if first.kind != "objects" and len({piece.layout.family for _, piece in parts}) == 1:
         return _ragged(parts, count, layout, copy, lay)
     values: list[Any] = [None] * count
@@ -218,17 +218,17 @@ def _dense(parts: Parts, shape: Sequence[int], copy: Copy, lay: Lay | None) -> t
 
 
 def _ragged(parts: Parts, count: int, layout: str, copy: Copy, lay: Lay | None) -> Any:
-    first = parts[0][1].layout
+    piece = parts[0][1]
+    first = piece.layout
     if len(parts) == 1 and (whole := _whole(parts, count, copy, lay)) is not None:
-        return _shaped(whole, dtype_of(first.dtype), _shapes_of(parts[0][1]), parts[0][1].bounds, layout)
+        return _shaped(whole, dtype_of(first.dtype), _shapes_of(piece), piece.bounds, layout, piece.extremes)
     shapes = np.empty((count, len(first.shape)), np.int64)
     ragged = [(positions, piece.as_ragged()) for positions, piece in parts]
     for positions, piece in ragged:
         assert piece.side is not None
         shapes[positions] = piece.side
     sizes = shapes.prod(axis=1) * first.itemsize
-    bounds = np.zeros(count + 1, np.int64)
-    np.cumsum(sizes, out=bounds[1:])
+    bounds = running_sum(sizes)
     out = lay(parts) if lay is not None else None
     if out is None:
         out = recycling.empty(int(bounds[-1]))
@@ -259,17 +259,25 @@ def _shapes_of(piece: Piece) -> IntArray:
     return piece.side
 
 
-def _shaped(out: Any, dtype: torch.dtype, shapes: IntArray, bounds: IntArray, layout: str) -> Any:
-    """Rows that lie back to back, as the most regular tensor they allow."""
+def _shaped(
+    out: Any,
+    dtype: torch.dtype,
+    shapes: IntArray,
+    bounds: IntArray,
+    layout: str,
+    extremes: tuple[int, int] | None = None,
+) -> Any:
+    """Rows that lie back to back, as the most regular tensor they allow. ``extremes``: of ``shapes``, if known."""
     if layout == "jagged" and shapes.shape[1] == 1:
-        return jagged(from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,)), bounds // dtype.itemsize)
+        flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
+        return jagged(flat, bounds // dtype.itemsize, extremes)
     same = (shapes == shapes[0]).all(axis=0)
     if layout == "dense" and same.all():
         return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
     if same[1:].all():
         lengths = shapes[:, 0]
         values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
-        return jagged(values, np.concatenate((np.zeros(1, np.int64), lengths.cumsum())))
+        return jagged(values, running_sum(lengths))
     edges = bounds.tolist()
     rows = [
         from_bytes(out[start:stop], dtype, shape)

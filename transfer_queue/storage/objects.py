@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
-from transfer_queue.storage.pieces import OBJECTS, Piece
+from transfer_queue.storage.pieces import OBJECTS, Piece, running_sum
 from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
 
 Ext = msgspec.msgpack.Ext
@@ -40,8 +40,7 @@ def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -
     rows = encoder.plain_rows(values)
     if rows is None:
         rows = [encoder.row(value) for value in values]
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(list(map(len, rows)), out=offsets[1:])
+    offsets = running_sum(np.array(list(map(len, rows)), np.int64))
     return Piece(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
 
 

@@ -63,7 +63,7 @@ class Piece:
     Never changed once made: slices share its memory.
     """
 
-    __slots__ = ("_bounds", "data", "layout", "picks", "rows", "side")
+    __slots__ = ("_bounds", "_extremes", "data", "layout", "picks", "rows", "side")
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Piece:
         self.data = data
         self.side = side
         self._bounds = bounds
+        self._extremes: tuple[int, int] | None = None
         self.picks = picks
 
     @classmethod
@@ -116,11 +117,20 @@ class Piece:
         if self._bounds is None:
             assert self.side is not None
             if self.layout.kind == "ragged":
-                sizes = self.side.prod(axis=1) * self.layout.itemsize
-                self._bounds = np.concatenate((np.zeros(1, np.int64), sizes.cumsum()))
+                one_dim = self.side.shape[1] == 1
+                self._bounds = running_sum(self.side[:, 0] if one_dim else self.side.prod(axis=1))
+                self._bounds *= self.layout.itemsize
             else:
                 self._bounds = self.side if self.side[0] == 0 else self.side - self.side[0]
         return self._bounds
+
+    @property
+    def extremes(self) -> tuple[int, int]:
+        """The least and the greatest number in ``side``; ragged with rows only."""
+        if self._extremes is None:
+            assert self.side is not None
+            self._extremes = int(self.side.min()), int(self.side.max())
+        return self._extremes
 
     @property
     def starts(self) -> IntArray:
@@ -159,6 +169,14 @@ class Piece:
         return Piece(self.layout, stop - start, self.data[bounds[0] : bounds[-1]], side, bounds - bounds[0])
 
 
+def running_sum(numbers: NDArray[np.int64]) -> IntArray:
+    """[n + 1] from 0 to the sum of all."""
+    sums = np.empty(len(numbers) + 1, np.int64)
+    sums[0] = 0
+    numbers.cumsum(out=sums[1:])
+    return sums
+
+
 def _side(layout: Layout, rows: int, flat: IntArray) -> IntArray:
     expected = rows + 1 if layout.kind == "objects" else rows * len(layout.shape)
     if len(flat) != expected:
@@ -178,9 +196,10 @@ def _check(piece: Piece) -> None:
     assert side is not None
     # As floats first: a product of int64 may wrap to something that looks right.
     if layout.kind == "ragged" and side.size:
-        one_dim = side.shape[1] == 1
-        most = int(side.max()) if one_dim else side.astype(np.float64).prod(axis=1).max()
-        if side.min() < 0 or most * layout.itemsize > have:
+        least, most = piece.extremes
+        if side.shape[1] > 1:
+            most = side.astype(np.float64).prod(axis=1).max()
+        if least < 0 or most * layout.itemsize > have:
             raise ProtocolError(f"row shapes of a ragged column don't fit its {have} bytes")
     sizes_ok = layout.kind == "ragged" or bool((np.diff(side) >= 0).all())
     if not sizes_ok or piece.bounds[-1] != have:

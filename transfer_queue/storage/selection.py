@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.storage.pieces import Allocate, ByteArray, IntArray, Layout, Piece, Positions
+from transfer_queue.storage.pieces import Allocate, ByteArray, IntArray, Layout, Piece, Positions, running_sum
 from transfer_queue.storage.spans import as_words, copy_spans
 
 SLICE_NBYTES = 64 * 1024
@@ -53,8 +53,7 @@ def gather(parts: Sequence[tuple[Piece, Positions]], allocate: Allocate = heap) 
     if layout.kind == "dense":
         return Piece(layout, total, _gather_dense(parts, counts, allocate(total * layout.row_nbytes)))
     starts, sizes = zip(*(_extent(piece, rows) for piece, rows in parts), strict=True)
-    bounds = np.zeros(total + 1, np.int64)
-    np.cumsum(np.concatenate(sizes), out=bounds[1:])
+    bounds = running_sum(np.concatenate(sizes))
     data = allocate(int(bounds[-1]))
     at = 0
     for (piece, _), count, start, size in zip(parts, counts, starts, sizes, strict=True):

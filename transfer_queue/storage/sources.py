@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from transfer_queue.storage.assembling import is_simple_jagged, jagged_values
-from transfer_queue.storage.pieces import ByteArray, IntArray, Layout, Piece, Positions, dense_layout, ragged_layout
+from transfer_queue.storage.pieces import (
+    ByteArray,
+    IntArray,
+    Layout,
+    Piece,
+    Positions,
+    dense_layout,
+    ragged_layout,
+    running_sum,
+)
 from transfer_queue.storage.spans import Copy, copy_spans, runs
 from transfer_queue.storage.tensors import as_bytes, dtype_name, from_bytes, resolved, rows_piece
 
@@ -146,9 +155,7 @@ class BytesSource(Source):
         if self.layout.kind != "objects":
             return super().stored_in(out, at, rows, copy)
         self.copy_into(out, at, copy)
-        offsets = np.zeros(rows + 1, np.int64)
-        np.cumsum(np.diff(self._piece.bounds)[at], out=offsets[1:])
-        return Piece(self.layout, rows, out, offsets)
+        return Piece(self.layout, rows, out, running_sum(np.diff(self._piece.bounds)[at]))
 
 
 def jagged_source(tensor: Any) -> Source | None:
