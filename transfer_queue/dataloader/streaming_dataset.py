@@ -83,7 +83,7 @@ class StreamingDataset(IterableDataset[Any]):
             process_batch_fn: Called as f(data, meta, micro_batch_size=…); replaces ``chunk_batch_fn``.
             dp_size: Data-parallel ranks; with it every rank gets batch b or none does.
             sampling_config: More keywords for the sampler. In the older form, ``data_replica_group`` is the dp_rank.
-            prefetch_batches: Batches fetched ahead by a thread; 0: none.
+            prefetch_batches: Batches fetched ahead by a thread (by the reader, and one, where that is faster); 0: none.
             layout: "jagged" or "dense" values; None: as the queue is configured.
             timeout_s: Longest wait for one batch, then BatchTimeoutError; None: wait and report.
             report_every_s: Interval of the log message that says what a waiting stream waits for.
