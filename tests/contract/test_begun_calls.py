@@ -3,33 +3,18 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transport_kit import JOIN_S, Desk, calls, desk_behind, held, served_by_thread, until
+from transport_kit import JOIN_S, Desk, calls, desk_behind, served_by_thread, until
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import Begun, run_blocking
 
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    gc.collect()
-    before = held()
-    yield
-    assert held() == before
-
-
-@pytest.fixture(params=["inproc", "zmq", "plain"])
-def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
-    with desk_behind(request.param, tmp_path) as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 async def asked(caller: Any, peer: Peer, *headers: bytes, timeout_s: float = JOIN_S) -> list[bytes]:
@@ -102,7 +87,7 @@ def test_what_goes_wrong_before_anything_is_asked_is_raised_at_once(desk):
         Begun(asked(make(), Peer("nobody", "ipc:///nowhere/at/all"), b"echo")).finish()
 
 
-def test_a_call_that_nobody_finishes_leaves_nothing_behind(tmp_path, desk):
+def test_a_call_that_nobody_finishes_leaves_nothing_behind(desk):
     make, peer = desk
     caller = make()
     run_blocking(asked(caller, peer, b"echo"))

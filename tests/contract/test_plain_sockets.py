@@ -35,13 +35,7 @@ MIB = 1 << 20
 AT_ONCE_S = 2.0
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    gc.collect()  # what the tests before this one dropped
-    before = held()
-    yield
-    assert held() == before
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture

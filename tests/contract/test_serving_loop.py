@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
 import time
@@ -26,13 +25,7 @@ from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.serving_loop import ServingLoop
 from transfer_queue.utils.processes import pid_namespace
 
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    gc.collect()  # what the tests before this one dropped
-    before = held()
-    yield
-    assert held() == before
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture

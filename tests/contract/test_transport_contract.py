@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from transport_kit import JOIN_S, Desk, calls, desk_behind, held, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
@@ -30,19 +29,7 @@ AT_ONCE_S = 2.0
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    gc.collect()  # what the tests before this one dropped
-    before = held()
-    yield
-    assert held() == before
-
-
-@pytest.fixture(params=["inproc", "zmq", "plain"])
-def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
-    with desk_behind(request.param, tmp_path) as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import select
@@ -22,13 +21,7 @@ from transfer_queue.transport.readiness import READ, WRITE, Readiness
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.processes import pid_namespace
 
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    gc.collect()  # what the tests before this one dropped
-    before = held()
-    yield
-    assert held() == before
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from noticing import until
 from streaming_support import (
     WAIT_S,
     InThread,
@@ -95,9 +96,7 @@ def test_an_iterator_left_in_its_readers_hands_leaves_nothing_and_the_next_one_g
     while not made.stream._stream()._is_mine:
         taken.append(numbers(next(items)))
     items.close()
-    deadline = time.monotonic() + WAIT_S
-    while any(unit["pins"] for unit in client.get_storage_stats()):
-        assert time.monotonic() < deadline
+    assert until(lambda: not any(unit["pins"] for unit in client.get_storage_stats()))
     assert own_threads() == []
     assert taken + read(made) == cut(240, 4)
 

@@ -13,7 +13,7 @@ from transfer_queue.checkpoint.manifest import Block, DataFile, Field
 from transfer_queue.checkpoint.npy import GrowingArray, GrowingFile, SavedFile, write_array
 from transfer_queue.errors import CheckpointError, ProtocolError
 from transfer_queue.storage.base import Parts
-from transfer_queue.storage.pieces import OBJECTS, IntArray, Layout, Piece, Positions
+from transfer_queue.storage.pieces import OBJECTS, IntArray, Layout, Piece, Positions, running_sum
 from transfer_queue.storage.spans import copy_rows, copy_spans
 
 INT64 = np.dtype("<i8")
@@ -99,7 +99,7 @@ class _BlockWriter:
         if self._layout.kind != "dense":
             side = np.concatenate(self._sides)
             sizes = side if side.ndim == 1 else side.prod(axis=1)
-            offsets = self._write("offsets", np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes))))
+            offsets = self._write("offsets", running_sum(sizes))
             shapes = self._write("shapes", side) if side.ndim == 2 and side.shape[1] > 1 else None
             count = int(sizes.sum())
         values = self._values.close(count) if isinstance(self._values, GrowingArray) else self._values.close()
@@ -148,7 +148,7 @@ def _spread(pieces: Sequence[Piece], ranks: Sequence[IntArray], layout: Layout) 
         sizes[rank] = each
         if piece.side is not None and layout.kind == "ragged":
             shapes[rank] = piece.side
-    bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
+    bounds = running_sum(sizes)
     data = np.empty(int(bounds[-1]), np.uint8)
     for piece, rank, each in zip(pieces, ranks, own, strict=True):
         copy_spans(data, bounds[rank], piece.data, piece.starts, each)

@@ -85,7 +85,7 @@ class Pipeline:
         index = next(self._indexes)
         try:
             self._asked = index, self._fetch(index)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the batches before this one come first
             self._asked = index, _Failed(error)
 
     def is_near(self) -> bool:

@@ -18,7 +18,6 @@ class World:
         self.now = 100.0
         self.cost = {False: by_thread, True: by_reader}
         self.busy = busy
-        self.last = self.now
         self.by: list[bool] = []
 
     def read(self, batches: int) -> list[bool]:

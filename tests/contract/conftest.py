@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of the transports share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transport_kit import desk_behind, held
+
+from transfer_queue.transport.base import Peer
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No thread and no file of this test's."""
+    gc.collect()  # what the tests before this one dropped
+    before = held()
+    yield
+    assert held() == before
+
+
+@pytest.fixture(params=["inproc", "zmq", "plain"])
+def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
+    """(makes callers, peer)"""
+    with desk_behind(request.param, tmp_path) as found:
+        yield found
