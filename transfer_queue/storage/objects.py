@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -50,7 +51,7 @@ def decode_rows(piece: Piece, field: str, allow_pickle: bool = False) -> list[An
     Raises:
         UnsupportedValueError: a value was pickled and ``allow_pickle`` is off; nothing of it has been run.
     """
-    decode = _Decoder(field, allow_pickle).decode
+    decode = _decoder(field, allow_pickle)
     payload = piece.data.data
     try:
         if payload.nbytes <= _TOGETHER_NBYTES:
@@ -199,6 +200,12 @@ class _Decoder:
                 f"If every writer can be trusted, set {_SWITCH}."
             )
         return pickle.loads(data)
+
+
+@functools.lru_cache(1024)
+def _decoder(field: str, allow_pickle: bool) -> Callable[[Any], Any]:
+    # It and its decoder point at each other: one per get would be left to the garbage collector.
+    return _Decoder(field, allow_pickle).decode
 
 
 def _array_of(described: Any, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:

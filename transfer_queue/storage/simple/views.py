@@ -11,7 +11,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Use:
     """Calls ``ended`` once, when the last one who uses something has let go of it."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
+        self._ended: Callable[[], None] | None = ended
         # Let go where garbage is collected, which may be in the middle of another ``more`` of this thread.
         self._lock = threading.RLock()
         self._users = 1
@@ -62,13 +62,18 @@ class Use:
     def less(self) -> None:
         with self._lock:
             self._users -= 1
-            ended = self._users == 0
-        if ended:
-            self._ended()
+            if self._users:
+                return
+            ended, self._ended = self._ended, None  # whose it is may point at this: no cycle is left
+        if ended is not None:
+            ended()
 
 
-class _View(np.ndarray[Any, Any]):
-    """Its base is the mapping, not another array, so that every view made of it keeps it alive."""
+class _Mapped:
+    """The base of every array made of it, which keeps it alive."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
 
 
 def lay(parts: Sequence[tuple[Positions, Piece]], find: Find, use: Use) -> ByteArray | None:
@@ -88,12 +93,10 @@ def lay(parts: Sequence[tuple[Positions, Piece]], find: Find, use: Use) -> ByteA
     if address is None:
         return None
     lead = segments[0].offset % PAGE_NBYTES
-    memory: Any = (ctypes.c_char * nbytes).from_address(address + lead)
-    view = np.ndarray.__new__(_View, (nbytes,), np.uint8, buffer=memory)
+    mapped = _Mapped(address + lead, nbytes)
     use.more()
-    weakref.finalize(view, _end, address, lead + nbytes, use).atexit = False
-    plain: ByteArray = view.view(np.ndarray)
-    return plain
+    weakref.finalize(mapped, _end, address, lead + nbytes, use).atexit = False
+    return np.asarray(mapped)
 
 
 def _runs(parts: Sequence[tuple[Positions, Piece]]) -> Iterator[tuple[int, Piece]]:
