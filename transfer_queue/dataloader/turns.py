@@ -6,25 +6,32 @@ from __future__ import annotations
 import math
 
 MOMENT_S = 3e-3
-"""A reader who is away for longer has something to do that a thread can fetch beside."""
+"""A reader who is away for longer, and soon again, has something to do that a thread can fetch beside."""
 _WINDOW = 16
 """Batches that one is judged by: by the median, so that a process that had to wait for a core decides nothing."""
-_KEPT = 16
-"""Windows until the other one is tried again."""
+_KEPT = (0, 8, 16)
+"""Windows until the other one is tried (again): one window may have been a bad one."""
 _BETTER = 0.95
 """The thread is preferred: what it does beside the reader may not have shown yet."""
 
 
 class Turns:
-    """``is_readers`` is what has been decided so far. Times are monotonic seconds."""
+    """Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self.is_readers = False
+        self._prefers_reader = False
+        self._is_busy = False  # the reader: with other things, again and again
+        self._stayed = 0  # batches since he was away
         self._medians = {False: math.inf, True: math.inf}  # seconds from batch to batch, by ``is_readers``
         self._window: list[float] = []
-        self._kept = _KEPT
+        self._kept = self._tried = 0
         self._asked_at: float | None = None
         self._taken_at = 0.0
+
+    @property
+    def is_readers(self) -> bool:
+        """What has been decided so far."""
+        return self._prefers_reader and not self._is_busy
 
     def asked(self, now: float) -> None:
         """The reader asks for a batch."""
@@ -33,7 +40,11 @@ class Turns:
             return
         if now - self._taken_at > MOMENT_S:
             self._window.clear()
-            self.is_readers, self._kept = False, _KEPT
+            self._is_busy, self._stayed = self._stayed < _WINDOW, 0
+            return
+        self._stayed += 1
+        if self._is_busy:  # too short a stay to judge anybody by
+            self._is_busy = self._stayed < _WINDOW
             return
         self._window.append(now - before)
         if len(self._window) == _WINDOW:
@@ -49,8 +60,9 @@ class Turns:
         self._medians[self.is_readers] = median
         self._kept += 1
         if median > MOMENT_S:  # large batches, or few: what two threads cost each other doesn't matter
-            self.is_readers = False
-        elif self._kept > _KEPT:
-            self.is_readers, self._kept = not self.is_readers, 0
+            self._prefers_reader = False
+        elif self._kept > _KEPT[self._tried]:
+            self._prefers_reader, self._kept = not self._prefers_reader, 0
+            self._tried = min(self._tried + 1, len(_KEPT) - 1)
         else:
-            self.is_readers = self._medians[True] < _BETTER * self._medians[False]
+            self._prefers_reader = self._medians[True] < _BETTER * self._medians[False]
