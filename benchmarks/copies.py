@@ -29,8 +29,8 @@ def shared(nbytes: int) -> tuple[int, mmap.mmap]:
     return descriptor, mmap.mmap(descriptor, nbytes)
 
 
-def copied(target: Bytes, source: Bytes) -> None:
-    copies = Copies()
+def copied(target: Bytes, source: Bytes, into_shared: bool = False) -> None:
+    copies = Copies(into_shared)
     copies(target, source)
     copies.finish()
 
@@ -70,9 +70,13 @@ def first_touch_ms(mib: int, repeats: int) -> dict[str, float]:
         os.close(other)
         return timed_ms(lambda: np.copyto(np.frombuffer(memory, np.uint8), source))
 
-    def new_mapping() -> float:
+    def out_of_mapping(copy: Callable[[Bytes, Bytes], None]) -> float:
         memory = mmap.mmap(descriptor, nbytes)
-        return timed_ms(lambda: np.copyto(source, np.frombuffer(memory, np.uint8)))
+        return timed_ms(lambda: copy(source, np.frombuffer(memory, np.uint8)))
+
+    def into_mapping(copy: Callable[[Bytes, Bytes], None]) -> float:
+        memory = mmap.mmap(descriptor, nbytes)
+        return timed_ms(lambda: copy(np.frombuffer(memory, np.uint8), source))
 
     def small_pages() -> float:
         memory = torch.empty(nbytes, dtype=torch.uint8).numpy()
@@ -84,12 +88,18 @@ def first_touch_ms(mib: int, repeats: int) -> dict[str, float]:
 
     ways: dict[str, Callable[[], float]] = {
         "into_fresh_memfd": fresh_pages,
-        "out_of_new_mapping": new_mapping,
+        "out_of_new_mapping": lambda: out_of_mapping(np.copyto),
+        "out_of_new_mapping_looked_at": lambda: out_of_mapping(copied),
+        "into_new_mapping": lambda: into_mapping(np.copyto),
+        "into_new_mapping_looked_at": lambda: into_mapping(lambda target, source: copied(target, source, True)),
         "into_torch_empty": small_pages,
         "into_numpy_empty": large_pages,
         "warm": lambda: timed_ms(lambda: np.copyto(np.frombuffer(mapped, np.uint8), source)),
     }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     found = {f"{name}_ms": statistics.median([way() for _ in range(repeats)]) for name, way in ways.items()}
+    torch.set_num_threads(threads)
     os.close(descriptor)
     return found
 

@@ -16,6 +16,8 @@ from transfer_queue.storage.pieces import ByteArray
 _LATER_NBYTES = 64 * 1024
 _SHARED_NBYTES = 24 * 1024 * 1024
 _CHUNK_NBYTES = 256 * 1024
+_MAPPED_NBYTES = 64 * 1024
+"""So much is mapped around a page that is read first (``fault_around_bytes``)."""
 _MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
 
 _Job = tuple[ByteArray, ByteArray]
@@ -30,7 +32,9 @@ class Copies:
     would wait for each other at the end of each copy, which on a busy machine takes longer than the copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, into_shared: bool = False) -> None:
+        """``into_shared``: what is copied into is shared memory, not what is copied out of."""
+        self._into_shared = into_shared
         self._jobs: list[_Job] = []
         self._nbytes = 0
 
@@ -54,10 +58,22 @@ class Copies:
         jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * self.worth_sharing
         self._jobs, self._nbytes = [], 0
         if helpers > 0:
+            for dst, _ in jobs if self._into_shared else ():
+                _map_pages(dst)
             _copy_together(jobs, helpers)
             return
         for dst, src in jobs:
+            _map_pages(dst if self._into_shared else src)
             dst[...] = src
+
+
+def _map_pages(memory: ByteArray) -> None:
+    """Look at shared memory before it is copied into, or out of.
+
+    Linux maps existing pages by the dozen where one is read for the first time, and one by one where they are written;
+    and a copy that is interrupted to map them takes longer than both one after the other.
+    """
+    memory[::_MAPPED_NBYTES].max()
 
 
 def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
