@@ -9,8 +9,10 @@ MOMENT_S = 3e-3
 """A reader who is away for longer, and soon again, has something to do that a thread can fetch beside."""
 _WINDOW = 16
 """Batches that one is judged by: by the median, so that a process that had to wait for a core decides nothing."""
-_KEPT = (0, 8, 16)
-"""Windows until the other one is tried (again): one window may have been a bad one."""
+_KEPT = (0, 0, 8, 16)
+"""Windows until the other one is tried (again): a single window may have been a bad one, as the first often is."""
+_FIRST = 4
+"""Batches until a reader is known to come for the next one soon."""
 _BETTER = 0.95
 """The thread is preferred: what it does beside the reader may not have shown yet."""
 
@@ -19,9 +21,9 @@ class Turns:
     """Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._prefers_reader = False
-        self._is_busy = False  # the reader: with other things, again and again
-        self._stayed = 0  # batches since he was away
+        self._prefers_reader = True
+        self._is_busy = True  # the reader: with other things, again and again
+        self._stayed = _WINDOW - _FIRST  # batches since he was away
         self._medians = {False: math.inf, True: math.inf}  # seconds from batch to batch, by ``is_readers``
         self._window: list[float] = []
         self._kept = self._tried = 0

@@ -32,10 +32,12 @@ class World:
         return self.by[-batches:]
 
 
-def test_a_stream_begins_with_its_thread_and_the_reader_is_tried_soon():
-    by = World(0.0010, 0.0008).read(40)
-    assert by[:16] == [False] * 16
-    assert all(by[20:30])
+def test_a_stream_begins_with_its_thread_and_each_is_tried_soon():
+    by = World(0.0010, 0.0008).read(60)
+    assert by[:4] == [False] * 4
+    assert all(by[5:20])
+    assert not any(by[22:36])
+    assert all(by[40:])
 
 
 @given(st.floats(1e-4, 0.9 * MOMENT_S), st.floats(1e-4, 0.9 * MOMENT_S))
@@ -51,7 +53,7 @@ def test_the_faster_one_fetches_nearly_all(by_thread, by_reader):
 
 @given(st.floats(1.01 * MOMENT_S, 10.0), st.floats(1e-4, 10.0))
 def test_where_a_batch_takes_long_the_thread_fetches(by_thread, by_reader):
-    assert not any(World(by_thread, by_reader).read(200))
+    assert not any(World(by_thread, by_reader).read(200)[40:])
 
 
 @given(st.floats(1.01 * MOMENT_S, 100.0))
