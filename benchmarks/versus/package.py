@@ -34,7 +34,10 @@ main(sys.argv[1:])
 
 
 class Package:
-    """``ask`` does one row in a worker that stays alive between rows."""
+    """``ask`` does one row in a worker that stays alive between rows, and stands still meanwhile with all it started.
+
+    Else the peer's servers, which look for work a hundred times per second each, would take time from ours.
+    """
 
     def __init__(self, name: str, python: str, version: str, needs_ray: bool) -> None:
         self.name, self._python, self._version, self._needs_ray = name, python, version, needs_ray
@@ -46,6 +49,14 @@ class Package:
         """The row's figures. Raises WorkerError when there are none in time; the next ask starts anew."""
         if self._worker is None:
             self._start()
+        else:
+            self._go_on()
+        try:
+            return self._told(row, quick, deadline_s)
+        finally:
+            self._stand_still()
+
+    def _told(self, row: str, quick: bool, deadline_s: float) -> dict[str, Any]:
         assert self._line is not None
         try:
             self._line.send_bytes(json.dumps({"row": row, "quick": quick}).encode())
@@ -73,6 +84,7 @@ class Package:
     def close(self) -> None:
         """End the worker and whatever it started."""
         if self._worker is not None:
+            self._go_on()
             with contextlib.suppress(BrokenPipeError):
                 self._line.send_bytes(json.dumps(None).encode())  # type: ignore[union-attr]
             self._end(END_S)
@@ -116,11 +128,26 @@ class Package:
         said = self._log.read_text(errors="replace")[-3000:]
         return WorkerError(f"{self.name}'s worker {what}; it printed: {said}")
 
+    def _stand_still(self) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def _go_on(self) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        """The worker and what it started, which is known by being its child, or by naming its folder."""
+        if self._worker is None:
+            return []
+        return [*_tree(self._worker.pid), *_naming(self._folder)]
+
     def _end(self, wait_s: float) -> None:
-        """What the worker started is known by being its child, or by naming its folder."""
         assert self._worker is not None
         assert self._line is not None
-        started = _descendants(self._worker.pid)
+        started = _tree(self._worker.pid)[1:]
         try:
             self._worker.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -148,9 +175,11 @@ def _is_server(name: str) -> bool:
     return name.startswith(("ray::TransferQueue", "ray::SimpleStorage"))
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
+def _tree(pid: int) -> list[psutil.Process]:
+    """The process and all below it; nothing where it has ended."""
     try:
-        return psutil.Process(pid).children(recursive=True)
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
 
