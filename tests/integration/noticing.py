@@ -21,6 +21,17 @@ def until(wanted: Callable[[], Any]) -> bool:
     return True
 
 
+def until_parked(client: Any, count: int = 1, **of: str) -> None:
+    """Returns once so many fetches of this ``partition`` or ``task`` wait in the controller."""
+    waiting: list[Any] = []
+
+    def parked() -> bool:
+        waiting[:] = client.get_stats()["waiting"]
+        return sum(of.items() <= each.items() for each in waiting) >= count
+
+    assert until(parked), f"{count} fetches of {of} should wait, these do: {waiting}"
+
+
 def ended(process: Any) -> int:
     """Exit code of a process that ends by itself."""
     process.join(WAIT_S)

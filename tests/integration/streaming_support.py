@@ -118,16 +118,6 @@ class InThread(threading.Thread):
         return self._outcome
 
 
-def until_waiting(client: Any, task: str = TASK, count: int = 1) -> None:
-    """Returns once so many fetches of the task are parked in the controller."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        waiting = client.get_stats()["waiting"]
-        if sum(each["task"] == task for each in waiting) >= count:
-            return
-    raise AssertionError(f"nobody waits: {waiting}")
-
-
 def workers_now() -> list[psutil.Process]:
     """Children of this process that run and aren't the queue's servers."""
     return [child for child in own_processes() if "transfer_queue.launch" not in " ".join(child.cmdline())]

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.integration.noticing import until_parked
 from transfer_queue import protocol as p
 from transfer_queue.transport.modes import run_blocking
 
@@ -31,12 +32,6 @@ def joined(*processes: Any) -> None:
     for process in processes:
         process.join(WAIT_S)
     assert [process.exitcode for process in processes] == [0] * len(processes)
-
-
-def until_waiting(client: tq.TransferQueueClient, partition: str) -> None:
-    """Returns when a fetch of this partition is parked."""
-    while not any(parked["partition"] == partition for parked in client.get_stats()["waiting"]):
-        pass
 
 
 # ---- exactly once ----
@@ -158,7 +153,7 @@ def put_slowly(partition: str) -> None:
 
 def put_when_waited_for(partition: str) -> None:
     client = tq.get_client()
-    until_waiting(client, partition)
+    until_parked(client, partition=partition)
     client.put(rows(a=torch.tensor([7])), partition_id=partition)
 
 
@@ -171,7 +166,7 @@ def test_a_parked_fetch_is_answered_by_a_put_of_another_process(client, name, fo
 
 def test_a_parked_fetch_delays_nobody(client, name, fork):
     waiting = fork(take_one, name)
-    until_waiting(client, name)
+    until_parked(client, partition=name)
     begin = time.monotonic()
     for _ in range(50):
         client.put(rows(b=torch.zeros(1)), partition_id=f"{name}/other")
@@ -196,7 +191,7 @@ def test_a_fetch_ends_at_its_deadline_and_says_what_is_missing(client, name):
 def test_clearing_a_partition_ends_the_fetches_that_wait_for_it(client, name, fork):
     client.put(rows(a=torch.arange(1)), partition_id=name)
     ended = fork(take_until_cleared, name)
-    until_waiting(client, name)
+    until_parked(client, partition=name)
     client.clear_partition(name)
     joined(ended)
 
@@ -231,7 +226,7 @@ def test_a_death_among_producers_that_live_on_is_nobodys_end(client, name, fork)
 
 def test_a_consumer_killed_while_it_waits_takes_nothing(client, name, fork):
     waiting = fork(take_one, name)
-    until_waiting(client, name)
+    until_parked(client, partition=name)
     waiting.kill()
     waiting.join(WAIT_S)
     while client.get_stats()["waiting"]:

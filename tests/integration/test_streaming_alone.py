@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from noticing import until
+from noticing import until, until_parked
 from streaming_support import (
+    TASK,
     WAIT_S,
     InThread,
     cut,
@@ -23,7 +24,6 @@ from streaming_support import (
     produce,
     read,
     rows,
-    until_waiting,
     worker_pids,
 )
 
@@ -59,7 +59,7 @@ def test_a_declared_number_of_samples_ends_a_finite_stream_with_its_short_tail(s
     reader = InThread(lambda: read(loader(conf, "p", 2, should_check_consumption_status=True)))
     for first in (0, 3, 6):
         produce(tq.get_client(), "p", [3], seal=False, first=first)
-    until_waiting(tq.get_client(), count=1)
+    until_parked(tq.get_client(), task=TASK)
     assert reader.is_alive(), "one of ten is still to come"
     produce(tq.get_client(), "p", [1], seal=False, first=9)
     put_at = time.monotonic()
@@ -74,7 +74,7 @@ def test_a_controller_killed_while_a_stream_waits_is_told_at_once(start, workers
     before = worker_pids()
     made = loader(conf, "p", workers)
     reader = InThread(lambda: read(made))
-    until_waiting(tq.get_client(), count=max(1, workers))
+    until_parked(tq.get_client(), max(1, workers), task=TASK)
     killed_at = time.monotonic()
     psutil.Process(conf.controller.zmq_info.pid).kill()
     with pytest.raises(QueueUnreachableError, match="has ended"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from noticing import until_parked
 from streaming_support import (
     TASK,
     InThread,
@@ -23,7 +24,6 @@ from streaming_support import (
     rows,
     rss_mib,
     take,
-    until_waiting,
     worker_pids,
 )
 from tensordict import TensorDict
@@ -67,7 +67,7 @@ def test_a_finite_stream_gives_out_a_short_tail_that_nobody_adds_to(queue, clien
 def test_clearing_the_partition_ends_a_stream_that_waits_for_it(queue, client, name, workers):
     produce(client, name, [6], seal=False)
     reader = InThread(lambda: read(loader(queue, name, workers, task=name)))
-    until_waiting(client, name, max(1, workers))
+    until_parked(client, max(1, workers), task=name)
     client.clear_partition(name)
     assert reader.result() == [[0, 1, 2, 3]]
 
@@ -76,7 +76,7 @@ def test_clearing_the_partition_ends_a_stream_that_waits_for_it(queue, client, n
 def test_a_seal_ends_a_stream_that_waits(queue, client, name, workers):
     produce(client, name, [4], seal=False)
     reader = InThread(lambda: read(loader(queue, name, workers, task=name)))
-    until_waiting(client, name, max(1, workers))
+    until_parked(client, max(1, workers), task=name)
     client.seal_partition(name)
     assert reader.result() == [[0, 1, 2, 3]]
 
@@ -99,7 +99,7 @@ def test_should_stop_ends_a_stream_that_waits(queue, client, name, workers):
     stopped: list[int] = []
     made = loader(queue, name, workers, should_stop=lambda: bool(stopped), task=name)
     reader = InThread(lambda: read(made))
-    until_waiting(client, name)
+    until_parked(client, task=name)
     stopped.append(1)
     assert reader.result() == []
 
@@ -116,7 +116,7 @@ def test_an_iterator_dropped_while_it_waits_is_gone_at_once(queue, client, name,
     items = iter(made)
     if begun:
         assert take(items, 1) == [[0, 1, 2, 3]]
-        until_waiting(client, name)
+        until_parked(client, task=name)
     started = time.monotonic()
     del items
     if persistent:
