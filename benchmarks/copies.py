@@ -29,8 +29,8 @@ def shared(nbytes: int) -> tuple[int, mmap.mmap]:
     return descriptor, mmap.mmap(descriptor, nbytes)
 
 
-def copied(target: Bytes, source: Bytes, into_shared: bool = False) -> None:
-    copies = Copies(into_shared)
+def copied(target: Bytes, source: Bytes, into_mapped: bool = False) -> None:
+    copies = Copies(into_mapped)
     copies(target, source)
     copies.finish()
 

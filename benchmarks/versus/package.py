@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,11 @@ class Package:
         if self._worker is None:
             self._start()
         else:
-            self._go_on()
+            _each(self._processes(), psutil.Process.resume)
         try:
             return self._told(row, quick, deadline_s)
         finally:
-            self._stand_still()
+            _each(self._processes(), psutil.Process.suspend)
 
     def _told(self, row: str, quick: bool, deadline_s: float) -> dict[str, Any]:
         assert self._line is not None
@@ -73,7 +74,7 @@ class Package:
         except StartError as error:
             raise WorkerError(str(error)) from error
         finally:
-            _kill(_naming(self._folder))
+            _each(_naming(self._folder), psutil.Process.kill)
         self._check(found.pop("version"))
         children = found.pop("children")
         servers = [child for child in children if not self._needs_ray or _is_server(child["name"])]
@@ -84,7 +85,7 @@ class Package:
     def close(self) -> None:
         """End the worker and whatever it started."""
         if self._worker is not None:
-            self._go_on()
+            _each(self._processes(), psutil.Process.resume)
             with contextlib.suppress(BrokenPipeError):
                 self._line.send_bytes(json.dumps(None).encode())  # type: ignore[union-attr]
             self._end(END_S)
@@ -128,16 +129,6 @@ class Package:
         said = self._log.read_text(errors="replace")[-3000:]
         return WorkerError(f"{self.name}'s worker {what}; it printed: {said}")
 
-    def _stand_still(self) -> None:
-        for process in self._processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-
-    def _go_on(self) -> None:
-        for process in self._processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
-
     def _processes(self) -> list[psutil.Process]:
         """The worker and what it started, which is known by being its child, or by naming its folder."""
         if self._worker is None:
@@ -156,7 +147,7 @@ class Package:
         self._line.close()
         self._worker = None
         _, alive = psutil.wait_procs(started, timeout=TIDY_S)
-        _kill([*alive, *_naming(self._folder)])
+        _each([*alive, *_naming(self._folder)], psutil.Process.kill)
 
     @property
     def _log(self) -> Path:
@@ -184,10 +175,11 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _kill(processes: list[psutil.Process]) -> None:
+def _each(processes: Iterable[psutil.Process], act: Callable[[psutil.Process], None]) -> None:
+    """Do it to those that are still there."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            act(process)
 
 
 def _naming(folder: str) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from tests.integration.noticing import until_parked
+from tests.integration.noticing import until, until_parked
 from transfer_queue import protocol as p
 from transfer_queue.transport.modes import run_blocking
 
@@ -229,8 +229,7 @@ def test_a_consumer_killed_while_it_waits_takes_nothing(client, name, fork):
     until_parked(client, partition=name)
     waiting.kill()
     waiting.join(WAIT_S)
-    while client.get_stats()["waiting"]:
-        pass
+    assert until(lambda: not client.get_stats()["waiting"])
     client.put(rows(a=torch.arange(1)), partition_id=name)
     assert client.get_meta(["a"], 1, name, task_name="t", timeout_s=WAIT_S).size == 1
 

@@ -67,8 +67,7 @@ def _allow_many_clients() -> None:
 
 
 def _collect_rarely() -> None:
-    """What is there now stays, and requests leave no cycles: to search for them costs a twentieth of the work."""
-    gc.collect()
+    """What is there now stays, and requests leave no cycles: to search for some every 700 objects is in vain."""
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION, 20, 20)
 

@@ -32,9 +32,9 @@ class Copies:
     would wait for each other at the end of each copy, which on a busy machine takes longer than the copy.
     """
 
-    def __init__(self, into_shared: bool = False) -> None:
-        """``into_shared``: what is copied into is shared memory, not what is copied out of."""
-        self._into_shared = into_shared
+    def __init__(self, into_mapped: bool = False) -> None:
+        """``into_mapped``: memory mapped from another process is copied into, not out of."""
+        self._into_mapped = into_mapped
         self._jobs: list[_Job] = []
         self._nbytes = 0
 
@@ -58,17 +58,18 @@ class Copies:
         jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * self.worth_sharing
         self._jobs, self._nbytes = [], 0
         if helpers > 0:
-            for dst, _ in jobs if self._into_shared else ():
+            # What is read is mapped by the dozen anyway: warm copies of this size would pay for the look.
+            for dst, _ in jobs if self._into_mapped else ():
                 _map_pages(dst)
             _copy_together(jobs, helpers)
             return
         for dst, src in jobs:
-            _map_pages(dst if self._into_shared else src)
+            _map_pages(dst if self._into_mapped else src)
             dst[...] = src
 
 
 def _map_pages(memory: ByteArray) -> None:
-    """Look at shared memory before it is copied into, or out of.
+    """Look at memory of another process before it is copied into, or out of.
 
     Linux maps existing pages by the dozen where one is read for the first time, and one by one where they are written;
     and a copy that is interrupted to map them takes longer than both one after the other.

@@ -53,7 +53,7 @@ def test_the_faster_one_fetches_nearly_all(by_thread, by_reader):
 
 @given(st.floats(1.01 * MOMENT_S, 10.0), st.floats(1e-4, 10.0))
 def test_where_a_batch_takes_long_the_thread_fetches(by_thread, by_reader):
-    assert not any(World(by_thread, by_reader).read(200)[40:])
+    assert not any(World(by_thread, by_reader).read(200)[21:])
 
 
 @given(st.floats(1.01 * MOMENT_S, 100.0))
@@ -67,7 +67,7 @@ def test_a_reader_who_becomes_busy_is_relieved_when_he_is_away_again():
     world.busy, world.cost = 0.1, {False: 0.1, True: 0.1}
     assert world.read(50)[2:] == [False] * 48
     world.busy, world.cost = 0.0, {False: 0.0010, True: 0.0005}
-    assert sum(world.read(100)[-80:]) > 60, "his again when he is not busy any more, but for another try of the thread"
+    assert world.read(100)[-80:].count(False) <= 16, "his again, but for one window of another try of the thread"
 
 
 def test_a_reader_who_is_away_now_and_then_goes_on_as_before():

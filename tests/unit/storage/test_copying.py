@@ -31,9 +31,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def copied(sizes: list[int], into_shared: bool = False) -> bool:
+def copied(sizes: list[int], into_mapped: bool = False) -> bool:
     """Copy so many spans of the source into one buffer, and compare."""
-    copies, out = Copies(into_shared), np.zeros(sum(sizes), np.uint8)
+    copies, out = Copies(into_mapped), np.zeros(sum(sizes), np.uint8)
     starts = np.cumsum([0, *sizes])
     sources = [SOURCE[7 * n : 7 * n + size] for n, size in enumerate(sizes)]
     for start, source in zip(starts, sources, strict=False):
@@ -52,10 +52,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("into_shared", [False, True], ids=["out of", "into"])
+@pytest.mark.parametrize("into_mapped", [False, True], ids=["out of", "into"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_all_bytes_are_there_whoever_copied_them(threads, sizes, into_shared):
-    assert copied(sizes, into_shared)
+def test_all_bytes_are_there_whoever_copied_them(threads, sizes, into_mapped):
+    assert copied(sizes, into_mapped)
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)

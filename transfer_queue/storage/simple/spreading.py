@@ -134,7 +134,7 @@ class SpreadPut:
         """What each unit is told, when its share is copied; large shares are copied together, which takes less time."""
         from transfer_queue.storage.copying import Copies
 
-        copies = Copies(into_shared=True)
+        copies = Copies(into_mapped=True)
         made: list[Call] = []
         for write in writes:
             request, frames = write.message(self._pieces, copies, wait_s)
