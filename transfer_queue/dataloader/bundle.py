@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from transfer_queue.dataloader import segments
-from transfer_queue.storage.assembling import is_simple_jagged, jagged
+from transfer_queue.storage.assembling import Jagged, is_simple_jagged
 from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
 
 _Inline: TypeAlias = tuple[str, tuple[int, ...], bytes]
@@ -77,6 +77,10 @@ class _Packer(ForkingPickler):
 
 
 class _Unpacker(pickle.Unpickler):
+    def __init__(self, packed: bytes) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._jagged = Jagged()
+
     def persistent_load(self, described: _Described) -> torch.Tensor:
         if isinstance(described, segments.Lent):
             return segments.receive(described)
@@ -84,13 +88,13 @@ class _Unpacker(pickle.Unpickler):
             return described[0]
         if len(described) == 2:
             values, offsets = described
-            return jagged(values, np.frombuffer(bytearray(offsets), np.int64))
+            return self._jagged(values, np.frombuffer(bytearray(offsets), np.int64))
         dtype, shape, content = described
         return from_bytes(np.frombuffer(bytearray(content), np.uint8), dtype_of(dtype), shape)
 
 
 def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, forgotten: list[int]) -> Bundle:
     # From this loader's own worker, as whatever else torch unpickles of its workers.
-    items = _Unpacker(io.BytesIO(packed)).load()
+    items = _Unpacker(packed).load()
     segments.forget(worker, forgotten)
     return Bundle(batch_index, items, first)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -73,7 +73,8 @@ def split(td: TensorDict, batch_meta: BatchMeta, sizes: Sequence[int]) -> list[P
         raise InvalidRequestError(f"data of {_rows(td)} rows came with metadata of {batch_meta.size} samples.")
     if len(sizes) == 1:
         return [(td, batch_meta)]
-    columns = {name: _cut(td.get(name), sizes) for name in td.keys()}  # noqa: SIM118  (iterating gives rows)
+    cut = _Cut(sizes)
+    columns = {name: cut(td.get(name)) for name in td.keys()}  # noqa: SIM118  (iterating gives rows)
     metas = batch_meta.chunk_by_size(list(sizes))
     parts = []
     for position, (size, meta) in enumerate(zip(sizes, metas, strict=True)):
@@ -92,37 +93,57 @@ def _rows(td: Any) -> int:
     return int(td.batch_size[0])
 
 
-def _cut(column: Any, sizes: Sequence[int]) -> list[Any]:
-    if not isinstance(column, torch.Tensor):
-        return _slices(column, sizes)
-    if not column.is_nested:
-        return list(torch.split(column, list(sizes)))
-    if is_simple_jagged(column):
-        return _cut_jagged(column, sizes)
-    return [
-        torch.nested.nested_tensor(list(part), layout=column.layout, dtype=column.dtype, device=column.device)
-        for part in _slices(column.unbind(), sizes)
-    ]
+class _Rows(NamedTuple):
+    """Consecutive rows of a jagged column: where their values lie, and their own offsets."""
+
+    values: slice
+    offsets: torch.Tensor
+    shortest: int
+    longest: int
 
 
-def _cut_jagged(column: Any, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Views of the same values."""
-    values, offsets = column.values(), column.offsets()
-    lengths = offsets.diff().tolist()
-    edges = offsets.tolist()
-    parts, start = [], 0
-    for size in sizes:
-        stop, own = start + size, lengths[start : start + size]
+class _Cut:
+    """Of one batch's columns, by the same sizes. Jagged columns that share offsets still do in every part."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._rows: dict[int, list[_Rows]] = {}
+
+    def __call__(self, column: Any) -> list[Any]:
+        if not isinstance(column, torch.Tensor):
+            return _slices(column, self._sizes)
+        if not column.is_nested:
+            return list(torch.split(column, list(self._sizes)))
+        if is_simple_jagged(column):
+            return self._jagged(column)
+        return [
+            torch.nested.nested_tensor(list(part), layout=column.layout, dtype=column.dtype, device=column.device)
+            for part in _slices(column.unbind(), self._sizes)
+        ]
+
+    def _jagged(self, column: Any) -> list[torch.Tensor]:
+        """Views of the same values."""
+        values, offsets = column.values(), column.offsets()
+        parts = self._rows.get(id(offsets))  # the batch keeps it alive, so its number stays its own
+        if parts is None:
+            parts = self._rows[id(offsets)] = self._rows_of(offsets)
         # Without the longest length to_padded_tensor() would pad to the sum of all.
-        part = torch.nested.nested_tensor_from_jagged(
-            values[edges[start] : edges[stop]],
-            offsets[start : stop + 1] - edges[start],
-            min_seqlen=min(own),
-            max_seqlen=max(own),
-        )
-        parts.append(part)
-        start = stop
-    return parts
+        return [
+            torch.nested.nested_tensor_from_jagged(
+                values[part.values], part.offsets, min_seqlen=part.shortest, max_seqlen=part.longest
+            )
+            for part in parts
+        ]
+
+    def _rows_of(self, offsets: torch.Tensor) -> list[_Rows]:
+        lengths, edges = offsets.diff().tolist(), offsets.tolist()
+        parts, start = [], 0
+        for size in self._sizes:
+            stop, own = start + size, lengths[start : start + size]
+            begin = edges[start]
+            parts.append(_Rows(slice(begin, edges[stop]), offsets[start : stop + 1] - begin, min(own), max(own)))
+            start = stop
+        return parts
 
 
 def _slices(rows: Any, sizes: Sequence[int]) -> list[Any]:

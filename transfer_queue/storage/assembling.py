@@ -19,20 +19,43 @@ from tensordict import TensorDict
 from transfer_queue.storage.pieces import IntArray
 
 
-def jagged(values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
-    """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view.
+class Jagged:
+    """Makes the jagged tensors of one batch. Those whose rows have the same lengths share their offsets: so torch knows
+    that they fit together (``log_probs * mask``), and what it keeps of lengths is made once."""
 
-    ``lengths``: of the shortest and of the longest row, where that is known.
-    """
-    if lengths is not None:
-        shortest, longest = lengths
-    elif len(offsets) == 2:
-        shortest = longest = int(offsets[1] - offsets[0])
-    else:
-        sizes = np.diff(offsets)
-        shortest, longest = int(sizes.min()), int(sizes.max())
-    # Without the longest length to_padded_tensor() would pad to the sum of all.
-    return _make_jagged()(values, torch.from_numpy(offsets), shortest, longest)
+    def __init__(self) -> None:
+        self._made: list[tuple[IntArray, torch.Tensor]] = []
+        self._even: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
+        """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view.
+
+        ``lengths``: of the shortest and of the longest row, where that is known.
+        """
+        if lengths is not None:
+            shortest, longest = lengths
+        elif len(offsets) == 2:
+            shortest = longest = int(offsets[1] - offsets[0])
+        else:
+            sizes = np.diff(offsets)
+            shortest, longest = int(sizes.min()), int(sizes.max())
+        # Without the longest length to_padded_tensor() would pad to the sum of all.
+        return _make_jagged()(values, self._shared(offsets), shortest, longest)
+
+    def even(self, values: torch.Tensor, count: int, length: int) -> torch.Tensor:
+        """The same for ``count`` rows of one length."""
+        offsets = self._even.get((count, length))
+        if offsets is None:
+            offsets = self._even[count, length] = self._shared(np.arange(count + 1) * length)
+        return _make_jagged()(values, offsets, length, length)
+
+    def _shared(self, offsets: IntArray) -> torch.Tensor:
+        for known, tensor in self._made:
+            if np.array_equal(known, offsets):
+                return tensor
+        tensor = torch.from_numpy(offsets)
+        self._made.append((offsets, tensor))
+        return tensor
 
 
 def is_simple_jagged(tensor: Any) -> bool:

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor,
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
-from transfer_queue.storage.assembling import batch, jagged
+from transfer_queue.storage.assembling import Jagged, batch
 from transfer_queue.storage.copying import Copies
 from transfer_queue.storage.object_column import object_column
 from transfer_queue.storage.objects import decode_rows, encode_rows
@@ -78,7 +78,8 @@ def unpack(
     """
     check_layout(layout)
     copies = Copies()
-    columns = {name: _column(name, parts[name], count, layout, allow_pickle, copies, lay) for name in sorted(parts)}
+    way = _Way(layout, Jagged(), copies, lay)
+    columns = {name: _column(name, parts[name], count, allow_pickle, way) for name in sorted(parts)}
     copies.finish()
     return batch(columns, count)
 
@@ -86,14 +87,14 @@ def unpack(
 def relaid(data: TensorDict, layout: str) -> TensorDict:
     """The same batch with its tensor columns in this layout and its columns sorted by name."""
     check_layout(layout)
-    count, columns = num_rows(data), {}
+    count, columns, way = num_rows(data), {}, _Way(layout, Jagged())
     for name, column in sorted(named_columns(data)):
         if (
             isinstance(column, torch.Tensor)
             and count
             and (column.is_nested or (layout == "jagged" and column.ndim > 1))
         ):
-            column = _of_piece(_source(name, column, count, False).piece(), layout)
+            column = _of_piece(_source(name, column, count, False).piece(), way)
         columns[name] = column
     return batch(columns, count)
 
@@ -106,7 +107,7 @@ def check_layout(layout: str) -> None:
 def column_of(values: Sequence[Any]) -> Any:
     """One value per row as a column of a TensorDict: tensors of one dtype and rank together, all else as objects."""
     if are_alike(values):
-        return _of_piece(rows_piece(values), "jagged")
+        return _of_piece(rows_piece(values), _Way("jagged", Jagged()))
     if any(map(is_tensor_collection, set(map(type, values)))):
         # The stack would take a TensorDict for one of its own members.
         return NonTensorStack(*(NonTensorData(data=value) for value in values))
@@ -172,56 +173,62 @@ def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
     return TensorSource(tensor)
 
 
-def _of_piece(piece: Piece, layout: str) -> Any:
-    return _column("", [(slice(0, piece.rows), piece)], piece.rows, layout, False, np.copyto)
+class _Way(NamedTuple):
+    """How the columns of one batch are made."""
+
+    layout: str
+    jagged: Jagged
+    copy: Copy = np.copyto
+    lay: Lay | None = None
 
 
-def _column(
-    name: str, parts: Parts, count: int, layout: str, allow_pickle: bool, copy: Copy, lay: Lay | None = None
-) -> Any:
+def _of_piece(piece: Piece, way: _Way) -> Any:
+    return _column("", [(slice(0, piece.rows), piece)], piece.rows, False, way)
+
+
+def _column(name: str, parts: Parts, count: int, allow_pickle: bool, way: _Way) -> Any:
     rows = sum(piece.rows for _, piece in parts)
     if rows != count:
         raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
     first = parts[0][1].layout
     if first.kind == "dense" and (len(parts) == 1 or all(piece.layout == first for _, piece in parts)):
         shape = (count, *first.shape)
-        if layout == "dense" or not first.shape:
-            return _dense(parts, shape, copy, lay)
-        flat = _dense(parts, (count * shape[1], *shape[2:]), copy, lay)
-        return jagged(flat, np.arange(count + 1) * shape[1], (shape[1], shape[1]))
+        if way.layout == "dense" or not first.shape:
+            return _dense(parts, shape, way)
+        return way.jagged.even(_dense(parts, (count * shape[1], *shape[2:]), way), count, shape[1])
     if first.kind != "objects" and len({piece.layout.family for _, piece in parts}) == 1:
-        return _ragged(parts, count, layout, copy, lay)
+        return _ragged(parts, count, way)
     values: list[Any] = [None] * count
     for positions, piece in parts:
         where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
         decoded = decode_rows(piece, name, allow_pickle) if piece.layout == OBJECTS else rows_of(piece)
         for position, value in zip(where, decoded, strict=True):
             values[position] = value
-    return _of_values(values, layout)
+    return _of_values(values, way)
 
 
-def _of_values(values: Sequence[Any], layout: str) -> Any:
+def _of_values(values: Sequence[Any], way: _Way) -> Any:
     column = column_of(values)
-    if layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _of_piece(rows_piece(values), layout)
+    if way.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
+        return _of_piece(rows_piece(values), way._replace(copy=np.copyto, lay=None))
     return column
 
 
-def _dense(parts: Parts, shape: Sequence[int], copy: Copy, lay: Lay | None) -> torch.Tensor:
+def _dense(parts: Parts, shape: Sequence[int], way: _Way) -> torch.Tensor:
     layout, row_nbytes = parts[0][1].layout, parts[0][1].layout.row_nbytes
-    out = lay(parts) if lay is not None else None
+    out = way.lay(parts) if way.lay is not None else None
     if out is None:
         out = recycling.empty(math.prod(shape) * layout.itemsize)
         for positions, piece in parts if out.nbytes else ():
-            copy_rows(out, positions, piece.data, piece.picks, row_nbytes, copy)
+            copy_rows(out, positions, piece.data, piece.picks, row_nbytes, way.copy)
     return from_bytes(out, dtype_of(layout.dtype), shape)
 
 
-def _ragged(parts: Parts, count: int, layout: str, copy: Copy, lay: Lay | None) -> Any:
+def _ragged(parts: Parts, count: int, way: _Way) -> Any:
     piece = parts[0][1]
     first = piece.layout
-    if len(parts) == 1 and (whole := _whole(parts, count, copy, lay)) is not None:
-        return _shaped(whole, dtype_of(first.dtype), _shapes_of(piece), piece.bounds, layout, piece.extremes)
+    if len(parts) == 1 and (whole := _whole(parts, count, way)) is not None:
+        return _shaped(whole, dtype_of(first.dtype), _shapes_of(piece), piece.bounds, way, piece.extremes)
     shapes = np.empty((count, len(first.shape)), np.int64)
     ragged = [(positions, piece.as_ragged()) for positions, piece in parts]
     for positions, piece in ragged:
@@ -229,28 +236,28 @@ def _ragged(parts: Parts, count: int, layout: str, copy: Copy, lay: Lay | None) 
         shapes[positions] = piece.side
     sizes = shapes.prod(axis=1) * first.itemsize
     bounds = running_sum(sizes)
-    out = lay(parts) if lay is not None else None
+    out = way.lay(parts) if way.lay is not None else None
     if out is None:
         out = recycling.empty(int(bounds[-1]))
         # torch packs rows that are irregular in other dims anew, so they must be here by then.
-        by = copy if (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto
+        by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto
         for positions, piece in ragged:
             copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
-    return _shaped(out, dtype_of(first.dtype), shapes, bounds, layout)
+    return _shaped(out, dtype_of(first.dtype), shapes, bounds, way)
 
 
-def _whole(parts: Parts, count: int, copy: Copy, lay: Lay | None) -> ByteArray | None:
+def _whole(parts: Parts, count: int, way: _Way) -> ByteArray | None:
     """The bytes of a batch that one piece holds in its order; None where rows must be picked or put in place."""
     positions, piece = parts[0]
     in_order = isinstance(positions, slice) and positions == slice(0, count)
     if piece.layout.kind != "ragged" or piece.picks is not None or not in_order:
         return None
-    out = lay(parts) if lay is not None else None
+    out = way.lay(parts) if way.lay is not None else None
     if out is None:
         out = recycling.empty(piece.data.nbytes)
         # torch packs rows that are irregular in other dims anew, so they must be here by then.
         shapes = _shapes_of(piece)
-        (copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto)(out, piece.data)
+        (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto)(out, piece.data)
     return out
 
 
@@ -264,20 +271,20 @@ def _shaped(
     dtype: torch.dtype,
     shapes: IntArray,
     bounds: IntArray,
-    layout: str,
+    way: _Way,
     extremes: tuple[int, int] | None = None,
 ) -> Any:
     """Rows that lie back to back, as the most regular tensor they allow. ``extremes``: of ``shapes``, if known."""
-    if layout == "jagged" and shapes.shape[1] == 1:
+    if way.layout == "jagged" and shapes.shape[1] == 1:
         flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
-        return jagged(flat, bounds // dtype.itemsize, extremes)
+        return way.jagged(flat, bounds // dtype.itemsize, extremes)
     same = (shapes == shapes[0]).all(axis=0)
-    if layout == "dense" and same.all():
+    if way.layout == "dense" and same.all():
         return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
     if same[1:].all():
         lengths = shapes[:, 0]
         values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
-        return jagged(values, running_sum(lengths))
+        return way.jagged(values, running_sum(lengths))
     edges = bounds.tolist()
     rows = [
         from_bytes(out[start:stop], dtype, shape)

@@ -139,6 +139,10 @@ class Piece:
             return (np.arange(self.rows) if self.picks is None else self.picks) * self.layout.row_nbytes
         return self.bounds[:-1] if self.picks is None else self.picks
 
+    def begin(self, row: int) -> int:
+        """The byte of ``data`` where this row begins, and the one before it ends."""
+        return row * self.layout.row_nbytes if self.layout.kind == "dense" else int(self.bounds[row])
+
     def rows_nbytes(self, rows: NDArray[np.integer]) -> int:
         """Bytes that these rows alone take."""
         if self.layout.kind == "dense":

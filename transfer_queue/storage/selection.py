@@ -16,8 +16,10 @@ SLICE_NBYTES = 64 * 1024
 """Runs of rows at least this long travel as they lie; shorter ones are copied together: a frame costs more."""
 
 
-def as_run(positions: NDArray[Any]) -> Positions:
+def as_run(positions: Positions | NDArray[Any]) -> Positions:
     """The same positions, as a slice when they are consecutive."""
+    if isinstance(positions, slice):
+        return positions
     count = len(positions)
     if count == 0:
         return slice(0, 0)

@@ -13,7 +13,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.storage.assembling import jagged
+from transfer_queue.storage.assembling import Jagged
 
 LARGE = 20_000
 
@@ -58,9 +58,20 @@ def test_tensors_of_any_kind_arrive_as_they_are(tensor):
 @pytest.mark.parametrize("inner", [(), (2,), (LARGE,)])
 def test_jagged_tensors_arrive_with_their_rows_and_their_longest_length(inner):
     values = torch.rand(5, *inner)
-    (came,) = sent(jagged(values, np.array([0, 1, 3, 3, 5])))
-    assert rows(came) == rows(jagged(values, np.array([0, 1, 3, 3, 5])))
+    there = Jagged()(values, np.array([0, 1, 3, 3, 5]))
+    (came,) = sent(there)
+    assert rows(came) == rows(there)
     assert came.to_padded_tensor(0).shape == (4, 2, *inner)
+
+
+def test_jagged_tensors_that_fit_together_still_do_when_they_arrive():
+    make, edges = Jagged(), np.array([0, 1, 3])
+    ids, mask, others = sent(
+        make(torch.ones(3), edges), make(torch.ones(3), edges), make(torch.ones(3), edges[::-1] * -1 + 3)
+    )
+    assert rows(ids + mask) == [[2.0], [2.0, 2.0]]
+    with pytest.raises(RuntimeError, match="shape"):
+        ids + others
 
 
 @pytest.mark.parametrize(

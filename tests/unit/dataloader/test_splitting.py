@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import BatchMeta
 from transfer_queue.dataloader import chunk_batch_fn, token_budget_batch_fn
+from transfer_queue.storage.assembling import Jagged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
@@ -107,6 +109,16 @@ def test_jagged_chunks_keep_dtype_and_pad_to_their_own_longest_row(dtype):
     assert [row.shape for row in second[0]["j"].unbind()] == [(7, 2), (3, 2)]
     if dtype is torch.bfloat16:
         assert torch.nested.to_padded_tensor(first[0]["j"], 0).shape == (2, 2, 2)
+
+
+def test_jagged_columns_that_fit_together_still_do_in_every_chunk():
+    make, edges = Jagged(), np.array([0, 1, 3, 4, 8])
+    whole = TensorDict({name: make(torch.arange(8.0), edges) for name in ("ids", "mask")}, batch_size=[4])
+    whole["other"] = make(torch.arange(8.0), np.array([0, 4, 5, 7, 8]))
+    for part, _ in chunk_batch_fn(whole, meta_of(4), 2):
+        assert (part["ids"] + part["mask"]).values().tolist() == (2 * part["ids"].values()).tolist()
+        with pytest.raises(RuntimeError, match="shape"):
+            part["ids"] + part["other"]
 
 
 def test_a_jagged_column_ragged_in_its_second_dimension_keeps_its_rows():

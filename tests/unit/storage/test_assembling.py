@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.storage import assembling
-from transfer_queue.storage.assembling import batch, jagged, jagged_values
+from transfer_queue.storage.assembling import Jagged, batch, jagged_values
 
 OFFSETS = [[0, 3], [0, 1, 3], [0, 0, 2, 2, 5], [0, 0]]
 
@@ -21,6 +22,10 @@ OFFSETS = [[0, 3], [0, 1, 3], [0, 0, 2, 2, 5], [0, 0]]
 def parts(offsets, *inner, dtype=torch.float32):
     count = offsets[-1] * int(np.prod(inner, dtype=int))
     return torch.arange(count).to(dtype).view(offsets[-1], *inner), np.array(offsets, np.int64)
+
+
+def jagged(values, offsets):
+    return Jagged()(values, offsets)
 
 
 def rows(tensor):
@@ -161,10 +166,25 @@ def test_what_torch_keeps_beside_a_jagged_tensor_is_there():
     assert str(made._strides[0].node.coeff) == str(known._strides[0].node.coeff) == "2"
 
 
-def test_tensors_with_the_same_offsets_can_be_computed_together():
-    edges = torch.tensor([0, 1, 3])
-    some, other = (assembling._make_jagged()(torch.arange(3.0) + 1, edges, 1, 2) for _ in range(2))
+def test_tensors_of_one_batch_whose_rows_have_the_same_lengths_can_be_computed_together():
+    make = Jagged()
+    some, other = (make(torch.arange(3.0) + 1, np.array([0, 1, 3])) for _ in range(2))
     assert rows(some + other) == [[2.0], [4.0, 6.0]]
+    even = make.even(torch.arange(4.0), 2, 2)
+    assert rows(even * make(torch.ones(4), np.array([0, 2, 4]))) == [[0.0, 1.0], [2.0, 3.0]]
+    assert rows(even + make.even(torch.ones(4), 2, 2)) == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_tensors_of_one_batch_whose_rows_differ_in_length_are_not_taken_for_alike():
+    make = Jagged()
+    made = [
+        make(torch.ones(3), np.array([0, 1, 3])),
+        make(torch.ones(3), np.array([0, 2, 3])),
+        make.even(torch.ones(3), 3, 1),
+    ]
+    for some, other in itertools.combinations(made, 2):
+        with pytest.raises(RuntimeError, match="shape"):
+            some + other
 
 
 def test_a_compiled_step_takes_batches_of_any_lengths():

@@ -35,16 +35,23 @@ def whole(field: str, part: Piece) -> list:
     return [(field, slice(0, part.rows), part)]
 
 
-def read(store: BlockStore, field: str, *indexes: int) -> list[int]:
+def numbers(part: Piece) -> list[int]:
     """The first number of each row; -1 for an empty one."""
+    rows = part.as_ragged()
+    words, found = rows.data.view(np.int64), []
+    for start, stop in zip(rows.bounds // 8, rows.bounds[1:] // 8, strict=False):
+        assert (words[start:stop] == words[start : start + 1]).all()
+        found.append(int(words[start]) if stop > start else -1)
+    return found
+
+
+def read(store: BlockStore, field: str, *indexes: int) -> list[int]:
+    """Likewise."""
     found = [None] * len(indexes)
     for _, positions, part in store.read(ints(*indexes), [field]):
-        rows = part.as_ragged()
-        words = rows.data.view(np.int64)
         where = range(len(indexes))[positions] if isinstance(positions, slice) else positions.tolist()
-        for position, start, stop in zip(where, rows.bounds // 8, rows.bounds[1:] // 8, strict=False):
-            assert (words[start:stop] == words[start : start + 1]).all()
-            found[position] = int(words[start]) if stop > start else -1
+        for position, number in zip(where, numbers(part), strict=True):
+            found[position] = number
     return found
 
 
@@ -220,6 +227,13 @@ class AgainstADict(RuleBasedStateMachine):
         data=st.data(),
     )
     def write(self, indexes, field, make, data):
+        self._write(indexes, field, make, data)
+
+    @rule(first=st.integers(0, 200), count=st.integers(1, 40), field=st.sampled_from("ab"), data=st.data())
+    def write_run(self, first, count, field, data):
+        self._write(list(range(first, first + count)), field, data.draw(st.sampled_from([piece, ragged])), data)
+
+    def _write(self, indexes, field, make, data):
         values = data.draw(st.lists(st.integers(1, 40), min_size=len(indexes), max_size=len(indexes)))
         before, known = self.store.changes.count, any((index, field) in self.model for index in indexes)
         self.store.write(ints(*indexes), whole(field, make(values)))
@@ -250,6 +264,20 @@ class AgainstADict(RuleBasedStateMachine):
         indexes = [index for index, name in self.model if name == field] * 2
         order.shuffle(indexes)
         assert read(self.store, field, *indexes) == [self.model[index, field] for index in indexes] if indexes else True
+
+    @rule(field=st.sampled_from("ab"), first=st.integers(0, 200), count=st.integers(1, 40))
+    def read_run(self, field, first, count):
+        run = range(first, first + count)
+        if all((index, field) in self.model for index in run):
+            values = [self.model[index, field] for index in run]
+            assert read(self.store, field, *run) == values
+            found = {}
+            for _, block, at, rows in self.store.locate(ints(*run), [field]):
+                found |= zip(np.arange(count)[at].tolist(), np.array(numbers(block))[rows].tolist(), strict=True)
+            assert [found[position] for position in range(count)] == values
+        else:
+            with pytest.raises(StorageKeyNotFoundError):
+                self.store.locate(ints(*run), [field])
 
     @invariant()
     def counts_agree(self):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.storage.pieces import ByteArray, IntArray, Piece
+from transfer_queue.storage.pieces import ByteArray, IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run, pick
 from transfer_queue.storage.simple.blocks import Located
 from transfer_queue.storage.simple.messages import FieldParts, Rows
@@ -40,12 +40,17 @@ def answer_in_place(located: Located, place: Place) -> RowsAnswer:
     rest: dict[str, list[tuple[Piece, IntArray, IntArray]]] = {}
     for field, piece, at, rows in located:
         offset = place(piece.data) if piece.data.nbytes else -1
-        chosen = None if offset < 0 else _chosen(piece, rows)
+        run = as_run(rows)
+        chosen = _chosen(piece, run) if offset >= 0 or isinstance(rows, slice) else None
         if chosen is None:
+            assert not isinstance(at, slice)
+            assert not isinstance(rows, slice)
             rest.setdefault(field, []).append((piece, at, rows))
-            continue
-        packer.add_at(field, as_run(at), chosen, offset + _begin(chosen, piece))
-        pinned.append(piece.data)
+        elif offset < 0:
+            packer.add(field, at, chosen)
+        else:
+            packer.add_at(field, as_run(at), chosen, offset + (piece.begin(run.start) if isinstance(run, slice) else 0))
+            pinned.append(piece.data)
     for field, blocks in rest.items():
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
         at, rows = (np.concatenate([block[n] for block in blocks]) for n in (1, 2))
@@ -55,21 +60,13 @@ def answer_in_place(located: Located, place: Place) -> RowsAnswer:
     return RowsAnswer(Rows(packer.parts, packer.tables, bool(pinned)), packer.frames, pinned)
 
 
-def _chosen(piece: Piece, rows: IntArray) -> Piece | None:
+def _chosen(piece: Piece, rows: Positions) -> Piece | None:
     """These rows of a block as a reader finds them; None where they must be copied together here."""
-    run = as_run(rows)
-    if isinstance(run, slice):
-        return piece.slice(run.start, run.stop)
+    if isinstance(rows, slice):
+        return piece.slice(rows.start, rows.stop)
     if piece.layout.kind == "objects":
         return None  # readers decode them from one buffer, back to back
     if piece.layout.kind == "dense":
         return Piece(piece.layout, len(rows), piece.data, picks=rows)
     assert piece.side is not None
     return Piece(piece.layout, len(rows), piece.data, piece.side[rows], picks=piece.bounds[rows])
-
-
-def _begin(chosen: Piece, piece: Piece) -> int:
-    """Where the chosen rows begin in the block."""
-    if chosen.data is piece.data:
-        return 0
-    return int(chosen.data.__array_interface__["data"][0] - piece.data.__array_interface__["data"][0])

@@ -120,13 +120,9 @@ class Arena:
         return made
 
     def offset_of(self, memory: ByteArray) -> int:
-        """Where it begins in the arena."""
-        address: int = memory.__array_interface__["data"][0]
-        return address - self._first
-
-    def holds(self, memory: ByteArray) -> bool:
-        """Is it memory of this arena?"""
-        return 0 <= self.offset_of(memory) < self.nbytes
+        """Where it begins in the arena; -1: elsewhere."""
+        offset: int = memory.__array_interface__["data"][0] - self._first
+        return offset if 0 <= offset < self.nbytes else -1
 
     def _extent(self, start: int, size: int) -> ByteArray:
         extent: _Extent = np.ndarray.__new__(_Extent, (size,), np.uint8, buffer=self._map, offset=start)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.pieces import Allocate, IntArray, Piece, Positions
-from transfer_queue.storage.selection import distinct, heap
+from transfer_queue.storage.selection import as_run, distinct, heap
 from transfer_queue.storage.simple.changes import Changes
 from transfer_queue.storage.simple.field_blocks import FieldBlocks
 from transfer_queue.storage.simple.messages import FieldParts
 from transfer_queue.storage.simple.slots import Slots
 
-Located: TypeAlias = list[tuple[str, Piece, IntArray, IntArray]]
+Located: TypeAlias = list[tuple[str, Piece, Positions, Positions]]
+"""(field, block, positions in the batch, their rows in the block)."""
 
 
 class BlockStore:
@@ -99,32 +100,49 @@ class BlockStore:
         """
         if not len(indexes):
             return []
-        found = self._found(indexes, fields)
-        return [(name, at, piece) for name, field, slots in found for at, piece in field.pick(slots)]
+        parts: FieldParts = []
+        for name, field, slots, whole in self._found(indexes, fields):
+            if whole is None:
+                parts += [(name, at, piece) for at, piece in field.pick(slots)]
+            else:
+                piece, rows = whole
+                parts.append((name, slice(0, len(slots)), piece.slice(rows.start, rows.stop)))
+        return parts
 
     def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
-        """(field, block, positions in ``indexes``, their rows in the block): where ``read`` would take them from.
+        """Where ``read`` would take them from; slices where one block without dead rows holds all of a field.
 
         Raises:
             StorageKeyNotFoundError: as ``read`` does.
         """
-        found = self._found(indexes, fields)
-        return [(name, *block) for name, field, slots in found for block in field.located(slots)]
+        located: Located = []
+        for name, field, slots, whole in self._found(indexes, fields):
+            if whole is None:
+                located += [(name, *block) for block in field.located(slots)]
+            else:
+                piece, rows = whole
+                located.append((name, piece, slice(0, len(slots)), rows))
+        return located
 
-    def _found(self, indexes: IntArray, fields: Sequence[str]) -> list[tuple[str, FieldBlocks, IntArray]]:
+    def _found(
+        self, indexes: IntArray, fields: Sequence[str]
+    ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[Piece, slice] | None]]:
+        """(name, field, slots, where one block without dead rows holds all of them in order: its piece and rows)."""
         slots = self._slots.find(indexes)
-        found = []
+        run = as_run(slots)
+        known = run if isinstance(run, slice) and run.start >= 0 and len(slots) else None
         for name in fields:
             field = self._fields.get(name)
-            missing = indexes if field is None else indexes[field.missing(slots)]
-            if len(missing):
-                raise StorageKeyNotFoundError(
-                    f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} samples "
-                    f"asked for lack it here): it was cleared, or never put. Fetch metadata anew."
-                )
+            whole = None if field is None or known is None else field.whole(known)
+            if whole is None:
+                missing = indexes if field is None else indexes[field.missing(slots)]
+                if len(missing):
+                    raise StorageKeyNotFoundError(
+                        f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
+                        f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
+                    )
             if field is not None:
-                found.append((name, field, slots))
-        return found
+                yield name, field, slots, whole
 
     def holds_any(self, indexes: IntArray, fields: Iterable[str]) -> bool:
         """Is there a value of any of these fields for any of these indexes?"""

@@ -19,7 +19,7 @@ _MERGE_BLOCKS = 32
 class _Block:
     """Rows as they were received. Never changed: answers on their way out share its memory."""
 
-    __slots__ = ("family", "live", "live_nbytes", "number", "piece", "slots")
+    __slots__ = ("family", "first", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots")
 
     def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32]) -> None:
         self.number = number
@@ -27,8 +27,13 @@ class _Block:
         """Small blocks of one family are merged; None: it isn't small."""
         self.piece = piece
         self.slots = slots
+        run = as_run(slots)
+        self.first = run.start if isinstance(run, slice) else None
+        """The slot of row 0, where the others' follow it in order."""
         self.live = piece.rows
         self.live_nbytes = piece.nbytes
+        self.row_nbytes = piece.nbytes / piece.rows
+        """On average."""
 
     @property
     def mostly_dead(self) -> bool:
@@ -79,8 +84,7 @@ class FieldBlocks:
     def mean_nbytes_beside(self, slots: Sequence[int]) -> float:
         """Bytes of a value, on average over the blocks that hold those of these slots; 0 without any."""
         numbers = {self._block_of.item(slot) for slot in slots if slot >= 0} - {-1}
-        pieces = [self._blocks[number].piece for number in numbers]
-        return sum(piece.nbytes / piece.rows for piece in pieces) / max(len(pieces), 1)
+        return sum(self._blocks[number].row_nbytes for number in numbers) / max(len(numbers), 1)
 
     def added_by(self, slots: IntArray, write: int) -> NDArray[np.bool_]:
         """True where the slot holds a value that came with this write, and held none before."""
@@ -109,6 +113,14 @@ class FieldBlocks:
         if block.family is not None:
             self._merge_small(block.family)
         return fresh
+
+    def whole(self, run: slice) -> tuple[Piece, slice] | None:
+        """The one piece whose rows, none of them dead, are the values of these slots in order, and which ones."""
+        block = self._blocks.get(self._block_of.item(run.start))
+        if block is None or block.first is None or block.live < block.piece.rows:
+            return None
+        rows = slice(run.start - block.first, run.stop - block.first)
+        return (block.piece, rows) if rows.stop <= block.piece.rows else None
 
     def pick(self, slots: IntArray) -> list[tuple[Positions, Piece]]:
         """The values of these slots; all must hold one."""

@@ -211,17 +211,12 @@ class StorageUnit:
             if sum(piece.nbytes for _, _, piece in parts) <= most:
                 answer, frames, _ = answer_in_frames(parts, self._store.changes.count)
                 return Outgoing(envelope, encode(answer), frames)
-        if request.small or pin is None:
+        if request.small or pin is None or self._arena is None:
             return _answer(envelope, NotSmall())
-        answer, frames, pinned = answer_in_place(self._store.locate(indexes, fields), self._place)
+        answer, frames, pinned = answer_in_place(self._store.locate(indexes, fields), self._arena.offset_of)
         if pinned:
             self._holds.pin(pin.guest, pin.number, pinned)
         return Outgoing(envelope, encode(answer), frames)
-
-    def _place(self, memory: ByteArray) -> int:
-        """Where it lies in the arena, -1 if elsewhere."""
-        assert self._arena is not None
-        return self._arena.offset_of(memory) if self._arena.holds(memory) else -1
 
     def _lease(self, envelope: Envelope, request: Lease, now: float) -> list[Outgoing]:
         indexes, hold = unpack_indexes(request.indexes), request.hold
