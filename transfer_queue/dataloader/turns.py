@@ -13,6 +13,8 @@ _KEPT = (0, 0, 8, 16)
 """Windows until the other one is tried (again): a single window may have been a bad one, as the first often is."""
 _FIRST = 4
 """Batches until a reader is known to come for the next one soon."""
+_GLIMPSE, _WORSE = 6, 1.25
+"""A try is over after so few batches if they took so much longer than the other one's."""
 _BETTER = 0.95
 """The thread is preferred: what it does beside the reader may not have shown yet."""
 
@@ -49,15 +51,19 @@ class Turns:
             self._is_busy = self._stayed < _WINDOW
             return
         self._window.append(now - before)
-        if len(self._window) == _WINDOW:
+        if len(self._window) == _WINDOW or self._is_hopeless():
             self._decide()
 
     def taken(self, now: float) -> None:
         """He has it."""
         self._taken_at = now
 
+    def _is_hopeless(self) -> bool:
+        tried_now = not self._kept and len(self._window) == _GLIMPSE
+        return tried_now and _median(self._window) > _WORSE * self._medians[not self.is_readers]
+
     def _decide(self) -> None:
-        median = sorted(self._window)[_WINDOW // 2]
+        median = _median(self._window)
         self._window.clear()
         self._medians[self.is_readers] = median
         self._kept += 1
@@ -68,3 +74,7 @@ class Turns:
             self._tried = min(self._tried + 1, len(_KEPT) - 1)
         else:
             self._prefers_reader = self._medians[True] < _BETTER * self._medians[False]
+
+
+def _median(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 2]

@@ -33,11 +33,17 @@ class World:
 
 
 def test_a_stream_begins_with_its_thread_and_each_is_tried_soon():
-    by = World(0.0010, 0.0008).read(60)
+    by = World(0.0010, 0.0009).read(60)
     assert by[:4] == [False] * 4
     assert all(by[5:20])
     assert not any(by[22:36])
     assert all(by[40:])
+
+
+def test_a_try_that_goes_badly_is_soon_over():
+    by = World(0.0020, 0.0010).read(200)
+    assert by[:4] == [False] * 4
+    assert by[20:].count(False) <= 2 * 8
 
 
 @given(st.floats(1e-4, 0.9 * MOMENT_S), st.floats(1e-4, 0.9 * MOMENT_S))
