@@ -9,13 +9,14 @@ from typing import Any
 
 import psutil
 import torch
-from tensordict import TensorDict
 
 import transfer_queue as tq
 from benchmarks import cases
 from benchmarks.common import arguments, in_fresh_process, joined_client, memcpy, report, timed_ms
 
-SIZE, WIDTH = 32, 14336  # 32 samples of 56 KiB: 1.75 MiB
+SIZE = 32
+BATCH = cases.rl_batch(SIZE)  # five fields, 1.75 MiB
+FIELDS = list(BATCH.keys())
 EARLY, LATE = 20, 8  # batches from the start and from the end where memory is looked at
 # A worker that has read all ends and can't be looked at. Two workers are asked for four batches ahead, fewer than LATE.
 DEADLINE_S = 240.0
@@ -23,9 +24,8 @@ ARENA = "/memfd:transfer-queue-arena"
 
 
 def produce(client: tq.TransferQueueClient, partition: str, batches: int) -> None:
-    data = TensorDict({"x": torch.ones(SIZE, WIDTH)}, batch_size=[SIZE])
     for _ in range(batches):
-        client.put(data, partition_id=partition)
+        client.put(BATCH, partition_id=partition)
     if hasattr(client, "seal_partition"):
         client.seal_partition(partition)
 
@@ -50,7 +50,7 @@ def read(conf: Any, partition: str, workers: int, batches: int, clear: bool) -> 
     ``clear``: forget each batch behind itself. Where workers hand out the same samples twice that can't be done.
     """
     torch.set_num_threads(1)
-    dataset = tq.StreamingDataset(conf, SIZE, SIZE, ["x"], partition, "train", 0)
+    dataset = tq.StreamingDataset(conf, SIZE, SIZE, FIELDS, partition, "train", 0)
     loader = tq.StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context="fork" if workers else None)
     client, seen, unique = joined_client(conf), [], set[int]()
     started, aside, sizes = 0.0, 0.0, list[float]()
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches, all_workers = (32, (2,)) if args.quick else (args.batches, (0, 2))
     conf = tq.init()
     figures = {f"workers_{workers}": stream(conf, workers, batches) for workers in all_workers}
-    copy_ms = memcpy(SIZE * WIDTH * 4).torch_ms
+    copy_ms = memcpy(cases.nbytes(BATCH)).torch_ms
     for found in figures.values():
         found["batch_time_per_memcpy"] = SIZE / found["unique_samples_per_s"] * 1e3 / copy_ms
     report("streaming loader", batches=batches, batch_mib=1.75, memcpy_ms=copy_ms, **figures)

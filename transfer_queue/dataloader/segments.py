@@ -12,10 +12,11 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from transfer_queue.storage import recycling
@@ -49,6 +50,8 @@ class _Segment(mmap.mmap):
 
     number: int
     descriptor: int
+    first: int
+    """Its address."""
     lent: int
     is_known: bool
 
@@ -87,18 +90,19 @@ class Segments(Recycler):
             return None
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         with self._lock:
-            found = (each for each in self._watches.values() if each.first <= begin and end <= each.first + each.nbytes)
-            watch = next(found, None)
-        if watch is None:
+            # Only segments are watched here.
+            lent: Iterator[tuple[Any, int]] = ((watch.memory, watch.nbytes) for watch in self._watches.values())
+            found = (each for each, nbytes in lent if each.first <= begin and end <= each.first + nbytes)
+            segment: Any = next(found, None)
+        if segment is None:
             return None
-        segment: Any = watch.memory
         if segment.lent == _PLACES:
             return None
         place, segment.lent = segment.lent, segment.lent + 1
         known, segment.is_known = segment.is_known, True
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         descriptor = None if known else DupFd(segment.descriptor)
-        return Lent(os.getpid(), segment.number, place, begin - watch.first, dtype, shape, len(segment), descriptor)
+        return Lent(os.getpid(), segment.number, place, begin - segment.first, dtype, shape, len(segment), descriptor)
 
     def forgotten(self) -> list[int]:
         """Segments that will not be used again, each told once."""
@@ -107,7 +111,7 @@ class Segments(Recycler):
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
         if len(self._watches) + len(self._kept) >= self._most:
-            idle = next(filter(self._is_back, self._kept), None)
+            idle = next((ticket for ticket, segment in self._kept.items() if self._is_back(segment)), None)
             if idle is None:
                 return None
             self._drop(idle)
@@ -123,6 +127,7 @@ class Segments(Recycler):
             os.close(descriptor)
             return None
         segment.number, segment.descriptor = next(self._numbers), descriptor
+        segment.first = int(np.frombuffer(segment, np.uint8, 1).__array_interface__["data"][0])
         segment.lent, segment.is_known = 0, False
         weakref.finalize(segment, os.close, descriptor)
         return segment
@@ -140,15 +145,20 @@ class Segments(Recycler):
     def _is_back(self, memory: Any) -> bool:
         return bool(memory.is_back)
 
+    def _idle_nbytes(self) -> int:
+        kept: Any = self._kept.values()
+        return sum(segment.room for segment in kept if segment.is_back)
+
     def _collect(self) -> None:
         super()._collect()
-        for segment in [each for each in self._kept if each.is_spent]:
-            self._drop(segment)
+        kept: Any = self._kept.items()
+        for ticket in [ticket for ticket, segment in kept if segment.is_spent]:
+            self._drop(ticket)
 
-    def _drop(self, memory: Any) -> None:
-        super()._drop(memory)
-        if memory.is_known:
-            self._forgotten.append(memory.number)
+    def _drop(self, ticket: int) -> None:
+        segment: Any = self._remove(ticket)
+        if segment.is_known:
+            self._forgotten.append(segment.number)
 
 
 class _Receipt(Watch):

@@ -14,7 +14,7 @@ _KEPT = (0, 0, 8, 16)
 _FIRST = 4
 """Batches until a reader is known to come for the next one soon."""
 _GLIMPSE, _WORSE = 6, 1.25
-"""A try is over after so few batches if they took so much longer than the other one's."""
+"""A try is over after so few batches if they took so much longer than the other one's, and the next one is far away."""
 _BETTER = 0.95
 """The thread is preferred: what it does beside the reader may not have shown yet."""
 
@@ -51,7 +51,10 @@ class Turns:
             self._is_busy = self._stayed < _WINDOW
             return
         self._window.append(now - before)
-        if len(self._window) == _WINDOW or self._is_hopeless():
+        if self._is_hopeless():
+            self._tried = len(_KEPT) - 1
+            self._decide()
+        elif len(self._window) == _WINDOW:
             self._decide()
 
     def taken(self, now: float) -> None:

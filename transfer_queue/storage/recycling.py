@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,8 +17,8 @@ import numpy as np
 
 from transfer_queue.storage.pieces import ByteArray
 
-POOLED_NBYTES = 1024 * 1024
-"""Smaller buffers are the allocator's business: it recycles them itself."""
+POOLED_NBYTES = 128 * 1024
+"""Smaller buffers are the allocator's business: it recycles them itself, and may give larger ones to the system."""
 KEPT_NBYTES = 256 * 1024 * 1024
 """Most that a process keeps without using it."""
 _LOOSE = 1.25  # a buffer is given for a request that is at most this much smaller
@@ -27,12 +29,11 @@ class _Buffer(np.ndarray[Any, Any]):
 
 
 class Watch(weakref.ref[_Buffer]):
-    """Of a buffer over a mapping that begins at ``first``."""
+    """Of a buffer: the first bytes of ``memory``."""
 
-    __slots__ = ("first", "memory", "nbytes")
+    __slots__ = ("memory", "nbytes")
 
     memory: mmap.mmap
-    first: int
     nbytes: int
 
 
@@ -48,14 +49,17 @@ class Recycler:
         self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
         self._dropped: deque[Watch] = deque()  # filled where garbage is collected
-        self._kept: list[mmap.mmap] = []  # oldest first
+        self._tickets = itertools.count(1)
+        self._kept: dict[int, mmap.mmap] = {}  # by ticket: oldest first
+        self._by_size: list[tuple[int, int]] = []  # (size, -ticket), ascending: of one size the last dropped first
+        self._held = 0
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes that wait for a new use."""
         with self._lock:
             self._collect()
-            return sum(self._size(memory) for memory in self._kept if self._is_back(memory))
+            return self._idle_nbytes()
 
     def empty(self, nbytes: int) -> ByteArray:
         """Memory of this size, contents undefined, the caller's own."""
@@ -95,30 +99,52 @@ class Recycler:
         """Does nobody else use it?"""
         return True
 
-    def _drop(self, memory: mmap.mmap) -> None:
+    def _idle_nbytes(self) -> int:
+        """Of all that is kept and back."""
+        return self._held
+
+    def _drop(self, ticket: int) -> None:
         """Don't use it again."""
-        self._kept = [kept for kept in self._kept if kept is not memory]
+        self._remove(ticket)
+
+    # ---- what is the same for all ----
+
+    def _remove(self, ticket: int) -> mmap.mmap:
+        memory = self._kept.pop(ticket)
+        size = self._size(memory)
+        del self._by_size[bisect_left(self._by_size, (size, -ticket))]
+        self._held -= size
+        return memory
 
     def _take(self, nbytes: int) -> mmap.mmap | None:
         most = _LOOSE * nbytes + mmap.PAGESIZE
-        fitting = [memory for memory in self._kept if nbytes <= self._size(memory) <= most and self._is_back(memory)]
-        if not fitting:
-            return None
-        best = min(fitting, key=self._size)
-        self._kept = [memory for memory in self._kept if memory is not best]
-        return best
+        for at in range(bisect_left(self._by_size, (nbytes,)), len(self._by_size)):
+            size, ticket = self._by_size[at]
+            if size > most:
+                return None
+            if self._is_back(self._kept[-ticket]):
+                return self._remove(-ticket)
+        return None
 
     def _collect(self) -> None:
         while self._dropped:
             watch = self._dropped.popleft()
             del self._watches[id(watch)]
-            self._kept.append(watch.memory)
-        idle = [memory for memory in self._kept if self._is_back(memory)]
-        held = sum(map(self._size, idle))
-        while held > self._limit:
-            oldest = idle.pop(0)
-            held -= self._size(oldest)
-            self._drop(oldest)
+            ticket, size = next(self._tickets), self._size(watch.memory)
+            self._kept[ticket] = watch.memory
+            insort(self._by_size, (size, -ticket))
+            self._held += size
+        if self._held > self._limit:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        over = self._idle_nbytes() - self._limit
+        for ticket, memory in list(self._kept.items()):
+            if over <= 0:
+                return
+            if self._is_back(memory):
+                over -= self._size(memory)
+                self._drop(ticket)
 
     def after_fork(self) -> None:
         """In the child: another thread of the parent may have held the lock."""
@@ -131,12 +157,15 @@ def watched(memory: mmap.mmap, nbytes: int, kind: type[W], gone: Callable[[Any],
     watch = kind(buffer, gone)
     watch.memory, watch.nbytes = memory, nbytes
     plain: ByteArray = buffer.view(np.ndarray)
-    watch.first = int(plain.__array_interface__["data"][0])
     return watch, plain
 
 
-def _mapping(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _mapping(nbytes: int) -> mmap.mmap | None:
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # too many of them: the allocator has other ways
+        return None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

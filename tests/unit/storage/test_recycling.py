@@ -80,6 +80,15 @@ def test_of_several_buffers_that_fit_the_smallest_is_used(recycler):
     assert address(recycler.empty(2 * MIB)) == wanted
 
 
+def test_of_several_buffers_of_one_size_the_one_dropped_last_is_used(recycler):
+    """Its bytes may still be in the caches."""
+    kept = [recycler.empty(2 * MIB) for _ in range(3)]
+    wanted = address(kept[1])
+    for position in (0, 2, 1):
+        kept[position] = None
+    assert address(recycler.empty(2 * MIB)) == wanted
+
+
 def test_no_more_is_kept_than_the_bound_and_the_oldest_goes_first(recycler):
     buffers = [recycler.empty(3 * MIB) for _ in range(4)]
     last = address(buffers[-1])
@@ -92,6 +101,21 @@ def test_no_more_is_kept_than_the_bound_and_the_oldest_goes_first(recycler):
 def test_buffers_larger_than_the_bound_are_not_kept(recycler):
     recycler.empty(9 * MIB)
     assert recycler.kept_nbytes == 0
+
+
+def test_memory_that_the_system_does_not_map_is_the_allocators_to_refuse(recycler):
+    with pytest.raises(MemoryError):
+        recycler.empty(1 << 60)
+
+
+def test_a_thousand_buffers_dropped_in_any_order_are_found_by_size_or_given_up(recycler):
+    sizes = np.random.default_rng(0).integers(POOLED_NBYTES, 2 * MIB, 1000).tolist()
+    buffers = [recycler.empty(size) for size in sizes]
+    while buffers:
+        buffers.pop(len(buffers) * 7 // 11)
+        assert recycler.kept_nbytes <= 8 * MIB
+    for size in sizes:
+        assert recycler.empty(size).nbytes == size
 
 
 def test_a_forked_child_and_its_parent_each_go_on_with_memory_of_their_own(recycler):
