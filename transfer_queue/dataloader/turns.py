@@ -8,7 +8,8 @@ import math
 MOMENT_S = 3e-3
 """A reader who is away for longer, and soon again, has something to do that a thread can fetch beside."""
 _WINDOW = 16
-"""Batches that one is judged by: by the median, so that a process that had to wait for a core decides nothing."""
+"""Batches that one is judged by: by the mean without the extremes, so that a process that had to wait for a core decides
+nothing."""
 _KEPT = (0, 0, 8, 16)
 """Windows until the other one is tried (again): a single window may have been a bad one, as the first often is."""
 _FIRST = 4
@@ -26,11 +27,12 @@ class Turns:
         self._prefers_reader = True
         self._is_busy = True  # the reader: with other things, again and again
         self._stayed = _WINDOW - _FIRST  # batches since he was away
-        self._medians = {False: math.inf, True: math.inf}  # seconds from batch to batch, by ``is_readers``
+        self._times = {False: math.inf, True: math.inf}  # seconds from batch to batch, by ``is_readers``
         self._window: list[float] = []
         self._kept = self._tried = 0
-        self._asked_at: float | None = None
-        self._taken_at = 0.0
+        self._asked_at = -math.inf
+        self._taken_at = math.inf
+        self._looked = False  # at the first batch: that takes long, whoever he is
 
     @property
     def is_readers(self) -> bool:
@@ -40,7 +42,8 @@ class Turns:
     def asked(self, now: float) -> None:
         """The reader asks for a batch."""
         before, self._asked_at = self._asked_at, now
-        if before is None:
+        if not self._looked:
+            self._looked = math.isfinite(self._taken_at)
             return
         if now - self._taken_at > MOMENT_S:
             self._window.clear()
@@ -63,21 +66,24 @@ class Turns:
 
     def _is_hopeless(self) -> bool:
         tried_now = not self._kept and len(self._window) == _GLIMPSE
-        return tried_now and _median(self._window) > _WORSE * self._medians[not self.is_readers]
+        return tried_now and _usual(self._window) > _WORSE * self._times[not self.is_readers]
 
     def _decide(self) -> None:
-        median = _median(self._window)
+        time = _usual(self._window)
         self._window.clear()
-        self._medians[self.is_readers] = median
+        self._times[self.is_readers] = time
         self._kept += 1
-        if median > MOMENT_S:  # large batches, or few: what two threads cost each other doesn't matter
+        if time > MOMENT_S:  # large batches, or few: what two threads cost each other doesn't matter
             self._prefers_reader = False
         elif self._kept > _KEPT[self._tried]:
             self._prefers_reader, self._kept = not self._prefers_reader, 0
             self._tried = min(self._tried + 1, len(_KEPT) - 1)
         else:
-            self._prefers_reader = self._medians[True] < _BETTER * self._medians[False]
+            self._prefers_reader = self._times[True] < _BETTER * self._times[False]
 
 
-def _median(seconds: list[float]) -> float:
-    return sorted(seconds)[len(seconds) // 2]
+def _usual(seconds: list[float]) -> float:
+    """Of the middle half: a thread may hand over two batches at once, all the time."""
+    quarter = len(seconds) // 4
+    middle = sorted(seconds)[quarter : len(seconds) - quarter]
+    return sum(middle) / len(middle)

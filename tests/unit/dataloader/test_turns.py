@@ -40,6 +40,18 @@ def test_a_stream_begins_with_its_thread_and_each_is_tried_soon():
     assert all(by[40:])
 
 
+@pytest.mark.parametrize(("pair", "is_better"), [((0.0001, 0.0016), False), ((0.0001, 0.0010), True)])
+def test_batches_that_come_in_pairs_are_judged_by_both(pair, is_better):
+    """The thread may hand over two at once, again and again."""
+    turns, now, by = Turns(), 100.0, []
+    for number in range(400):
+        turns.asked(now)
+        by.append(not turns.is_readers)
+        now += 0.0007 if turns.is_readers else pair[number % 2]
+        turns.taken(now)
+    assert by[100:].count(is_better) > 0.9 * len(by[100:])
+
+
 def test_a_try_that_goes_badly_is_soon_over():
     by = World(0.0020, 0.0010).read(200)
     assert by[:4] == [False] * 4
@@ -65,6 +77,14 @@ def test_where_a_batch_takes_long_the_thread_fetches(by_thread, by_reader):
 @given(st.floats(1.01 * MOMENT_S, 100.0))
 def test_a_busy_reader_is_left_alone(busy):
     assert not any(World(busy + 1e-4, busy + 1e-4, busy).read(200))
+
+
+def test_a_first_look_that_takes_long_says_nothing_of_the_reader():
+    world = World(0.0010, 0.0005)
+    world.busy = 0.1
+    world.read(1)
+    world.busy = 0.0
+    assert all(world.read(20)[5:])
 
 
 def test_a_reader_who_becomes_busy_is_relieved_when_he_is_away_again():
