@@ -8,8 +8,7 @@ import math
 MOMENT_S = 3e-3
 """A reader who is away for longer, and soon again, has something to do that a thread can fetch beside."""
 _WINDOW = 16
-"""Batches that one is judged by: by the mean without the extremes, so that a process that had to wait for a core decides
-nothing."""
+"""Batches that one is judged by, without the extremes: a process that had to wait for a core decides nothing."""
 _KEPT = (0, 0, 8, 16)
 """Windows until the other one is tried (again): a single window may have been a bad one, as the first often is."""
 _FIRST = 4
