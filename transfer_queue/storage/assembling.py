@@ -18,44 +18,68 @@ from tensordict import TensorDict
 
 from transfer_queue.storage.pieces import IntArray
 
+_MOST_EVEN = 4096
+"""Rows of one length, up to so many, that offsets are kept for."""
+
+
+class _Offsets(NamedTuple):
+    """Where each row of a jagged tensor begins and ends, with what torch keeps of that."""
+
+    array: IntArray
+    tensor: torch.Tensor
+    rows: Any
+    """The size that stands for the rows' lengths: tensors with the same one can be computed with together."""
+    shortest: int
+    longest: int
+
 
 class Jagged:
     """Makes the jagged tensors of one batch. Those whose rows have the same lengths share their offsets: so torch knows
     that they fit together (``log_probs * mask``), and what it keeps of lengths is made once."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[IntArray, torch.Tensor]] = []
-        self._even: dict[tuple[int, int], torch.Tensor] = {}
+        self._known: list[_Offsets] = []
 
-    def __call__(self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
+    def __call__(
+        self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None
+    ) -> torch.Tensor:
         """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view.
 
         ``lengths``: of the shortest and of the longest row, where that is known.
         """
-        if lengths is not None:
-            shortest, longest = lengths
-        elif len(offsets) == 2:
-            shortest = longest = int(offsets[1] - offsets[0])
-        else:
-            sizes = np.diff(offsets)
-            shortest, longest = int(sizes.min()), int(sizes.max())
-        # Without the longest length to_padded_tensor() would pad to the sum of all.
-        return _make_jagged()(values, self._shared(offsets), shortest, longest)
+        found = next((known for known in self._known if np.array_equal(known.array, offsets)), None)
+        if found is None:
+            shortest, longest = lengths or _extremes(offsets)
+            even = shortest == longest and len(offsets) <= _MOST_EVEN
+            found = _even(len(offsets) - 1, shortest) if even else _offsets(offsets, shortest, longest)
+            self._known.append(found)
+        return _make_jagged()(values, found)
 
     def even(self, values: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """The same for ``count`` rows of one length."""
-        offsets = self._even.get((count, length))
-        if offsets is None:
-            offsets = self._even[count, length] = self._shared(np.arange(count + 1) * length)
-        return _make_jagged()(values, offsets, length, length)
+        if count < _MOST_EVEN:
+            return _make_jagged()(values, _even(count, length))
+        return self(values, np.arange(count + 1) * length, (length, length))
 
-    def _shared(self, offsets: IntArray) -> torch.Tensor:
-        for known, tensor in self._made:
-            if np.array_equal(known, offsets):
-                return tensor
-        tensor = torch.from_numpy(offsets)
-        self._made.append((offsets, tensor))
-        return tensor
+
+def _extremes(offsets: IntArray) -> tuple[int, int]:
+    if len(offsets) == 2:
+        return (int(offsets[1] - offsets[0]),) * 2
+    sizes = np.diff(offsets)
+    return int(sizes.min()), int(sizes.max())
+
+
+def _offsets(array: IntArray, shortest: int, longest: int) -> _Offsets:
+    tensor = torch.from_numpy(array)
+    rows = _parts_of_jagged().rows_of(tensor) if _make_jagged() is _short_jagged else None
+    return _Offsets(array, tensor, rows, shortest, longest)
+
+
+@functools.lru_cache(256)
+def _even(count: int, length: int) -> _Offsets:
+    """Batch after batch has the same."""
+    with torch.inference_mode(False):  # what a validation reads first is for training, too
+        return _offsets(np.arange(count + 1) * length, length, length)
 
 
 def is_simple_jagged(tensor: Any) -> bool:
@@ -99,24 +123,35 @@ def _make_batch() -> Callable[[dict[str, Any], int], TensorDict]:
     return _short_batch if same else _public_batch
 
 
-def _public_jagged(values: torch.Tensor, offsets: torch.Tensor, shortest: int, longest: int) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=shortest, max_seqlen=longest)
+def _public_jagged(values: torch.Tensor, offsets: _Offsets) -> torch.Tensor:
+    # Without the longest length to_padded_tensor() would pad to the sum of all.
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets.tensor, min_seqlen=offsets.shortest, max_seqlen=offsets.longest
+    )
 
 
-def _short_jagged(values: torch.Tensor, offsets: torch.Tensor, shortest: int, longest: int) -> torch.Tensor:
+def _short_jagged(values: torch.Tensor, offsets: _Offsets) -> torch.Tensor:
     """What ``NestedTensor(values, offsets)`` makes of them, without its dispatch: a fifth of a small get."""
-    parts = _parts_of_jagged()
-    rows, strides = parts.rows_of(offsets), values.stride()
-    shape = (len(offsets) - 1, rows, *values.shape[1:])
+    parts, rows, strides = _parts_of_jagged(), offsets.rows, values.stride()
+    shape = (len(offsets.array) - 1, rows, *values.shape[1:])
     strides = (rows if strides[0] == 1 else rows * strides[0], *strides)
     made: Any = torch.Tensor._make_wrapper_subclass(
         parts.kind, shape, strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
         "sizes", False, True, parts.keys, storage_size=values.untyped_storage().size(),
     )  # fmt: skip
-    made._size, made._strides, made._ragged_idx = shape, strides, 1
-    made._values, made._offsets, made._lengths = values, offsets, None
-    made._metadata_cache = {"min_seqlen": _length("min", shortest), "max_seqlen": _length("max", longest)}
-    made._dynamo_propagated_dynamic_indices = {1}
+    vars(made).update(
+        _size=shape,
+        _strides=strides,
+        _ragged_idx=1,
+        _values=values,
+        _offsets=offsets.tensor,
+        _lengths=None,
+        _metadata_cache={
+            "min_seqlen": _length("min", offsets.shortest),
+            "max_seqlen": _length("max", offsets.longest),
+        },
+        _dynamo_propagated_dynamic_indices={1},
+    )
     values._dynamo_propagated_dynamic_indices = {0}  # type: ignore[attr-defined]
     jagged_tensor: torch.Tensor = made
     return jagged_tensor
@@ -148,7 +183,7 @@ def _length(which: str, length: int) -> torch.Tensor:
 
 
 @functools.cache
-def _make_jagged() -> Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]:
+def _make_jagged() -> Callable[[torch.Tensor, _Offsets], torch.Tensor]:
     # torch 2.13 logs a line for its own developers when the function is first called; readers can't do anything either.
     logger = logging.getLogger("torch.fx._symbolic_trace")
     level = logger.level
@@ -165,8 +200,11 @@ def _make_jagged() -> Callable[[torch.Tensor, torch.Tensor, int, int], torch.Ten
 
 def _short_is_public() -> bool:
     """Does the short way make what the public way makes?"""
-    known: Any = _public_jagged(torch.arange(6).view(3, 2), torch.tensor([0, 1, 3]), 1, 2)
-    made: Any = _short_jagged(torch.arange(6).view(3, 2), torch.tensor([0, 1, 3]), 1, 2)
+    edges = np.array([0, 1, 3])
+    first, second = (torch.from_numpy(edges.copy()) for _ in range(2))
+    known: Any = _public_jagged(torch.arange(6).view(3, 2), _Offsets(edges, first, None, 1, 2))
+    rows = _parts_of_jagged().rows_of(second)
+    made: Any = _short_jagged(torch.arange(6).view(3, 2), _Offsets(edges, second, rows, 1, 2))
     lengths = [vars(tensor._metadata_cache["max_seqlen"]) for tensor in (made, known)]
     return (
         type(made) is type(known)

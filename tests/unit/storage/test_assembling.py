@@ -48,14 +48,17 @@ def test_this_torch_and_this_tensordict_allow_the_short_ways():
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
 def test_what_is_read_first_in_another_mode_is_as_good_for_training(mode):
-    for kept in (assembling._make_jagged, assembling._length):
+    for kept in (assembling._make_jagged, assembling._length, assembling._even):
         kept.cache_clear()
     values, edges = parts([0, 1, 3])
     with mode():
         jagged(values, edges)
+        Jagged().even(values, 1, 3)
     test_this_torch_and_this_tensordict_allow_the_short_ways()
     lengths = jagged(*parts([0, 1, 3]))._metadata_cache["max_seqlen"]
     assert (lengths.is_inference(), lengths.device.type) == (False, "cpu")
+    offsets = Jagged().even(values, 1, 3).offsets()
+    assert (offsets.is_inference(), offsets.device.type) == (False, "cpu")
 
 
 @pytest.mark.parametrize("offsets", OFFSETS)
@@ -173,6 +176,11 @@ def test_tensors_of_one_batch_whose_rows_have_the_same_lengths_can_be_computed_t
     even = make.even(torch.arange(4.0), 2, 2)
     assert rows(even * make(torch.ones(4), np.array([0, 2, 4]))) == [[0.0, 1.0], [2.0, 3.0]]
     assert rows(even + make.even(torch.ones(4), 2, 2)) == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_batches_with_rows_of_one_length_can_be_computed_together():
+    first, second = (Jagged().even(torch.arange(4.0), 2, 2) for _ in range(2))
+    assert rows(first * second) == [[0.0, 1.0], [4.0, 9.0]]
 
 
 def test_tensors_of_one_batch_whose_rows_differ_in_length_are_not_taken_for_alike():
