@@ -40,9 +40,7 @@ class Jagged:
     def __init__(self) -> None:
         self._known: list[_Offsets] = []
 
-    def __call__(
-        self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None
-    ) -> torch.Tensor:
+    def __call__(self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
         """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view.
 
         ``lengths``: of the shortest and of the longest row, where that is known.
