@@ -39,25 +39,28 @@ class Jagged:
 
     def __init__(self) -> None:
         self._known: list[_Offsets] = []
+        self._even: dict[tuple[int, int], _Offsets] = {}
 
     def __call__(self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
         """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view.
 
         ``lengths``: of the shortest and of the longest row, where that is known.
         """
-        found = next((known for known in self._known if np.array_equal(known.array, offsets)), None)
-        if found is None:
-            shortest, longest = lengths or _extremes(offsets)
-            even = shortest == longest and len(offsets) <= _MOST_EVEN
-            found = _even(len(offsets) - 1, shortest) if even else _offsets(offsets, shortest, longest)
-            self._known.append(found)
-        return _make_jagged()(values, found)
+        shortest, longest = lengths or _extremes(offsets)
+        if shortest == longest and not offsets[0]:
+            return self.even(values, len(offsets) - 1, longest)
+        known = next((known for known in self._known if np.array_equal(known.array, offsets)), None)
+        if known is None:
+            known = _offsets(offsets, shortest, longest)
+            self._known.append(known)
+        return _make_jagged()(values, known)
 
     def even(self, values: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """The same for ``count`` rows of one length."""
-        if count < _MOST_EVEN:
-            return _make_jagged()(values, _even(count, length))
-        return self(values, np.arange(count + 1) * length, (length, length))
+        known = self._even.get((count, length))
+        if known is None:  # kept here, too: two threads may ask for the first ones of a length at the same time
+            known = self._even[count, length] = (_kept_even if count < _MOST_EVEN else _even)(count, length)
+        return _make_jagged()(values, known)
 
 
 def _extremes(offsets: IntArray) -> tuple[int, int]:
@@ -73,11 +76,12 @@ def _offsets(array: IntArray, shortest: int, longest: int) -> _Offsets:
     return _Offsets(array, tensor, rows, shortest, longest)
 
 
-@functools.lru_cache(256)
 def _even(count: int, length: int) -> _Offsets:
-    """Batch after batch has the same."""
     with torch.inference_mode(False):  # what a validation reads first is for training, too
         return _offsets(np.arange(count + 1) * length, length, length)
+
+
+_kept_even = functools.lru_cache(256)(_even)  # batch after batch has the same
 
 
 def is_simple_jagged(tensor: Any) -> bool:

@@ -48,7 +48,7 @@ def test_this_torch_and_this_tensordict_allow_the_short_ways():
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
 def test_what_is_read_first_in_another_mode_is_as_good_for_training(mode):
-    for kept in (assembling._make_jagged, assembling._length, assembling._even):
+    for kept in (assembling._make_jagged, assembling._length, assembling._kept_even):
         kept.cache_clear()
     values, edges = parts([0, 1, 3])
     with mode():
@@ -176,6 +176,18 @@ def test_tensors_of_one_batch_whose_rows_have_the_same_lengths_can_be_computed_t
     even = make.even(torch.arange(4.0), 2, 2)
     assert rows(even * make(torch.ones(4), np.array([0, 2, 4]))) == [[0.0, 1.0], [2.0, 3.0]]
     assert rows(even + make.even(torch.ones(4), 2, 2)) == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_rows_of_one_length_that_begin_elsewhere_are_these_rows():
+    make = Jagged()
+    make.even(torch.ones(4), 2, 2)
+    assert rows(make(torch.arange(5.0), np.array([1, 3, 5]))) == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_great_many_rows_of_one_length_can_be_computed_together_too():
+    make, count = Jagged(), 2 * assembling._MOST_EVEN
+    even, other = make.even(torch.ones(count), count, 1), make(torch.ones(count), np.arange(count + 1))
+    assert (even + other).values().sum() == 2 * count
 
 
 def test_batches_with_rows_of_one_length_can_be_computed_together():
