@@ -181,7 +181,7 @@ def test_tensors_of_one_batch_whose_rows_have_the_same_lengths_can_be_computed_t
 def test_rows_of_one_length_that_begin_elsewhere_are_these_rows():
     make = Jagged()
     make.even(torch.ones(4), 2, 2)
-    assert rows(make(torch.arange(5.0), np.array([1, 3, 5]))) == [[1.0, 2.0], [3.0, 4.0]]
+    assert make(torch.arange(5.0), np.array([1, 3, 5])).offsets().tolist() == [1, 3, 5]
 
 
 def test_a_great_many_rows_of_one_length_can_be_computed_together_too():
