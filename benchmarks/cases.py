@@ -72,6 +72,12 @@ def touch(data: TensorDict) -> int:
     return total
 
 
+def total(data: TensorDict) -> float:
+    """The sum of every value of every tensor."""
+    tensors = (value for value in data.values() if isinstance(value, torch.Tensor))
+    return sum(float(part.sum()) for tensor in tensors for part in _flat(tensor))
+
+
 def check(put: TensorDict, got: TensorDict) -> None:
     """Some rows of what was got are what was put, byte for byte."""
     rows = torch.linspace(0, len(put) - 1, CHECKED_ROWS).long().tolist()

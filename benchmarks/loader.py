@@ -44,12 +44,16 @@ def _own_bytes(process: psutil.Process) -> int:
     return sum(part.rss for part in process.memory_maps() if not part.path.startswith(ARENA))
 
 
-def read(conf: Any, partition: str, workers: int, batches: int, clear: bool) -> dict[str, Any]:
+def read(conf: Any, partition: str, workers: int, batches: int, clear: bool, add_up: bool) -> dict[str, Any]:
     """Reads until every sample came once, touches all; the time starts with the first batch.
 
-    ``clear``: forget each batch behind itself. Where workers hand out the same samples twice that can't be done.
+    Args:
+        clear: Forget each batch behind itself. Where workers hand out the same samples twice that can't be done.
+        add_up: Every value, with all of torch's threads; else a byte of every page is looked at, with one.
     """
-    torch.set_num_threads(1)
+    look = cases.total if add_up else cases.touch
+    if not add_up:
+        torch.set_num_threads(1)
     dataset = tq.StreamingDataset(conf, SIZE, SIZE, FIELDS, partition, "train", 0)
     loader = tq.StreamingDataLoader(dataset, num_workers=workers, multiprocessing_context="fork" if workers else None)
     client, seen, unique = joined_client(conf), [], set[int]()
@@ -58,7 +62,7 @@ def read(conf: Any, partition: str, workers: int, batches: int, clear: bool) -> 
     gives_up = time.monotonic() + DEADLINE_S / 2
     for data, meta in loader:
         started = started or time.perf_counter()
-        cases.touch(data)
+        look(data)
         seen += meta.global_indexes
         unique.update(meta.global_indexes)
         if clear:
@@ -79,11 +83,13 @@ def read(conf: Any, partition: str, workers: int, batches: int, clear: bool) -> 
     }
 
 
-def stream(conf: Any, workers: int, batches: int, clear: bool = True) -> dict[str, Any]:
+def stream(conf: Any, workers: int, batches: int, clear: bool = True, add_up: bool = False) -> dict[str, Any]:
     """This process fills a partition, then a fresh one reads it: who fed it is no part of its memory."""
     partition, client = f"loader-{workers}", tq.get_client()
     produce(client, partition, batches)
-    found: dict[str, Any] = in_fresh_process(read, conf, partition, workers, batches, clear, deadline_s=DEADLINE_S)
+    found: dict[str, Any] = in_fresh_process(
+        read, conf, partition, workers, batches, clear, add_up, deadline_s=DEADLINE_S
+    )
     client.clear_partition(partition)
     return found
 
@@ -91,10 +97,11 @@ def stream(conf: Any, workers: int, batches: int, clear: bool = True) -> dict[st
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--sum", action="store_true", help="add up every value, with all of torch's threads")
     args = parser.parse_args(argv)
     batches, all_workers = (32, (2,)) if args.quick else (args.batches, (0, 2))
     conf = tq.init()
-    figures = {f"workers_{workers}": stream(conf, workers, batches) for workers in all_workers}
+    figures = {f"workers_{workers}": stream(conf, workers, batches, add_up=args.sum) for workers in all_workers}
     copy_ms = memcpy(cases.nbytes(BATCH)).torch_ms
     for found in figures.values():
         found["batch_time_per_memcpy"] = SIZE / found["unique_samples_per_s"] * 1e3 / copy_ms

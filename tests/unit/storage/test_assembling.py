@@ -214,3 +214,11 @@ def test_a_compiled_step_takes_batches_of_any_lengths():
         doubled, sums = step(ids, mask)
         assert rows(doubled) == [[2 * value + 1 for value in row] for row in rows(ids)]
         assert sums.tolist() == [sum(row) for row in rows(mask)]
+
+
+def test_a_compiled_step_computes_with_columns_that_fit_together():
+    step = torch.compile(lambda ids, mask: ids * mask * 2 + 1, backend="aot_eager", fullgraph=True)
+    for offsets in ([0, 3, 6], [0, 3, 6], [0, 5, 10, 15], [0, 1, 4], [0, 3, 4, 9]):
+        make, count = Jagged(), offsets[-1]
+        ids, mask = (make(values, np.array(offsets)) for values in (torch.arange(float(count)), torch.ones(count)))
+        assert step(ids, mask).values().tolist() == [2 * value + 1 for value in range(count)]
