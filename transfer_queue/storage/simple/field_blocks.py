@@ -21,13 +21,13 @@ class _Block:
 
     __slots__ = ("family", "first", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots")
 
-    def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32]) -> None:
+    def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32], run: Positions) -> None:
+        """``run``: of the slots, see ``as_run``."""
         self.number = number
         self.family = piece.layout.family if piece.nbytes < _SMALL_NBYTES else None
         """Small blocks of one family are merged; None: it isn't small."""
         self.piece = piece
         self.slots = slots
-        run = as_run(slots)
         self.first = run.start if isinstance(run, slice) else None
         """The slot of row 0, where the others' follow it in order."""
         self.live = piece.rows
@@ -105,7 +105,7 @@ class FieldBlocks:
             self.drop(distinct(slots[held]))
         else:
             fresh = slots if isinstance(run, slice) else distinct(slots)
-        block = self._insert(slots, piece)
+        block = self._insert(slots, run, piece)
         if not isinstance(run, slice):  # else no slot comes twice
             stale = np.flatnonzero(self._row_of[slots] != np.arange(piece.rows))
             if len(stale):
@@ -158,10 +158,9 @@ class FieldBlocks:
         elif block.mostly_dead:
             self._rewrite([block])
 
-    def _insert(self, slots: NDArray[np.integer], piece: Piece) -> _Block:
+    def _insert(self, slots: NDArray[np.integer], run: Positions, piece: Piece) -> _Block:
         number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
-        block = self._blocks[number] = _Block(number, piece, slots.astype(np.int32))
-        run = as_run(slots)
+        block = self._blocks[number] = _Block(number, piece, slots.astype(np.int32), run)
         self._block_of[run] = number
         self._row_of[run] = np.arange(piece.rows)
         self.held_nbytes += piece.nbytes
@@ -211,4 +210,5 @@ class FieldBlocks:
             return
         for block in blocks:
             self._remove(block)
-        self._insert(np.concatenate(slots), piece)
+        together = np.concatenate(slots)
+        self._insert(together, as_run(together), piece)
