@@ -108,8 +108,9 @@ def _poll(waiting: Mapping[int, Asked], wake: int, deadline: float) -> dict[int,
         elif line.watch is not None:
             poll.register(line.watch, select.POLLIN)
     # What may be cancelled runs behind a reader who has other things to do with the core, and with the interpreter.
-    soon = _here.spin.look(poll.poll, left) if cancel is None else []
-    return dict(soon or poll.poll(math.ceil(left * 1000)))
+    if cancel is not None:
+        return dict(poll.poll(math.ceil(left * 1000)))
+    return dict(_here.spin.wait(poll.poll, lambda: poll.poll(math.ceil(left * 1000)), left))
 
 
 def _check(

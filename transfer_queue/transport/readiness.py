@@ -45,7 +45,7 @@ class Readiness:
     def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
         """What to do for those that are ready, nothing after ``LONGEST_WAIT_S``; None waits without end."""
         left_s = math.inf if timeout_s is None else timeout_s
-        events = self._spin.look(self._poller.poll, left_s) or self._sleep(timeout_s)
+        events = self._spin.wait(self._poller.poll, lambda: self._sleep(timeout_s), left_s)
         found = [(descriptor, self._acts.get(descriptor), ready) for descriptor, ready in events]
         for descriptor, act, ready in found:
             # What was done for the one before it may have ended this one, and a newcomer may have its number.

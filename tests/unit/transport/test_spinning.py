@@ -17,17 +17,19 @@ LOOK_S = 4e-6
 
 
 class World:
-    """Time passes by looking, and by what another thread does while it has the core."""
+    """Time passes by looking, by sleeping, by what another thread does while it has the core, and by ticks."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.answer_at: float | None = None
-        self.other_thread_s = 0.0
+        self.other_thread_s = self.tick_s = 0.0
+        self.preempted = 0
         self.looks = 0
-        self.spin = Spin(LONGEST_S, lambda: self.now, self.pass_on)
+        self.spin = Spin(LONGEST_S, lambda: self.now, self.pass_on, lambda: self.preempted)
 
     def pass_on(self) -> None:
-        self.now += self.other_thread_s
+        self.now += self.other_thread_s + self.tick_s
+        self.preempted += self.other_thread_s > 0
 
     def poll(self, timeout: int) -> list[Any]:
         assert timeout == 0
@@ -39,6 +41,32 @@ class World:
         self.looks = 0
         self.answer_at = None if answer_after_s is None else self.now + answer_after_s
         return self.spin.look(self.poll)
+
+    def sleep(self, answer_after_s: float) -> None:
+        """A wait that sleeps if the spin rests."""
+        self.looks = 0
+        self.answer_at = self.now + answer_after_s
+        assert self.spin.wait(self.poll, self.slept, 10.0) == [("socket", 1)]
+
+    def slept(self) -> list[Any]:
+        assert self.answer_at is not None
+        self.now = max(self.now, self.answer_at)
+        return [("socket", 1)]
+
+    def doubts_most(self) -> World:
+        """So often in vain that the rest is as long as it gets, and has just begun."""
+        for _ in range(1000):
+            self.wait(None)
+        while self.looks == 0:
+            self.wait(None)
+        return self
+
+    def sleeps_until_it_looks(self, answer_after_s: float) -> int:
+        for number in range(1000):
+            self.sleep(answer_after_s)
+            if self.looks:
+                return number
+        raise AssertionError("it never looked again")
 
 
 @pytest.mark.parametrize("after_s", [0.0, 30e-6, 0.95 * LONGEST_S])
@@ -60,6 +88,26 @@ def test_a_core_that_another_thread_wants_is_left_to_it():
     world.other_thread_s = 60e-6
     assert world.wait(300e-6) == []
     assert world.looks == 1
+
+
+def test_a_tick_of_the_clock_is_no_other_thread():
+    world = World()
+    world.tick_s = 60e-6
+    assert world.wait(300e-6) == [("socket", 1)]
+
+
+def test_a_rest_ends_sooner_where_sleeping_shows_that_looking_would_pay():
+    assert World().doubts_most().sleeps_until_it_looks(50e-6) <= 16
+
+
+def test_a_rest_is_as_long_as_ever_where_what_is_slept_for_takes_long():
+    assert World().doubts_most().sleeps_until_it_looks(2 * LONGEST_S) == 63
+
+
+def test_a_rest_is_as_long_as_ever_where_another_thread_wanted_the_core():
+    world = World()
+    world.other_thread_s = 60e-6
+    assert world.doubts_most().sleeps_until_it_looks(50e-6) == 63
 
 
 @given(st.lists(st.booleans(), max_size=300).map(lambda outcomes: outcomes * 12))
@@ -91,7 +139,7 @@ def test_nobody_looks_where_the_core_cannot_be_passed_on():
 @pytest.mark.parametrize("left_s", [0.0, 0.5 * LONGEST_S])
 def test_a_wait_that_ends_sooner_than_a_look_is_not_made_longer(left_s):
     world = World()
-    assert (world.spin.look(world.poll, left_s), world.looks, world.now) == ([], 0, 0.0)
+    assert (world.spin.wait(world.poll, lambda: [], left_s), world.looks, world.now) == ([], 0, 0.0)
 
 
 def test_the_variable_says_how_long(monkeypatch):
