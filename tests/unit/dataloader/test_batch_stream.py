@@ -136,7 +136,7 @@ def test_batches_come_in_order_and_end_with_the_partition(ahead):
 
 def test_no_more_than_the_promised_number_is_fetched_ahead():
     source = Source(park_at=6)
-    stream = BatchStream(source, 0, 1, 3, never)
+    stream = BatchStream(source, 0, 1, 3, never, Decided(is_readers=False))
     batches = iter(stream)
     assert [next(batches)[0] for _ in range(3)] == [0, 1, 2]
     assert source.asked[-1] <= 5, "3 taken, 3 ahead"

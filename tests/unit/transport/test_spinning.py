@@ -139,7 +139,7 @@ def test_nobody_looks_where_the_core_cannot_be_passed_on():
 @pytest.mark.parametrize("left_s", [0.0, 0.5 * LONGEST_S])
 def test_a_wait_that_ends_sooner_than_a_look_is_not_made_longer(left_s):
     world = World()
-    assert (world.spin.wait(world.poll, lambda: [], left_s), world.looks, world.now) == ([], 0, 0.0)
+    assert (world.spin.wait(world.poll, list, left_s), world.looks, world.now) == ([], 0, 0.0)
 
 
 def test_the_variable_says_how_long(monkeypatch):
