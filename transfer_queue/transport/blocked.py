@@ -46,7 +46,7 @@ class AllSent(NamedTuple):
             if line.tells_once or line.unsent:
                 return False
             poll.register(line.descriptor, select.POLLIN)
-        return bool(_here.spin.look(poll.poll) or poll.poll(0))
+        return bool(poll.poll(0) or _here.spin.look(poll.poll))
 
 
 def wait_for_some(
