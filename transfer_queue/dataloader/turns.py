@@ -9,9 +9,10 @@ MOMENT_S = 3e-3
 """A reader who is away for longer, and soon again, has something to do that a thread can fetch beside."""
 _WINDOW = 16
 """Batches that one is judged by, without the extremes: a process that had to wait for a core decides nothing."""
-_KEPT = (16, 0, 16)
-"""Windows until the other one is tried (again): most streams end before a try would pay. A single window may have been
-a bad one, so the reader has another one right behind the thread's."""
+_KEPT = (0, 0, 16)
+"""Windows until the other one is tried (again): a single one may have been a bad one, so both have two soon."""
+_SHORT_S = 1.5e-3
+"""Batches that come faster leave a thread little to save: it is tried as late as ever, when most streams are over."""
 _FIRST = 1
 """Batches until a reader is known to come for the next one soon."""
 _GLIMPSE, _WORSE = 6, 1.25
@@ -75,7 +76,7 @@ class Turns:
         self._kept += 1
         if time > MOMENT_S:  # large batches, or few: what two threads cost each other doesn't matter
             self._prefers_reader = self._times[True] < _BETTER * time
-        elif self._kept > _KEPT[self._tried]:
+        elif self._kept > _KEPT[self._tried if self._tried or time > _SHORT_S else -1]:
             self._prefers_reader, self._kept = not self._prefers_reader, 0
             self._tried = min(self._tried + 1, len(_KEPT) - 1)
         else:

@@ -32,7 +32,15 @@ class World:
         return self.by[-batches:]
 
 
-def test_a_reader_who_comes_soon_fetches_and_the_thread_is_tried_later():
+def test_a_reader_who_comes_soon_fetches_and_the_thread_is_tried_soon():
+    by = World(0.0020, 0.0018).read(60)
+    assert by[:2] == [False] * 2
+    assert all(by[3:18])
+    assert not any(by[21:34])
+    assert all(by[40:])
+
+
+def test_where_there_is_little_to_save_the_thread_is_tried_later():
     by = World(0.0010, 0.0009).read(340)
     assert by[:2] == [False] * 2
     assert all(by[3:270])
