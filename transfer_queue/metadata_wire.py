@@ -51,10 +51,10 @@ def to_meta(batch: Batch, extra_info: Mapping[str, Any] | None = None) -> BatchM
     indexes = unpack_indexes(batch.indexes).tolist()
     count = len(indexes)
     padding = None if batch.padding is None else np.frombuffer(batch.padding, dtype=np.uint8).astype(bool).tolist()
-    return BatchMeta(
+    meta = BatchMeta(
         indexes,
         [batch.partition] * count,
-        {name: _to_entry(spec, count) for name, spec in batch.fields.items()} if count else {},
+        None,
         np.frombuffer(batch.status, dtype=np.int8),
         extra_info,
         [batch.tags.get(index, {}) for index in indexes] if batch.tags else None,
@@ -62,6 +62,9 @@ def to_meta(batch: Batch, extra_info: Mapping[str, Any] | None = None) -> BatchM
         token=batch.token,
         batch_index=batch.batch_index,
     )
+    if count:  # entries of its own, as it would make them
+        meta.field_schema = {name: _to_entry(spec, count) for name, spec in batch.fields.items()}
+    return meta
 
 
 def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:

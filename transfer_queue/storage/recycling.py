@@ -21,6 +21,8 @@ POOLED_NBYTES = 128 * 1024
 """Smaller buffers are the allocator's business: it recycles them itself, and may give larger ones to the system."""
 KEPT_NBYTES = 256 * 1024 * 1024
 """Most that a process keeps without using it."""
+_LARGE_NBYTES, _MOST_DROPPED = 4 * 1024 * 1024, 16
+"""Smaller buffers that were dropped are looked at together, so many at the latest."""
 _LOOSE = 1.25  # a buffer is given for a request that is at most this much smaller
 
 
@@ -78,6 +80,8 @@ class Recycler:
 
     def _gone(self, watch: Watch) -> None:
         self._dropped.append(watch)
+        if watch.nbytes < _LARGE_NBYTES and len(self._dropped) < _MOST_DROPPED:
+            return  # who asks for memory next collects first
         # Where garbage is collected nobody may wait: whoever has the lock collects soon, or the next one does.
         if self._lock.acquire(blocking=False):
             try:
