@@ -137,8 +137,11 @@ def _short_jagged(values: torch.Tensor, offsets: _Offsets) -> torch.Tensor:
     parts, rows, strides = _parts_of_jagged(), offsets.rows, values.stride()
     shape = (len(offsets.array) - 1, rows, *values.shape[1:])
     strides = (rows if strides[0] == 1 else rows * strides[0], *strides)
+    # With the policy "sizes" torch asks ``_size`` and ``_strides`` below for all it wants to know. What it keeps beside
+    # them is never read, and to keep a size that stands for many takes as long as all the rest.
+    plain = (shape[0], 0, *values.shape[1:]), (0, *strides[1:])
     made: Any = torch.Tensor._make_wrapper_subclass(
-        parts.kind, shape, strides, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
+        parts.kind, *plain, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
         "sizes", False, True, parts.keys, storage_size=values.untyped_storage().size(),
     )  # fmt: skip
     vars(made).update(
@@ -212,6 +215,8 @@ def _short_is_public() -> bool:
         type(made) is type(known)
         and made.layout == known.layout
         and made.stride()[1:] == known.stride()[1:]
+        and (made.dim(), made.numel(), made.shape[2:]) == (known.dim(), known.numel(), known.shape[2:])
+        and (made.is_contiguous(), made.storage_offset()) == (known.is_contiguous(), known.storage_offset())
         and made.requires_grad == known.requires_grad
         and torch._C._dispatch_keys(made) == torch._C._dispatch_keys(known)
         and vars(made).keys() == vars(known).keys()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch's own samples of operations on jagged tensors give the same, forwards and backwards, with tensors made the
+short way."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from transfer_queue.storage import assembling
+
+SAMPLES = 4
+CRASHES = {"split_with_sizes"}  # torch 2.13 itself does, with its own tensors, in the backward pass
+Outcome = tuple[list[torch.Tensor], list[torch.Tensor | None]] | str
+
+
+def short_twin(value: Any) -> Any:
+    """The same jagged tensor made the short way, over the same values and offsets."""
+    if not (isinstance(value, torch.Tensor) and value.is_nested):
+        return value
+    nested: Any = value
+    offsets = nested._offsets.numpy()
+    sizes = np.diff(offsets)
+    rows = assembling._parts_of_jagged().rows_of(nested._offsets)
+    known = assembling._Offsets(offsets, nested._offsets, rows, int(sizes.min()), int(sizes.max()))
+    made: Any = assembling._short_jagged(nested._values.detach(), known)
+    for name in set(made._metadata_cache) - set(nested._metadata_cache):
+        del made._metadata_cache[name]
+    return made.requires_grad_(value.requires_grad)
+
+
+def is_short(value: Any) -> bool:
+    """Does the short way make tensors like this one?"""
+    return not (isinstance(value, torch.Tensor) and value.is_nested) or assembling.is_simple_jagged(value)
+
+
+def outcome(operation: Callable[..., Any], arguments: tuple[Any, Any, Any]) -> Outcome:
+    """What comes out and its gradients, or what it raises."""
+    given, more, named = arguments
+    torch.manual_seed(0)
+    try:
+        out = [leaf for leaf in tree_leaves(operation(given, *more, **named)) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        sums = [(part.values() if part.is_nested else part).sum() for part in out if part.requires_grad]
+        grads = torch.autograd.grad(sum(sums), leaves, allow_unused=True) if leaves and sums else []
+    except Exception as error:
+        return type(error).__name__
+    return out, list(grads)
+
+
+def plain(tensor: torch.Tensor | None) -> list[Any]:
+    """To compare: the rows of a nested tensor."""
+    if tensor is None:
+        return [None]
+    rows = tensor.unbind() if tensor.is_nested else [tensor]
+    return [(row.dtype, row.shape, row.detach().nan_to_num()) for row in rows]
+
+
+def are_same(one: Outcome, other: Outcome) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    for some, others in zip(one, other, strict=True):
+        if [t is not None and t.is_nested for t in some] != [t is not None and t.is_nested for t in others]:
+            return False
+        pairs = zip(map(plain, some), map(plain, others), strict=True)
+        for mine, theirs in itertools.chain.from_iterable(zip(a, b, strict=True) for a, b in pairs):
+            if (mine is None) != (theirs is None):
+                return False
+            if mine is not None and not (mine[:2] == theirs[:2] and torch.equal(mine[2], theirs[2])):
+                return False
+    return True
+
+
+def samples() -> Iterator[tuple[Any, Any]]:
+    from torch.testing._internal.opinfo.definitions.nested import njt_op_db
+
+    for operation in njt_op_db:
+        if operation.name in CRASHES:
+            continue
+        try:
+            found = operation.sample_inputs("cpu", torch.float32, requires_grad=operation.supports_autograd)
+            usable = (sample for sample in found if all(map(is_short, tree_leaves((sample.input, sample.args)))))
+            yield from ((operation, sample) for sample in itertools.islice(usable, SAMPLES))
+        except Exception:  # torch has no samples of it for jagged tensors
+            continue
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_operation_gives_the_same():
+    assert assembling._make_jagged() is assembling._short_jagged
+    compared, different = Counter[bool](), []
+    for operation, sample in samples():
+        arguments = (sample.input, sample.args, sample.kwargs)
+        want, have = outcome(operation.op, arguments), outcome(operation.op, tree_map(short_twin, arguments))
+        compared[isinstance(want, str)] += 1
+        if not are_same(want, have):
+            different.append((operation.name, sample.name))
+    assert not different
+    assert compared[False] > 300, "most have an outcome to compare"
