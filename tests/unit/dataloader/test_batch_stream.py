@@ -159,7 +159,7 @@ def test_closing_wakes_a_fetch_that_waits_and_leaves_nothing():
     assert source.parked.wait(WAIT_S)
     batches.close()
     assert threads() == []
-    assert os.listdir("/proc/self/fd") == source.descriptors
+    assert set(os.listdir("/proc/self/fd")) <= set(source.descriptors), "what others left may be collected meanwhile"
     assert Batch.waiting == 0
 
 
