@@ -107,10 +107,12 @@ def _poll(waiting: Mapping[int, Asked], wake: int, deadline: float) -> dict[int,
             left = 0.0
         elif line.watch is not None:
             poll.register(line.watch, select.POLLIN)
+
+    def sleep() -> list[tuple[int, int]]:
+        return poll.poll(math.ceil(left * 1000))
+
     # What may be cancelled runs behind a reader who has other things to do with the core, and with the interpreter.
-    if cancel is not None:
-        return dict(poll.poll(math.ceil(left * 1000)))
-    return dict(_here.spin.wait(poll.poll, lambda: poll.poll(math.ceil(left * 1000)), left))
+    return dict(sleep() if cancel is not None else _here.spin.wait(poll.poll, sleep, left))
 
 
 def _check(
