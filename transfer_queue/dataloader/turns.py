@@ -11,6 +11,7 @@ _WINDOW = 16
 """Batches that one is judged by, without the extremes: a process that had to wait for a core decides nothing."""
 _KEPT = (0, 0, 16)
 """Windows until the other one is tried (again): a single one may have been a bad one, so both have two soon."""
+_LAST_TRY = len(_KEPT) - 1
 _SHORT_S = 1.5e-3
 """Batches that come faster leave a thread little to save: it is tried as late as ever, when most streams are over."""
 _FIRST = 1
@@ -56,7 +57,7 @@ class Turns:
             return
         self._window.append(now - before)
         if self._is_hopeless():
-            self._tried = len(_KEPT) - 1
+            self._tried = _LAST_TRY
             self._decide()
         elif len(self._window) == _WINDOW:
             self._decide()
@@ -76,9 +77,9 @@ class Turns:
         self._kept += 1
         if time > MOMENT_S:  # large batches, or few: what two threads cost each other doesn't matter
             self._prefers_reader = self._times[True] < _BETTER * time
-        elif self._kept > _KEPT[self._tried if self._tried or time > _SHORT_S else -1]:
+        elif self._kept > _KEPT[self._tried if self._tried or time > _SHORT_S else _LAST_TRY]:
             self._prefers_reader, self._kept = not self._prefers_reader, 0
-            self._tried = min(self._tried + 1, len(_KEPT) - 1)
+            self._tried = min(self._tried + 1, _LAST_TRY)
         else:
             self._prefers_reader = self._times[True] < _BETTER * self._times[False]
 
