@@ -24,6 +24,7 @@ from transfer_queue.storage.simple.hosting import host_unit
 from transfer_queue.storage.simple.link import UnitLink
 from transfer_queue.storage.simple.manager import SimpleStorageManager
 from transfer_queue.storage.simple.writing import Terms, UnitWrite
+from transfer_queue.storage.spans import AT_ONCE
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
@@ -136,7 +137,7 @@ def test_memory_stays_a_writers_own_while_it_writes_also_when_its_link_is_closed
         write = UnitWrite(link, np.arange(4), np.arange(4), source, Terms(1.0, 0))
         assert write.lease(1.0) is not None
         link.close()
-        write.message({}, np.copyto, 1.0)
+        write.message({}, AT_ONCE, 1.0)
         assert [unit.attached for unit in run_blocking(storage.manager.stats())] == [1]
         write.give_up()
         write.give_up()

@@ -22,7 +22,7 @@ from transfer_queue.storage.object_column import object_column
 from transfer_queue.storage.objects import decode_rows, encode_rows
 from transfer_queue.storage.pieces import OBJECTS, ByteArray, IntArray, Piece, Positions, running_sum
 from transfer_queue.storage.sources import BytesSource, RowsSource, Source, TensorSource, jagged_source
-from transfer_queue.storage.spans import Copy, copy_rows, copy_spans
+from transfer_queue.storage.spans import AT_ONCE, Copy, copy_rows, copy_spans
 from transfer_queue.storage.tensors import (
     are_alike,
     dtype_of,
@@ -178,7 +178,7 @@ class _Way(NamedTuple):
 
     layout: str
     jagged: Jagged
-    copy: Copy = np.copyto
+    copy: Copy = AT_ONCE
     lay: Lay | None = None
 
 
@@ -210,7 +210,7 @@ def _column(name: str, parts: Parts, count: int, allow_pickle: bool, way: _Way) 
 def _of_values(values: Sequence[Any], way: _Way) -> Any:
     column = column_of(values)
     if way.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _of_piece(rows_piece(values), way._replace(copy=np.copyto, lay=None))
+        return _of_piece(rows_piece(values), way._replace(copy=AT_ONCE, lay=None))
     return column
 
 
@@ -240,7 +240,7 @@ def _ragged(parts: Parts, count: int, way: _Way) -> Any:
     if out is None:
         out = recycling.empty(int(bounds[-1]))
         # torch packs rows that are irregular in other dims anew, so they must be here by then.
-        by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto
+        by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
         for positions, piece in ragged:
             copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
     return _shaped(out, dtype_of(first.dtype), shapes, bounds, way)
@@ -257,7 +257,7 @@ def _whole(parts: Parts, count: int, way: _Way) -> ByteArray | None:
         out = recycling.empty(piece.data.nbytes)
         # torch packs rows that are irregular in other dims anew, so they must be here by then.
         shapes = _shapes_of(piece)
-        (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else np.copyto)(out, piece.data)
+        (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, piece.data)
     return out
 
 

@@ -8,10 +8,14 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from transfer_queue.storage.pieces import ByteArray
+from transfer_queue.storage.spans import AT_ONCE
 
 _LATER_NBYTES = 64 * 1024
 _SHARED_NBYTES = 24 * 1024 * 1024
@@ -20,9 +24,12 @@ _MAPPED_NBYTES = 64 * 1024
 """So much is mapped around a page that is read first (``fault_around_bytes``)."""
 _MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
 
-_Job = tuple[ByteArray, ByteArray]
-_Chunks = deque[tuple[ByteArray, ByteArray, int]]
-"""(dst, src, the byte where the chunk begins in both)."""
+_Rows = NDArray[Any]
+_Picks = NDArray[np.int64] | None
+_Job = tuple[_Rows, _Rows, _Picks]
+"""(dst, src, which of its rows; None: all, in order)."""
+_Chunks = deque[tuple[_Rows, _Rows, _Picks, int, int]]
+"""(the job, where its chunk begins, how long it is)."""
 
 
 class Copies:
@@ -43,7 +50,15 @@ class Copies:
         if dst.nbytes < _LATER_NBYTES:
             dst[...] = src
             return
-        self._jobs.append((dst, src))
+        self._jobs.append((dst, src, None))
+        self._nbytes += dst.nbytes
+
+    def rows(self, dst: _Rows, src: _Rows, picks: NDArray[np.int64]) -> None:
+        """dst[i] = src[picks[i]] for every row, by the time of ``finish``."""
+        if dst.nbytes < _LATER_NBYTES:
+            AT_ONCE.rows(dst, src, picks)
+            return
+        self._jobs.append((dst, src, picks))
         self._nbytes += dst.nbytes
 
     @property
@@ -59,11 +74,14 @@ class Copies:
         self._jobs, self._nbytes = [], 0
         if helpers > 0:
             # What is read is mapped by the dozen anyway: warm copies of this size would pay for the look.
-            for dst, _ in jobs if self._into_mapped else ():
+            for dst, _, _ in jobs if self._into_mapped else ():
                 _map_pages(dst)
             _copy_together(jobs, helpers)
             return
-        for dst, src in jobs:
+        for dst, src, picks in jobs:
+            if picks is not None:
+                AT_ONCE.rows(dst, src, picks)
+                continue
             _map_pages(dst if self._into_mapped else src)
             dst[...] = src
 
@@ -79,7 +97,10 @@ def _map_pages(memory: ByteArray) -> None:
 
 def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
     # A tuple each, and no slices yet: making those of 64 MiB takes as long as copying 3.
-    chunks: _Chunks = deque((dst, src, start) for dst, src in jobs for start in range(0, dst.nbytes, _CHUNK_NBYTES))
+    chunks: _Chunks = deque()
+    for dst, src, picks in jobs:
+        step = _CHUNK_NBYTES if picks is None else max(1, _CHUNK_NBYTES * len(dst) // dst.nbytes)
+        chunks += [(dst, src, picks, start, step) for start in range(0, len(dst), step)]
     errors: list[BaseException] = []
     helpers = [_Helper(chunks, errors) for _ in range(num_helpers)]
     try:
@@ -139,8 +160,12 @@ class _Helper:
 def _drain(chunks: _Chunks) -> None:
     while True:
         try:
-            dst, src, start = chunks.popleft()
+            dst, src, picks, start, step = chunks.popleft()
         except IndexError:
             return
-        stop = start + _CHUNK_NBYTES
-        dst[start:stop] = src[start:stop]  # NumPy lets other threads run meanwhile
+        stop = start + step
+        # NumPy lets other threads run meanwhile.
+        if picks is None:
+            dst[start:stop] = src[start:stop]
+        else:
+            AT_ONCE.rows(dst[start:stop], src, picks[start:stop])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.storage.pieces import Allocate, ByteArray, IntArray, Layout, Piece, Positions, running_sum
-from transfer_queue.storage.spans import as_words, copy_spans
+from transfer_queue.storage.spans import copy_rows, copy_spans
 
 SLICE_NBYTES = 64 * 1024
 """Runs of rows at least this long travel as they lie; shorter ones are copied together: a frame costs more."""
@@ -78,14 +78,11 @@ def _gather_dense(parts: Sequence[tuple[Piece, Positions]], counts: Sequence[int
         return out
     at, row_nbytes = 0, parts[0][0].layout.row_nbytes
     for (piece, rows), count in zip(parts, counts, strict=True):
-        end = at + count * row_nbytes
         if isinstance(rows, slice):
-            out[at:end] = piece.data[rows.start * row_nbytes : rows.stop * row_nbytes]
+            copy_rows(out, slice(at, at + count), piece.slice(rows.start, rows.stop).data, None, row_nbytes)
         else:
-            target, source = as_words(out[at:end], piece.data, row_nbytes)
-            # mode="clip" writes straight into ``out``; the default would go through a buffer.
-            np.take(source, rows, axis=0, out=target, mode="clip")
-        at = end
+            copy_rows(out, slice(at, at + count), piece.data, rows, row_nbytes)
+        at += count
     return out
 
 

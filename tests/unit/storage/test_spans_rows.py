@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -10,12 +11,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.spans import copy_rows, runs
+from transfer_queue.storage.spans import AT_ONCE, copy_rows, runs
 
 BYTES = np.random.default_rng(0).integers(0, 256, 40 * 40_000 + 8, np.uint8)
 ROW_NBYTES = st.one_of(
     st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 24, 512, 4096, 16384, 40_000]), st.integers(1, 40_000)
 )
+
+
+class Later:
+    """A ``Copy`` that is made by ``finish``."""
+
+    def __init__(self) -> None:
+        self.nbytes: list[int] = []
+        self.jobs: list[Callable[[], None]] = []
+
+    def __call__(self, dst: np.ndarray, src: np.ndarray) -> None:
+        self.nbytes.append(dst.nbytes)
+        self.jobs.append(lambda: AT_ONCE(dst, src))
+
+    def rows(self, dst: np.ndarray, src: np.ndarray, picks: np.ndarray) -> None:
+        self.nbytes.append(dst.nbytes)
+        self.jobs.append(lambda: AT_ONCE.rows(dst, src, picks))
+
+    def finish(self) -> None:
+        for job in self.jobs:
+            job()
 
 
 def as_array(at: slice | np.ndarray) -> np.ndarray:
@@ -62,10 +83,9 @@ def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
         if data.draw(st.booleans()):
             at.sort()
     got = np.full(room * row_nbytes, 7, np.uint8)
-    jobs: list[tuple[np.ndarray, np.ndarray]] = []
-    copy_rows(got, at, src, picks, row_nbytes, lambda dst, part: jobs.append((dst, part)))
-    for dst, part in jobs:  # whoever copies may do it later
-        np.copyto(dst, part)
+    later = Later()
+    copy_rows(got, at, src, picks, row_nbytes, later)
+    later.finish()
     expected = np.full((room, row_nbytes), 7, np.uint8)
     expected[as_array(at)] = src.reshape(num_rows, row_nbytes)[slice(None) if picks is None else picks]
     assert np.array_equal(got, expected.reshape(-1))
@@ -76,8 +96,16 @@ def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
 
 @pytest.mark.parametrize("row_nbytes", [20_000, 40_000])
 def test_long_runs_are_handed_over_as_slices(row_nbytes):
-    jobs: list[int] = []
+    later = Later()
     src, dst = BYTES[: 10 * row_nbytes], np.zeros(10 * row_nbytes, np.uint8)
     picks = np.array([5, 6, 7, 8, 9, 0, 1, 2, 3, 4])
-    copy_rows(dst, slice(0, 10), src, picks, row_nbytes, lambda to, part: jobs.append(part.nbytes))
-    assert jobs == [5 * row_nbytes, 5 * row_nbytes]
+    copy_rows(dst, slice(0, 10), src, picks, row_nbytes, later)
+    assert later.nbytes == [5 * row_nbytes, 5 * row_nbytes]
+
+
+@pytest.mark.parametrize("row_nbytes", [8, 512, 20_000, 40_000])
+def test_single_rows_that_land_in_order_are_handed_over_at_once(row_nbytes):
+    later = Later()
+    src, dst = BYTES[: 10 * row_nbytes], np.zeros(10 * row_nbytes, np.uint8)
+    copy_rows(dst, slice(0, 10), src, np.array([5, 0, 7, 2, 9, 4, 1, 6, 3, 8]), row_nbytes, later)
+    assert later.nbytes == [10 * row_nbytes]
