@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from transfer_queue.storage.pieces import Piece, dense_layout
+from transfer_queue.storage.simple.field_blocks import STEP_NBYTES
 from transfer_queue.storage.simple.messages import (
     Drop,
     Dropped,
@@ -145,6 +146,25 @@ def test_dead_rows_are_given_up_before_a_write_has_to_wait(small):
     assert small.unit.stats().held_nbytes == 90 * KIB
     assert small.write(100, 40) == [("me", 3, Written())]
     assert small.unit.stats().held_nbytes == 100 * KIB
+
+
+def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_requests_between():
+    asker, kib = Asker(StorageUnit("u0")), 256
+    numbers = np.repeat(np.arange(64, dtype=np.uint8), kib * KIB)
+    asker.put(range(64), Piece(dense_layout("uint8", 1, (kib * KIB,)), 64, numbers))
+    unit, kept, turns = asker.unit, [1, 30, *range(40, 64)], 0
+    assert unit.next_deadline() is None
+    asker.drop(*(index for index in range(64) if index not in kept))
+    while (deadline := unit.next_deadline()) is not None:
+        assert deadline <= 0.0, "at once"
+        before = unit.stats().held_nbytes
+        assert list(unit.expire(0.0)) == []
+        assert unit.stats().held_nbytes - before <= STEP_NBYTES
+        ((_, _, rows),) = asker.raw(encode(Read(pack_indexes(np.array(kept)), ["a"])))
+        assert isinstance(rows, Rows)
+        turns += 1
+    assert turns >= len(kept) * kib * KIB / STEP_NBYTES
+    assert unit.stats().held_nbytes == unit.stats().live_nbytes == len(kept) * kib * KIB
 
 
 def test_parked_writes_of_a_client_that_is_gone_are_forgotten(small):

@@ -13,7 +13,7 @@ from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.pieces import Allocate, IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run, distinct, heap
 from transfer_queue.storage.simple.changes import Changes
-from transfer_queue.storage.simple.field_blocks import FieldBlocks
+from transfer_queue.storage.simple.field_blocks import STEP_NBYTES, FieldBlocks
 from transfer_queue.storage.simple.messages import FieldParts
 from transfer_queue.storage.simple.slots import Slots
 
@@ -22,15 +22,21 @@ Located: TypeAlias = list[tuple[str, Piece, Positions, Positions]]
 
 
 class BlockStore:
-    """Values lie as they came, one block per field and write. A block that is mostly dead is copied and freed."""
+    """Values lie as they came, one block per field and write. A block that is mostly dead is copied and freed: a small
+    one at once, a large one a step at a time, by ``move``."""
 
-    def __init__(self, allocate: Allocate = heap, changes: Changes | None = None) -> None:
+    def __init__(
+        self, allocate: Allocate = heap, changes: Changes | None = None, step_nbytes: int = STEP_NBYTES
+    ) -> None:
         """``allocate``: memory for the blocks that are made of others here.
 
         ``changes``: where values that are replaced or forgotten are counted.
+
+        ``step_nbytes``: how much is moved at once.
         """
         self.changes = Changes() if changes is None else changes
         self._allocate = allocate
+        self._step_nbytes = step_nbytes
         self._slots = Slots()
         self._fields: dict[str, FieldBlocks] = {}
 
@@ -87,7 +93,7 @@ class BlockStore:
                 covered[positions] = True
             self._slots.claim(indexes[covered])
         for name, _, _ in parts:
-            self._fields.setdefault(name, FieldBlocks(self._allocate))
+            self._fields.setdefault(name, FieldBlocks(self._allocate, self._step_nbytes))
         for field in self._fields.values():
             field.grow(self._slots.capacity)
         return self._slots.find(indexes)
@@ -193,6 +199,18 @@ class BlockStore:
         slots = distinct(self._slots.find(indexes))
         held = [self._fields[name] for name in set(fields) if name in self._fields]
         return sum(field.nbytes_of(slots[~field.missing(slots)]) for field in held)
+
+    @property
+    def is_moving(self) -> bool:
+        """Is there something for ``move`` to do?"""
+        return any(field.is_moving for field in self._fields.values())
+
+    def move(self) -> None:
+        """One step nearer to where no more than half of what is held is dead."""
+        for field in self._fields.values():
+            if field.is_moving:
+                field.move()
+                return
 
     def squeeze(self) -> None:
         """Copy live rows together until nothing dead is held."""

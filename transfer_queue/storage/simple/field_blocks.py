@@ -14,12 +14,14 @@ from transfer_queue.storage.selection import as_run, cut, distinct, gather, grou
 _SMALL_NBYTES = 64 * 1024
 _MERGE_BLOCKS = 32
 """This many small blocks become one: samples put one by one would else cost a block each, and a copy each to read."""
+STEP_NBYTES = 2 * 1024 * 1024
+"""So many bytes are moved at once: a millisecond or less, in which nobody is served."""
 
 
 class _Block:
     """Rows as they were received. Never changed: answers on their way out share its memory."""
 
-    __slots__ = ("family", "first", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots")
+    __slots__ = ("family", "first", "left", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots")
 
     def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32], run: Positions) -> None:
         """``run``: of the slots, see ``as_run``."""
@@ -34,6 +36,8 @@ class _Block:
         self.live_nbytes = piece.nbytes
         self.row_nbytes = piece.nbytes / piece.rows
         """On average."""
+        self.left = 0
+        """Rows before this one were moved elsewhere, or are dead."""
 
     @property
     def mostly_dead(self) -> bool:
@@ -43,9 +47,13 @@ class _Block:
 class FieldBlocks:
     """Slots given to a method other than ``add`` must not repeat, except in ``missing`` and ``pick``."""
 
-    def __init__(self, allocate: Allocate = heap) -> None:
-        """``allocate``: memory for the blocks that are made of others here."""
+    def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
+        """``allocate``: memory for the blocks that are made of others here.
+
+        ``step_nbytes``: how much of a block that is mostly dead is moved at once.
+        """
         self._allocate = allocate
+        self._step_nbytes = step_nbytes
         # -1: no value. Whatever else a block holds at a row that the table doesn't name is dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
@@ -53,6 +61,7 @@ class FieldBlocks:
         self._blocks: dict[int, _Block] = {}
         self._free_numbers: list[int] = []
         self._small: dict[Layout, dict[int, _Block]] = {}
+        self._moving: dict[int, _Block] = {}
         self.held_nbytes = 0
         self.live_nbytes = 0
         self.values = 0
@@ -60,6 +69,11 @@ class FieldBlocks:
     @property
     def num_blocks(self) -> int:
         return len(self._blocks)
+
+    @property
+    def is_moving(self) -> bool:
+        """Is there a block that is mostly dead and waits for ``move``?"""
+        return bool(self._moving)
 
     def grow(self, capacity: int) -> None:
         """Make room for slots below ``capacity``."""
@@ -147,16 +161,61 @@ class FieldBlocks:
         for block in [block for block in self._blocks.values() if block.live < block.piece.rows]:
             self._rewrite([block])
 
+    def move(self) -> None:
+        """Move the next few live rows of a block that is mostly dead into one of their own.
+
+        Readers of all other fields and blocks are served between two steps, and find each value in one place or the
+        other. Without memory for it the block stays as it is until more of its rows die.
+        """
+        block = next(iter(self._moving.values()))
+        start, stop = block.left, self._step_end(block.piece, block.left)
+        rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
+        block.left = stop
+        if not len(rows):
+            return
+        try:
+            piece = gather([(block.piece, as_run(rows))], self._allocate)
+        except MemoryError:
+            del self._moving[block.number]
+            return
+        slots = block.slots[rows]
+        self._forget(block, rows)
+        if not block.live:
+            self._remove(block)
+        self._insert(slots, as_run(slots), piece)
+
+    def _step_end(self, piece: Piece, start: int) -> int:
+        """One past the last row of those from ``start`` on that are a step."""
+        if piece.layout.kind == "dense":
+            rows = self._step_nbytes // max(piece.layout.row_nbytes, 1)
+        else:
+            end = piece.bounds[start] + self._step_nbytes
+            rows = int(np.searchsorted(piece.bounds, end, "right")) - 1 - start
+        return min(start + max(rows, 1), piece.rows)
+
     def _kill(self, block: _Block, rows: NDArray[np.integer]) -> None:
+        self._forget(block, rows)
+        if block.live == 0:
+            self._remove(block)
+        elif block.mostly_dead:
+            if block.live_nbytes <= self._step_nbytes:
+                self._rewrite([block])
+            elif block.number not in self._moving:
+                block.left = 0
+                self._moving[block.number] = block
+
+    def _forget(self, block: _Block, rows: NDArray[np.integer]) -> None:
         nbytes = block.piece.rows_nbytes(rows)
         block.live -= len(rows)
         block.live_nbytes -= nbytes
         self.live_nbytes -= nbytes
         self.values -= len(rows)
-        if block.live == 0:
-            self._remove(block)
-        elif block.mostly_dead:
-            self._rewrite([block])
+
+    def _lives(self, block: _Block, rows: slice) -> NDArray[np.bool_]:
+        """True for those of these rows that are their slots' values."""
+        slots, numbers = block.slots[rows], np.arange(rows.start, rows.stop)
+        lives: NDArray[np.bool_] = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
+        return lives
 
     def _insert(self, slots: NDArray[np.integer], run: Positions, piece: Piece) -> _Block:
         number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
@@ -172,6 +231,7 @@ class FieldBlocks:
 
     def _remove(self, block: _Block) -> None:
         del self._blocks[block.number]
+        self._moving.pop(block.number, None)
         self._free_numbers.append(block.number)
         self.held_nbytes -= block.piece.nbytes
         self.live_nbytes -= block.live_nbytes
@@ -195,15 +255,10 @@ class FieldBlocks:
         parts: list[tuple[Piece, Positions]] = []
         slots = []
         for block in blocks:
-            at, count = block.slots, block.piece.rows
-            if block.live == count:
-                parts.append((block.piece, slice(0, count)))
-                slots.append(at)
-            else:
-                mine = (self._block_of[at] == block.number) & (self._row_of[at] == np.arange(count))
-                rows = np.flatnonzero(mine)
-                parts.append((block.piece, rows))
-                slots.append(at[rows])
+            every = slice(0, block.piece.rows)
+            rows = every if block.live == every.stop else np.flatnonzero(self._lives(block, every))
+            parts.append((block.piece, rows))
+            slots.append(block.slots[rows])
         try:
             piece = gather(parts, self._allocate)
         except MemoryError:

@@ -104,9 +104,14 @@ class StorageUnit:
         trim = None if self._arena is None else self._arena.next_trim()
         if self._arena is not None and trim is not None and trim <= now:
             self._arena.trim(now)
-        return answers + (self._let_in() if answers or freed else [])
+        moving = self._store.is_moving
+        if moving:
+            self._store.move()
+        return answers + (self._let_in() if answers or freed or moving else [])
 
     def next_deadline(self) -> float | None:
+        if self._store.is_moving:
+            return -math.inf  # a step each turn, after whoever waits for an answer
         earliest = None if self._arena is None else self._arena.next_trim()
         for deadline in (self._parking.next_deadline(), self._holds.next_deadline()):
             if deadline is not None and (earliest is None or deadline < earliest):
