@@ -167,6 +167,42 @@ def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_req
     assert unit.stats().held_nbytes == unit.stats().live_nbytes == len(kept) * kib * KIB
 
 
+@pytest.fixture
+def filled() -> Asker:
+    """Full but for the dead rows of a large block: too few of them for it to be moved by itself."""
+    asker, nbytes = Asker(StorageUnit("u0", capacity_bytes=64 * 256 * KIB)), 256 * KIB
+    asker.put(range(64), Piece(dense_layout("uint8", 1, (nbytes,)), 64, np.zeros(64 * nbytes, np.uint8)))
+    asker.drop(*range(16))
+    assert asker.unit.next_deadline() is None
+    return asker
+
+
+def test_a_write_waits_while_dead_rows_of_a_large_block_are_given_up_in_turns(filled):
+    assert filled.write(100, 2048, wait_s=10.0) == []
+    turns, answers = 0, []
+    while not answers:
+        assert filled.unit.next_deadline() == -np.inf
+        ((_, _, dropped),) = filled.drop(1000)
+        assert isinstance(dropped, Dropped)
+        answers = told(filled.unit.expire(1.0))
+        turns += 1
+    assert answers == [("me", 3, Written())]
+    assert turns >= 48 * 256 * KIB / STEP_NBYTES
+    assert filled.unit.stats().held_nbytes == (48 * 256 + 2048) * KIB
+
+
+def test_a_write_that_may_not_wait_has_them_given_up_at_once(filled):
+    assert filled.write(100, 2048, wait_s=0.0) == [("me", 3, Written())]
+    assert filled.unit.stats().held_nbytes == (48 * 256 + 2048) * KIB
+
+
+def test_a_write_that_may_not_wait_any_longer_has_the_rest_given_up_at_once(filled):
+    assert filled.write(100, 2048, wait_s=10.0) == []
+    assert told(filled.unit.expire(1.0)) == []
+    assert told(filled.unit.expire(10.0)) == [("me", 3, Written())]
+    assert filled.unit.stats().held_nbytes == (48 * 256 + 2048) * KIB
+
+
 def test_parked_writes_of_a_client_that_is_gone_are_forgotten(small):
     small.write(1, 60)
     small.write(2, 60, client="dead")

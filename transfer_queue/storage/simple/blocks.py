@@ -212,8 +212,14 @@ class BlockStore:
                 field.move()
                 return
 
+    def pack(self) -> None:
+        """Begin to move all that lies in blocks with dead rows, as ``move`` goes on with; small ones are moved now."""
+        if self.held_nbytes > self.live_nbytes:
+            for field in self._fields.values():
+                field.pack()
+
     def squeeze(self) -> None:
-        """Copy live rows together until nothing dead is held."""
+        """Copy live rows together until nothing dead is held, at once."""
         if self.held_nbytes > self.live_nbytes:
             for field in self._fields.values():
                 field.squeeze()

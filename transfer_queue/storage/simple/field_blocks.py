@@ -21,7 +21,7 @@ STEP_NBYTES = 2 * 1024 * 1024
 class _Block:
     """Rows as they were received. Never changed: answers on their way out share its memory."""
 
-    __slots__ = ("family", "first", "left", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots")
+    __slots__ = ("family", "first", "left", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots", "stays")
 
     def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32], run: Positions) -> None:
         """``run``: of the slots, see ``as_run``."""
@@ -38,6 +38,8 @@ class _Block:
         """On average."""
         self.left = 0
         """Rows before this one were moved elsewhere, or are dead."""
+        self.stays = False
+        """There was no memory to move it, and none of its rows has died since."""
 
     @property
     def mostly_dead(self) -> bool:
@@ -72,7 +74,7 @@ class FieldBlocks:
 
     @property
     def is_moving(self) -> bool:
-        """Is there a block that is mostly dead and waits for ``move``?"""
+        """Is there a block whose live rows wait for ``move``?"""
         return bool(self._moving)
 
     def grow(self, capacity: int) -> None:
@@ -156,13 +158,28 @@ class FieldBlocks:
         for number, at in groups(numbers):
             self._kill(self._blocks[number], rows[at])
 
+    def pack(self) -> None:
+        """Give back what dead rows still hold: in small blocks now, in large ones as ``move`` gets to them."""
+        for block in self._with_dead_rows():
+            self._compact(block)
+
     def squeeze(self) -> None:
-        """Give back what dead rows still hold."""
-        for block in [block for block in self._blocks.values() if block.live < block.piece.rows]:
+        """The same, all of it now."""
+        for block in self._with_dead_rows():
             self._rewrite([block])
 
+    def _with_dead_rows(self) -> list[_Block]:
+        return [block for block in self._blocks.values() if block.live < block.piece.rows]
+
+    def _compact(self, block: _Block) -> None:
+        if block.live_nbytes <= self._step_nbytes:
+            self._rewrite([block])
+        elif block.number not in self._moving and not block.stays:
+            block.left = 0
+            self._moving[block.number] = block
+
     def move(self) -> None:
-        """Move the next few live rows of a block that is mostly dead into one of their own.
+        """Move the next few live rows of a block with dead ones into one of their own.
 
         Readers of all other fields and blocks are served between two steps, and find each value in one place or the
         other. Without memory for it the block stays as it is until more of its rows die.
@@ -177,6 +194,7 @@ class FieldBlocks:
             piece = gather([(block.piece, as_run(rows))], self._allocate)
         except MemoryError:
             del self._moving[block.number]
+            block.stays = True
             return
         slots = block.slots[rows]
         self._forget(block, rows)
@@ -197,12 +215,10 @@ class FieldBlocks:
         self._forget(block, rows)
         if block.live == 0:
             self._remove(block)
-        elif block.mostly_dead:
-            if block.live_nbytes <= self._step_nbytes:
-                self._rewrite([block])
-            elif block.number not in self._moving:
-                block.left = 0
-                self._moving[block.number] = block
+            return
+        block.stays = False
+        if block.mostly_dead:
+            self._compact(block)
 
     def _forget(self, block: _Block, rows: NDArray[np.integer]) -> None:
         nbytes = block.piece.rows_nbytes(rows)

@@ -90,6 +90,7 @@ class StorageUnit:
         self._parking = Parking()
         self._open_writes = OpenWrites()
         self._given_up = GivenUp()
+        self._now = -math.inf
 
     # ---- a transport handler ----
 
@@ -99,7 +100,8 @@ class StorageUnit:
 
     def expire(self, now: float) -> Iterable[Outgoing]:
         self._tick(now)
-        answers = [_failed(parked.envelope, self._full(parked, now)) for parked in self._parking.take_late(now)]
+        answers = self._let_in()  # what may not wait any longer, and fits once dead rows are given up at once
+        answers += [_failed(parked.envelope, self._full(parked, now)) for parked in self._parking.take_late(now)]
         freed = self._holds.expire(now)
         trim = None if self._arena is None else self._arena.next_trim()
         if self._arena is not None and trim is not None and trim <= now:
@@ -111,7 +113,7 @@ class StorageUnit:
 
     def next_deadline(self) -> float | None:
         if self._store.is_moving:
-            return -math.inf  # a step each turn, after whoever waits for an answer
+            return -math.inf  # a step each turn, beside whoever waits for an answer
         earliest = None if self._arena is None else self._arena.next_trim()
         for deadline in (self._parking.next_deadline(), self._holds.next_deadline()):
             if deadline is not None and (earliest is None or deadline < earliest):
@@ -120,6 +122,7 @@ class StorageUnit:
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
         """Its parked requests go with it: nobody would publish what they write."""
+        self._tick(now)
         self._parking.forget(lambda parked: parked.envelope.client == client)
         return self._let_in()
 
@@ -169,6 +172,7 @@ class StorageUnit:
         )
 
     def _tick(self, now: float) -> None:
+        self._now = now
         if self._arena is not None:
             self._arena.tick(now)
 
@@ -311,7 +315,11 @@ class StorageUnit:
         if self._capacity is None or self._taken_nbytes + parked.nbytes <= self._capacity:
             return True
         freed = self._store.replaced_nbytes(parked.indexes, parked.fields)
-        return self._store.live_nbytes + self._holds.leased_nbytes - freed + parked.nbytes <= self._capacity
+        if self._store.live_nbytes + self._holds.leased_nbytes - freed + parked.nbytes > self._capacity:
+            return False
+        if parked.deadline > self._now:  # else ``_squeeze`` does it at once, and nobody is served meanwhile
+            self._store.pack()
+        return not self._store.is_moving or parked.deadline <= self._now
 
     def _squeeze(self) -> None:
         """What was let in counting on dead rows, or on values that it replaced, needs their room now."""
