@@ -14,7 +14,7 @@ import numpy as np
 from transfer_queue.errors import ConfigError, InvalidRequestError
 from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, Parts, StorageManager, Update, Wish
 from transfer_queue.storage.pieces import IntArray, Piece
-from transfer_queue.storage.simple.link import News, UnitLink
+from transfer_queue.storage.simple.link import LinkStats, News, UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
     Drop,
@@ -188,14 +188,10 @@ class SimpleStorageManager(StorageManager):
         names = None if fields is None else sorted(set(fields))
         await self._forget(indexes, lambda packed, given_up: Drop(packed, names, given_up))
 
-    async def stats(self) -> list[UnitStats]:
-        """What every unit holds, in the order of the configuration."""
+    async def stats(self) -> list[LinkStats]:
+        """What every unit holds, in the order of the configuration, and which way this client's values go there."""
         answers = await self._ask([(unit, Stats()) for unit in range(len(self._links))])
-        return [expect(answer, UnitStats) for answer, _ in answers]
-
-    def paths(self) -> list[str]:
-        """How values of each unit reach this client: "arena" or "frames"."""
-        return ["frames" if link.arena is None else "arena" for link in self._links]
+        return [link.stats(expect(answer, UnitStats)) for link, (answer, _) in zip(self._links, answers, strict=True)]
 
     async def close(self) -> None:
         for link in self._links:
