@@ -61,6 +61,7 @@ class UnitLink:
         self._settled: set[int] = set()
         self._given_up: set[int] = set()
         self._lock = threading.Lock()
+        self._trying = threading.Lock()  # held for as long as a unit may take to answer
         # Where there is nothing to try, it is decided.
         self._tried = not shared or arena_path(peer.address) is None
         self._arena: MappedArena | None = None
@@ -72,11 +73,20 @@ class UnitLink:
     def arena(self) -> MappedArena | None:
         """Decided once, by trying."""
         if not self._tried:
+            self.decide()
+        return self._arena
+
+    def decide(self) -> None:
+        """Which way values go. May take seconds, where a unit takes this client in and doesn't answer."""
+        with self._trying:
+            if self._tried:
+                return
+            arena = map_arena(self.peer.address)
             with self._lock:
                 if not self._tried:
-                    self._arena = map_arena(self.peer.address)
-                    self._tried = True
-        return self._arena
+                    self._arena, arena, self._tried = arena, None, True
+        if arena is not None:  # the link was closed meanwhile
+            arena.close()
 
     @property
     def path(self) -> Path:
