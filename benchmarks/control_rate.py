@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ BATCH = 32
 PER_TASK = 25  # fetches until the next task takes over: 1000 samples are enough for 31
 BESIDE = 1000  # samples in the fetched partition and in each one beside it
 AT_ONCE = 50_000
+DRAWS = 100  # fetches by which a task draws half of the samples whose memory is measured
 
 
 def fill(client: tq.TransferQueueClient, partition: str, samples: int) -> None:
@@ -62,20 +63,36 @@ def fetch_beside_ms(client: tq.TransferQueueClient, partitions: int, repeats: in
     return found
 
 
-def memory(samples: int) -> dict[str, float]:
-    """What the controller of a queue holds for so many samples; no value is read."""
+def fill_named(partition: str, samples: int) -> None:
+    """So many ready samples of four bytes, each with a key and a tag."""
+    for start in range(0, samples, AT_ONCE):
+        numbers = range(start, min(samples, start + AT_ONCE))
+        keys, tags = [f"rollout-{number:07d}" for number in numbers], [{"score": number / 8} for number in numbers]
+        tq.kv_batch_put(keys, partition, TensorDict({"x": torch.zeros(len(keys))}, batch_size=[len(keys)]), tags)
+
+
+def memory(samples: int, named: int) -> dict[str, float]:
+    """What the controller of a queue holds for so many samples, also with names; no value is read.
+
+    The process' size tells, so samples must be so many that what it keeps for the next message is little beside them.
+    """
     conf = tq.init({"server_processes": "each"})  # so that its memory can be told from that of the values
     client, process = tq.get_client(), psutil.Process(conf.controller.zmq_info.pid)
-    fill(client, "counted", BESIDE)
-    before = process.memory_info().rss
+    fill(client, "counted", AT_ONCE)
+    sizes = [process.memory_info().rss]
     fill(client, "counted", samples)
-    stored = process.memory_info().rss
-    client.get_meta(["x"], BATCH, "counted", task_name="task")
-    fetched = process.memory_info().rss
+    sizes.append(process.memory_info().rss)
+    for _ in range(DRAWS):
+        client.get_meta(["x"], samples // DRAWS // 2, "counted", task_name="task")
+    sizes.append(process.memory_info().rss)
+    fill_named("named", named)
+    sizes.append(process.memory_info().rss)
     tq.close()
+    stored, drawn, with_names = (after - before for before, after in pairwise(sizes))
     return {
-        "controller_bytes_per_sample": (stored - before) / samples,
-        "controller_bytes_per_sample_and_task": (fetched - stored) / samples,
+        "controller_bytes_per_sample": stored / samples,
+        "controller_bytes_per_sample_and_task": drawn / samples,
+        "controller_bytes_per_sample_with_key_and_tag": with_names / named,
     }
 
 
@@ -97,10 +114,10 @@ def rates(client: tq.TransferQueueClient, samples: int, updates: int) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(__doc__).parse_args(argv)
-    sizes, beside, repeats, updates = (1000, 10**4, 10**5, 10**6), (200, 1000), 300, 300
+    sizes, beside, repeats, updates, measured = (1000, 10**4, 10**5, 10**6), (200, 1000), 300, 300, (10**6, 200_000)
     if args.quick:
-        sizes, beside, repeats, updates = (1000, 20_000), (3,), 30, 10
-    costs = memory(max(sizes))
+        sizes, beside, repeats, updates, measured = (1000, 20_000), (3,), 30, 10, (200_000, 100_000)
+    costs = memory(*measured)
     tq.init()
     client = tq.get_client()
     costs |= rates(client, max(sizes), updates)
@@ -109,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         among={samples: fetch_among_ms(client, samples, repeats) for samples in sizes},
         beside_partitions_of_1000={number: fetch_beside_ms(client, number, repeats) for number in beside},
         samples=max(sizes),
+        measured_samples=measured[0],
+        measured_samples_with_key_and_tag=measured[1],
         **costs,
     )
     tq.close()

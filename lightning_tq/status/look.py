@@ -34,7 +34,9 @@ async def take_look(client: TransferQueueClient) -> Look:
     units: list[Numbers] = []
     error = None
     try:
-        units = await asyncio.wait_for(client.async_get_storage_stats(), _UNITS_TIMEOUT_S)
+        told = await asyncio.wait_for(client.async_get_storage_stats(), _UNITS_TIMEOUT_S)
+        # Which way values go is each client's own, and this one moves none: "attached" counts those that map the arena.
+        units = [{name: number for name, number in unit.items() if name != "path"} for unit in told]
     except asyncio.TimeoutError:
         error = f"no answer from every unit within {_UNITS_TIMEOUT_S:g} s"
     except TransferQueueError as failure:  # what the controller knows is worth showing all the more

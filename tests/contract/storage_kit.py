@@ -66,13 +66,15 @@ def simple(num_units: int, capacity_bytes: int | None = None) -> Backend:
 
 
 @contextmanager
-def hosted(num_units: int, directory: Path, inline_nbytes: int, capacity_bytes: int | None = None) -> Iterator[Backend]:
-    """Units with arenas, each behind a server in a thread of its own."""
+def hosted(
+    num_units: int, directory: Path, inline_nbytes: int, capacity_bytes: int | None = None, shared: bool = True
+) -> Iterator[Backend]:
+    """Units with arenas (``shared`` False: without), each behind a server in a thread of its own."""
     with ExitStack() as stack:
         peers, servers = [], ExitStack()
         for n in range(num_units):
             server = SocketServer(f"ipc://{directory}/u{n}")
-            unit = host_unit(f"u{n}", capacity_bytes, True, server, inline_nbytes)
+            unit = host_unit(f"u{n}", capacity_bytes, shared, server, inline_nbytes)
             thread = threading.Thread(target=server.serve, args=(unit,))
             thread.start()
             servers.callback(thread.join, 10.0)

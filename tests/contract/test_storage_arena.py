@@ -49,11 +49,15 @@ def idle(stats: list) -> bool:
     return all((unit.leased_nbytes, unit.pins, unit.parked) == (0, 0, 0) for unit in stats)
 
 
+def paths(stats: list) -> set:
+    return {unit.path for unit in stats}
+
+
 def test_values_lie_in_the_arena_and_clients_find_them_there(storage):
     data = large(192)
     storage.put({"x": data}, range(192))
     stats = run_blocking(storage.manager.stats())
-    assert storage.manager.paths() == ["arena"] * len(stats)
+    assert paths(stats) == {"arena"}
     assert sum(unit.arena_nbytes for unit in stats) == data.nbytes
     assert [unit.attached for unit in stats] == [1] * len(stats)
     assert torch.equal(storage.column(range(192), "x", "dense"), data)
@@ -62,11 +66,38 @@ def test_values_lie_in_the_arena_and_clients_find_them_there(storage):
 def test_a_client_that_wants_no_arena_gets_and_puts_the_same_in_frames(storage):
     frames, data = storage.another(arena=False), large(192)
     storage.put({"x": data}, range(192))
-    assert frames.paths() == ["frames"] * len(storage.manager.paths())
     assert torch.equal(run_blocking(frames.get_rows(range(192), ["x"], "dense"))["x"], data)
     run_blocking(frames.put_data(TensorDict({"x": -data}, batch_size=[192]), meta(range(192), ["x"])))
     assert torch.equal(storage.column(range(192), "x", "dense"), -data)
-    assert [unit.attached for unit in run_blocking(frames.stats())] == [1] * len(frames.paths())
+    stats = run_blocking(frames.stats())
+    assert (paths(stats), {unit.attached for unit in stats}) == ({"frames"}, {1})
+
+
+def test_which_way_values_go_is_told_per_unit_and_decided_by_the_first_put_or_get_there(tmp_path):
+    with hosted(2, tmp_path, 0) as storage:
+        told = [[unit.path for unit in run_blocking(storage.manager.stats())]]
+        storage.put({"x": large(64)}, range(64))
+        told.append([unit.path for unit in run_blocking(storage.manager.stats())])
+        reader = storage.another()
+        run_blocking(reader.get_rows([3], ["x"]))
+        told.append([unit.path for unit in run_blocking(reader.stats())])
+    assert told == [["undecided", "undecided"], ["arena", "undecided"], ["arena", "undecided"]]
+
+
+def test_asking_for_numbers_maps_nothing(storage):
+    asking = storage.another()
+    assert {unit.attached for unit in [*run_blocking(asking.stats()), *run_blocking(asking.stats())]} == {0}
+
+
+def test_it_is_frames_before_the_first_put_where_there_is_nothing_to_try(storage):
+    assert paths(run_blocking(storage.another(arena=False).stats())) == {"frames"}
+
+
+def test_a_unit_that_lends_no_arena_is_found_out_by_trying(tmp_path):
+    with hosted(1, tmp_path, 0, shared=False) as storage:
+        before = paths(run_blocking(storage.manager.stats()))
+        storage.put({"x": large(64)}, range(64))
+        assert (before, paths(run_blocking(storage.manager.stats()))) == ({"undecided"}, {"frames"})
 
 
 def test_what_was_got_is_pinned_by_nobody_any_more(storage):

@@ -39,6 +39,10 @@ def units() -> list[Any]:
     return list(run_blocking(tq.get_client().storage_manager.stats()))
 
 
+def paths(client: tq.TransferQueueClient) -> list[str]:
+    return [unit["path"] for unit in client.get_storage_stats()]
+
+
 def summed(field: str) -> int:
     return sum(getattr(unit, field) for unit in units())
 
@@ -152,23 +156,23 @@ def work_with_little_address_space(partition: str, nbytes: int, line: Any) -> No
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, used + nbytes))
     meta = client.put(batch(7), partition_id=partition)
-    line.send((holds(client.get_data(meta), 7), client.storage_manager.paths(), meta.global_indexes))
+    line.send((holds(client.get_data(meta), 7), paths(client), meta.global_indexes))
 
 
 def test_a_process_without_room_for_the_mapping_puts_and_gets_in_frames(client, name, fork):
     here, there = multiprocessing.get_context("fork").Pipe()
     assert ended(fork(work_with_little_address_space, name, 256 << 20, there)) == 0
-    same, paths, indexes = here.recv()
+    same, ways, indexes = here.recv()
     assert same
-    assert paths == ["frames", "frames"]
+    assert ways == ["frames", "frames"]
     data = client.get_data(tq.BatchMeta(indexes, [name] * ROWS, {"x": {"dtype": torch.int32, "shape": (WIDTH,)}}))
     assert holds(data, 7)
-    assert client.storage_manager.paths() == ["arena", "arena"]
+    assert paths(client) == ["arena", "arena"]
 
 
 def read_in_a_fork(meta: Any, line: Any) -> None:
     client = tq.get_client()
-    line.send((holds(client.get_data(meta), 0), client.storage_manager.paths(), summed("attached")))
+    line.send((holds(client.get_data(meta), 0), paths(client), summed("attached")))
 
 
 def test_a_fork_maps_the_arena_for_itself_and_leaves_its_parents_alone(client, name, fork):
@@ -177,8 +181,8 @@ def test_a_fork_maps_the_arena_for_itself_and_leaves_its_parents_alone(client, n
     before = summed("attached")
     here, there = multiprocessing.get_context("fork").Pipe()
     assert ended(fork(read_in_a_fork, meta, there)) == 0
-    same, paths, attached = here.recv()
-    assert (same, paths, attached) == (True, ["arena", "arena"], before + 2)
+    same, ways, attached = here.recv()
+    assert (same, ways, attached) == (True, ["arena", "arena"], before + 2)
     assert until(lambda: summed("attached") == before), units()
     assert holds(client.get_data(meta), 0)
 
@@ -212,7 +216,7 @@ def test_where_the_configuration_says_so_nothing_is_mapped(queue, script):
         "assert torch.equal(client.get_data(meta)['x'].values().view(64, -1), data['x'])\n"
         "units = run_blocking(client.storage_manager.stats())\n"
         "assert {unit.attached for unit in units} == {unit.arena_nbytes for unit in units} == {0}, units\n"
-        "assert set(client.storage_manager.paths()) == {'frames'}\n"
+        "assert {unit['path'] for unit in client.get_storage_stats()} == {'frames'}\n"
         "assert 'transfer-queue-arena' not in Path('/proc/self/maps').read_text()\n"
         "tq.close()\n",
         queue.server_processes,

@@ -24,7 +24,7 @@ PROMISED = {
     "callbacks": {"write_back_ms", "publish_in_step_ms", "publish_in_thread_ms", "memcpy_ms"},
     "cluster_frames": {"settings", "torch_threads", "cases"},
     "copies": {"torch_threads", "by_mib", "first_touch_mib", "first_touch"},
-    "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "controller_bytes_per_sample"},
+    "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "measured_samples"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},
     "put_get_bandwidth": {"torch_threads", "cases"},
@@ -32,6 +32,14 @@ PROMISED = {
     "startup": {"import_s", "init_s", "import_to_first_put_s", "servers_pss_mib", "largest_server_rss_mib"},
     "stream_latency": {"puts", "batch_size", "workers_0"},
 }
+PLAUSIBLE = {
+    "control_rate": {
+        "controller_bytes_per_sample": (20, 200),
+        "controller_bytes_per_sample_and_task": (1, 50),
+        "controller_bytes_per_sample_with_key_and_tag": (100, 1000),
+    },
+}
+"""Between what a figure lies unless it measures something else, also of a quick run."""
 FACTS = {"peer": "0.1.11", "ours": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "cores": 2, "quick": False}
 ROUNDS = {
     PEER: {
@@ -80,7 +88,10 @@ def test_a_benchmark_prints_one_json_line_with_the_promised_figures(
 ) -> None:
     import_module(f"benchmarks.{name}").main(["--quick"])
     (line,) = capsys.readouterr().out.splitlines()
-    assert {"question", *PROMISED[name]} <= json.loads(line).keys()
+    figures = json.loads(line)
+    assert {"question", *PROMISED[name]} <= figures.keys()
+    for figure, (least, most) in PLAUSIBLE.get(name, {}).items():
+        assert least < figures[figure] < most, figure
 
 
 def test_every_benchmark_is_run_by_these_tests() -> None:

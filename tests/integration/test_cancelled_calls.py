@@ -40,7 +40,9 @@ async def cancelled_too_late(call: Coroutine[Any, Any, Any], other: tq.TransferQ
 
 
 async def connected(client: tq.TransferQueueClient) -> None:
-    await client.async_create_partition("elsewhere")  # the loop's own line is there, so that a call sends at once
+    """The loop's own line is there, and the units' memory is mapped: a call sends at once."""
+    await client.async_create_partition("elsewhere")
+    await client.async_fetch_batch(["x"], 1, "elsewhere", "t")
 
 
 def pins(client: tq.TransferQueueClient) -> int:

@@ -153,6 +153,7 @@ def test_json_is_the_queue_as_it_knows_itself(queue: TQDataModule) -> None:
     (waiting,) = told["waiting"]
     assert (waiting["task"], waiting["wanted"], waiting["lacking"]) == ("score", 4, {"reward": 10})
     assert [(unit["samples"], unit["capacity_bytes"]) for unit in told["units"]] == [(10, None)]
+    assert "path" not in told["units"][0], "this client moves no values: its own way would tell nothing"
 
 
 def _wait_for_rewards(client: tq.TransferQueueClient) -> None:

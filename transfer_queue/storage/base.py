@@ -159,7 +159,7 @@ class StorageManager(ABC):
         """
         return await self.get_data(metadata)
 
-    def wish(self, fields: Sequence[str], small: bool = False) -> Wish:
+    async def wish(self, fields: Sequence[str], small: bool = False) -> Wish:
         """See ``Wish``; ``close`` it.
 
         Args:

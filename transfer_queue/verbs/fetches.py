@@ -77,7 +77,7 @@ class Fetches(Line):
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         request = self._fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
         storage = None if self._storage is None else self.storage_manager
-        wish = Wish() if storage is None or not self._read_ahead.pays else storage.wish(fields, small=True)
+        wish = Wish() if storage is None or not self._read_ahead.pays else await storage.wish(fields, small=True)
         reply, frames = await self._fetched(request, wish, wait_s)
         if isinstance(reply, p.NotReady):
             if polling:
@@ -121,7 +121,7 @@ class Fetches(Line):
         """``async_fetch`` of a batch to ``take``. Where the storage is near the controller its values come along."""
         request = self._fetch(fields, batch_size, partition_id, task_name, sampling_config, wait_s, finite)
         await self.session.config()
-        wish = self.storage_manager.wish(fields)
+        wish = await self.storage_manager.wish(fields)
         reply, frames = await self._fetched(request, wish, wait_s)
         return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), wish, frames)
 

@@ -89,5 +89,11 @@ class Partitions(Puts):
         return dict((await self.session.ask(p.GetStats, p.Done)).value)
 
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
-        """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none."""
+        """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none.
+
+        ``path`` says which way this client's values go there: "arena" (memory that the unit and this process both
+        map; at most 64 KiB still travel in the message), "frames" (in messages: from another host, with
+        ``SimpleStorage.arena: false``, or where no mapping is to be had), or "undecided" until its first put or get
+        there, which decides it once, by trying.
+        """
         return [msgspec.structs.asdict(unit) for unit in await self.storage_manager.stats()]

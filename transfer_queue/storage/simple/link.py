@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's link to one storage unit: its address, its arena if that can be mapped, memory leased ahead."""
+"""A client's link to one storage unit: its address, which way values go, memory leased ahead."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from transfer_queue.storage.simple.holds import AHEAD_S
-from transfer_queue.storage.simple.mapped import MappedArena, map_arena
-from transfer_queue.storage.simple.messages import Hold
+from transfer_queue.storage.simple.mapped import MappedArena, arena_path, map_arena
+from transfer_queue.storage.simple.messages import Hold, UnitStats
 from transfer_queue.transport.base import Peer
 
 _STEADY_WRITES = 2
@@ -18,6 +20,18 @@ _LOOSE = 1.25  # writes that differ by less are alike, and the lease for the nex
 
 
 _REMEMBERED = 1024
+
+Path: TypeAlias = Literal["arena", "frames", "undecided"]
+
+
+class LinkStats(UnitStats, frozen=True):
+    """A unit's numbers, and what the client that asked for them knows.
+
+    ``path``: how that client's values go. "arena": through memory that both map, but for small ones; "frames": in
+    messages, as its configuration wants it or because trying failed; "undecided": it has put and got none there yet.
+    """
+
+    path: Path = "undecided"
 
 
 class News(NamedTuple):
@@ -47,8 +61,9 @@ class UnitLink:
         self._settled: set[int] = set()
         self._given_up: set[int] = set()
         self._lock = threading.Lock()
-        self._shared = shared
-        self._tried = False
+        self._trying = threading.Lock()  # held for as long as a unit may take to answer
+        # Where there is nothing to try, it is decided.
+        self._tried = not shared or arena_path(peer.address) is None
         self._arena: MappedArena | None = None
         self._ahead: list[tuple[Place, float]] = []
         self._streak = 0
@@ -58,11 +73,31 @@ class UnitLink:
     def arena(self) -> MappedArena | None:
         """Decided once, by trying."""
         if not self._tried:
+            self.decide()
+        return self._arena
+
+    def decide(self) -> None:
+        """Which way values go. May take seconds, where a unit takes this client in and doesn't answer."""
+        with self._trying:
+            if self._tried:
+                return
+            arena = map_arena(self.peer.address)
             with self._lock:
                 if not self._tried:
-                    self._arena = map_arena(self.peer.address) if self._shared else None
-                    self._tried = True
-        return self._arena
+                    self._arena, arena, self._tried = arena, None, True
+        if arena is not None:  # the link was closed meanwhile
+            arena.close()
+
+    @property
+    def path(self) -> Path:
+        """What was decided; nothing is tried for it."""
+        if not self._tried:
+            return "undecided"
+        return "frames" if self._arena is None else "arena"
+
+    def stats(self, told: UnitStats) -> LinkStats:
+        """What the unit told, as seen from here."""
+        return LinkStats(**msgspec.structs.asdict(told), path=self.path)
 
     @property
     def mapped(self) -> MappedArena | None:

@@ -14,7 +14,7 @@ import numpy as np
 from transfer_queue.errors import ConfigError, InvalidRequestError
 from transfer_queue.storage.base import DataParser, HasRows, OpenWrite, Parts, StorageManager, Update, Wish
 from transfer_queue.storage.pieces import IntArray, Piece
-from transfer_queue.storage.simple.link import News, UnitLink
+from transfer_queue.storage.simple.link import LinkStats, News, UnitLink
 from transfer_queue.storage.simple.messages import (
     Answer,
     Drop,
@@ -158,15 +158,18 @@ class SimpleStorageManager(StorageManager):
 
     async def _read(self, wanted: IntArray, reading: Reading) -> Mapping[str, Parts]:
         shares = self._shares(wanted)
+        await self._decide(unit for unit, _ in shares)
         return reading.parts(shares, await self._ask(reading.requests(wanted, shares)))
 
-    def wish(self, fields: Sequence[str], small: bool = False) -> Wish:
+    async def wish(self, fields: Sequence[str], small: bool = False) -> Wish:
         from transfer_queue.storage import columns
 
         def unpack(parts: Mapping[str, Parts], count: int) -> TensorDict:
             return columns.unpack(parts, count, self._layout, self._allow_pickle)
 
         columns.check_layout(self._layout)
+        if not small:
+            await self._decide(range(len(self._links)))
         reading = Reading(self._links, sorted(set(fields)))
         return UnitWish(reading, self._shares, unpack, len(self._links), small)
 
@@ -188,14 +191,10 @@ class SimpleStorageManager(StorageManager):
         names = None if fields is None else sorted(set(fields))
         await self._forget(indexes, lambda packed, given_up: Drop(packed, names, given_up))
 
-    async def stats(self) -> list[UnitStats]:
-        """What every unit holds, in the order of the configuration."""
+    async def stats(self) -> list[LinkStats]:
+        """What every unit holds, in the order of the configuration, and which way this client's values go there."""
         answers = await self._ask([(unit, Stats()) for unit in range(len(self._links))])
-        return [expect(answer, UnitStats) for answer, _ in answers]
-
-    def paths(self) -> list[str]:
-        """How values of each unit reach this client: "arena" or "frames"."""
-        return ["frames" if link.arena is None else "arena" for link in self._links]
+        return [link.stats(expect(answer, UnitStats)) for link, (answer, _) in zip(self._links, answers, strict=True)]
 
     async def close(self) -> None:
         for link in self._links:
@@ -211,11 +210,21 @@ class SimpleStorageManager(StorageManager):
         if not sources or not len(indexes):
             meanwhile()
             return True, b""
-        shares = [(self._links[unit], at) for unit, at in self._shares(indexes)]
+        touched = self._shares(indexes)
+        await self._decide(unit for unit, _ in touched)
+        shares = [(self._links[unit], at) for unit, at in touched]
         if len(shares) > 1:
             terms = terms._replace(then=b"")
         put = SpreadPut(self.caller, shares, indexes, sources, terms, self._timeout_s, meanwhile)
         return await put.carry_out(), put.said
+
+    async def _decide(self, units: Iterable[int]) -> None:
+        """Which way values go there. A unit may be slow to say: a thread waits for it then, and never an event loop."""
+        if is_blocking():
+            return
+        undecided = [self._links[unit] for unit in units if self._links[unit].path == "undecided"]
+        if undecided:
+            await asyncio.gather(*(asyncio.to_thread(link.decide) for link in undecided))
 
     def settle(self, number: int, units: Iterable[int]) -> None:
         """An open write of this number, to these units, needs to be remembered no more."""

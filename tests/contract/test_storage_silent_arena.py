@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit whose arena socket takes a client in and says nothing: who waits for it, and who doesn't."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.contract.storage_kit import Backend, hosted, meta
+from transfer_queue.storage.simple.arena import PAGE_NBYTES
+from transfer_queue.storage.simple.link import UnitLink
+from transfer_queue.storage.simple.manager import SimpleStorageManager
+from transfer_queue.transport.base import Peer
+
+WAIT_S = 8.0  # less than a client waits for what it is never told
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[socket.socket]:
+    """Where the arena of unit u0 would be lent."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(tmp_path / "u0.arena"))
+        door.listen()
+        door.settimeout(WAIT_S)
+        yield door
+
+
+@pytest.fixture
+def storage(door: socket.socket, tmp_path: Path) -> Iterator[Backend]:
+    """One unit that holds samples 0 to 63. It answers all requests."""
+    with hosted(1, tmp_path, 0, shared=False) as storage:
+        data = TensorDict({"x": torch.arange(64)}, batch_size=[64])
+        asyncio.run(storage.another(arena=False).put_data(data, meta(range(64))))
+        yield storage
+
+
+async def put(manager: SimpleStorageManager) -> None:
+    await manager.put_data(TensorDict({"x": torch.arange(64)}, batch_size=[64]), meta(range(64)))
+
+
+async def get(manager: SimpleStorageManager) -> None:
+    assert torch.equal((await manager.get_rows(range(64), ["x"]))["x"], torch.arange(64))
+
+
+async def wish(manager: SimpleStorageManager) -> None:
+    (await manager.wish(["x"])).close()
+
+
+async def stored(manager: SimpleStorageManager) -> None:
+    async with manager.stored(range(64), ["x"]) as parts:
+        assert list(parts) == ["x"]
+
+
+async def path(manager: SimpleStorageManager) -> str:
+    (unit,) = await manager.stats()
+    return unit.path
+
+
+@pytest.mark.parametrize("first", [put, get, wish, stored], ids=lambda first: first.__name__)
+def test_an_event_loop_keeps_turning_while_the_first_call_waits_for_it(
+    storage: Backend, door: socket.socket, first: Callable[[Any], Awaitable[None]]
+) -> None:
+    manager: Any = storage.manager
+    door.setblocking(False)
+
+    async def story() -> list[Any]:
+        call = asyncio.ensure_future(first(manager))
+        connection, _ = await asyncio.get_running_loop().sock_accept(door)
+        with connection:
+            meanwhile = [await path(manager), await path(manager), call.done()]
+        await call
+        return [*meanwhile, await path(manager)]
+
+    assert asyncio.run(asyncio.wait_for(story(), WAIT_S)) == ["undecided", "undecided", False, "frames"]
+
+
+def test_two_calls_that_come_first_ask_once(storage: Backend, door: socket.socket) -> None:
+    manager: Any = storage.manager
+    door.setblocking(False)
+
+    async def story() -> None:
+        calls = [asyncio.ensure_future(first(manager)) for first in (get, put)]
+        connection, _ = await asyncio.get_running_loop().sock_accept(door)
+        with connection:
+            assert await path(manager) == "undecided"
+        await asyncio.gather(*calls)
+        with pytest.raises(BlockingIOError):
+            door.accept()
+
+    asyncio.run(asyncio.wait_for(story(), WAIT_S))
+
+
+def test_who_closes_the_link_does_not_wait_and_an_arena_that_comes_later_is_let_go_of(
+    door: socket.socket, tmp_path: Path
+) -> None:
+    link = UnitLink(Peer("u0", f"ipc://{tmp_path}/u0"))
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(link.arena))
+    thread.start()
+    connection, _ = door.accept()
+    with connection:
+        link.close()
+        assert select.select([connection], [], [], 0)[0] == [], "it waits to be told"
+        lent = os.memfd_create("late")
+        os.truncate(lent, 2 * PAGE_NBYTES)
+        socket.send_fds(connection, [struct.pack("<QQ", 1, PAGE_NBYTES)], [lent])
+        os.close(lent)
+        thread.join(WAIT_S)
+        connection.settimeout(WAIT_S)
+        assert (found, connection.recv(1)) == ([None], b""), "gone"
