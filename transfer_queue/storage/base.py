@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StorageManager: what a storage backend must offer to the client. It never talks to the controller."""
+"""StorageManager: what a storage backend must offer to the client. It decides nothing about tasks."""
 
 from __future__ import annotations
 
