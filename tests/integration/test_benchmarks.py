@@ -30,6 +30,7 @@ PROMISED = {
     "put_get_bandwidth": {"torch_threads", "cases"},
     "small_ops": {"put_p50_ms", "fetch_and_get_p50_ms", "operations_per_s"},
     "startup": {"import_s", "init_s", "import_to_first_put_s", "servers_pss_mib", "largest_server_rss_mib"},
+    "steps": {"repeats", "1 KiB", "jagged 4 MiB", "RL batch 56 MiB", "batch of a stream, 1.75 MiB"},
     "stream_latency": {"puts", "batch_size", "workers_0"},
 }
 PLAUSIBLE = {
