@@ -25,6 +25,7 @@ PROMISED = {
     "cluster_frames": {"settings", "torch_threads", "cases"},
     "copies": {"torch_threads", "by_mib", "first_touch_mib", "first_touch"},
     "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "measured_samples"},
+    "inline": {"servers", "by_kib"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},
     "put_get_bandwidth": {"torch_threads", "cases"},

@@ -34,9 +34,13 @@ _STOP_TIMEOUT_S = 5.0
 class LocalQueue:
     """A running queue that this process owns. ``conf`` is the merged configuration with the servers' addresses."""
 
-    def __init__(self, conf: DictConfig) -> None:
-        """Starts everything, or nothing: raises LaunchError with what a server said."""
+    def __init__(self, conf: DictConfig, inline_nbytes: int | None = None) -> None:
+        """Starts everything, or nothing: raises LaunchError with what a server said.
+
+        ``inline_nbytes``: see ``StorageUnit``; None is its default. Clients must be told the same.
+        """
         self._owner = os.getpid()
+        self._inline_nbytes = inline_nbytes
         self._directory = tempfile.mkdtemp(prefix="tq-")  # mkdtemp: 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
         self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
@@ -94,8 +98,8 @@ class LocalQueue:
             plain["controller"]["sampler_modules"].append(module)  # the owner named it itself
         return {
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
-            "parent": self._owner,
-            "pid_namespace": pid_namespace(), "sys_path": sys.path,
+            "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
+            "inline_nbytes": self._inline_nbytes,
         }  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:

@@ -114,10 +114,12 @@ def _controller(orders: Mapping[str, Any], servers: Mapping[str, SocketServer]) 
 
 def _unit(name: str, orders: Mapping[str, Any], server: SocketServer, controller: SocketServer | None) -> Any:
     from transfer_queue.storage.simple.hosting import host_unit
+    from transfer_queue.storage.simple.unit import INLINE_NBYTES
 
-    section = orders["conf"]["backend"]["SimpleStorage"]
+    section, most = orders["conf"]["backend"]["SimpleStorage"], orders["inline_nbytes"]
     tell = None if controller is None else partial(_tell, controller)
-    return host_unit(name, section["capacity_bytes"], section["arena"], server, tell=tell)
+    inline_nbytes = INLINE_NBYTES if most is None else most
+    return host_unit(name, section["capacity_bytes"], section["arena"], server, inline_nbytes, tell)
 
 
 def _tell(controller: SocketServer, client: str, message: bytes) -> Told:
