@@ -405,6 +405,10 @@ class CheckedPlane:
         if ahead:
             self.add(request.partition, client, ahead, "ahead")
             self.remember(client, request, PartitionModel.give_back, ahead)
+        mine = Sample(client, "ahead")
+        unused = [i for i in p.unpack_indexes(request.unused).tolist() if partition.samples.get(i) == mine]
+        assert not set(unused) & set(ahead), "nobody knows them yet"
+        partition.clear(unused)
 
     def on_cancel(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.get(request.partition, PartitionModel())
