@@ -32,14 +32,15 @@ class _Partition:
         self.sizes = RecentSizes()
 
     def take(self, count: int) -> list[int] | None:
-        at = next((at for at, run in enumerate(self.runs) if len(run) >= count), len(self.runs))
-        self.passed += [index for run in self.runs[:at] for index in run]
-        found, self.runs = self.runs[at : at + 1], self.runs[at + 1 :]
-        if not found:
-            return None
-        if len(found[0]) > count:
-            self.runs.insert(0, found[0][count:])
-        return list(found[0][:count])
+        while self.runs:
+            run = self.runs.pop(0)
+            if len(run) < count:
+                self.passed += run
+                continue
+            if len(run) > count:
+                self.runs.insert(0, run[count:])
+            return list(run[:count])
+        return None
 
     def wish(self) -> int:
         if len(self.sizes) <= _STEADY_PUTS:
@@ -48,6 +49,9 @@ class _Partition:
         return 0 if any(len(run) >= room for run in self.runs) else room
 
     def add(self, run: range) -> None:
+        if not self.runs:
+            self.runs.append(run)
+            return
         runs: list[range] = []
         for each in sorted([*self.runs, run], key=lambda each: each.start):
             if runs and runs[-1].stop == each.start:
@@ -96,10 +100,10 @@ class Reservations:
         """What the publish of so many samples should ask for ahead, and give back."""
         with self._here():
             held = self._latest(partition)
-            for name in list(self._partitions)[:-_MOST_PARTITIONS]:
+            held.sizes.note(count)
+            for name in self._others_before():
                 if not self._partitions[name].runs and not self._partitions[name].passed:
                     del self._partitions[name]
-            held.sizes.note(count)
             passed, held.passed = held.passed, []
             return Ahead(held.wish(), passed)
 
@@ -113,7 +117,7 @@ class Reservations:
             return {}
         with self._here():
             self._latest(partition).add(range(indexes[0], indexes[-1] + 1))
-            left = list(self._partitions)[:-_MOST_PARTITIONS]
+            left = self._others_before()
             return {name: given_up for name in left if (given_up := self._partitions.pop(name).give_up())}
 
     def drop(self, partition: str) -> list[int]:
@@ -121,6 +125,10 @@ class Reservations:
         with self._here():
             held = self._partitions.get(partition)
             return [] if held is None else held.give_up()
+
+    def _others_before(self) -> list[str]:
+        """Partitions that were put into before the latest few."""
+        return list(self._partitions)[:-_MOST_PARTITIONS] if len(self._partitions) > _MOST_PARTITIONS else []
 
     def _latest(self, partition: str) -> _Partition:
         held = self._partitions[partition] = self._partitions.pop(partition, None) or _Partition()

@@ -161,7 +161,8 @@ class Partition:
             fresh = ascending(fresh)  # a row named twice is one sample
             ahead = fresh[state[fresh] == RowState.HELD_AHEAD]
             if len(ahead):
-                self._number(ahead, len(ahead))
+                first, stop = int(ahead[0]), int(ahead[-1]) + 1
+                self._number(slice(first, stop) if stop - first == len(ahead) else ahead, len(ahead))
             self.num_held -= int(np.count_nonzero(_HELD[state[fresh]]))
             self._let_go(fresh)
             state[fresh] = RowState.LIVE

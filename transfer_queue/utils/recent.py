@@ -20,7 +20,8 @@ class RecentSizes:
 
     def note(self, size: int) -> None:
         """There was one of this size."""
-        self._sizes = (*self._sizes[1 - _REMEMBERED :], size)
+        if self._sizes.count(size) < _REMEMBERED:
+            self._sizes = (*self._sizes[1 - _REMEMBERED :], size)
 
     @property
     def room(self) -> int:
@@ -29,7 +30,6 @@ class RecentSizes:
         There must have been one.
         """
         sizes = self._sizes
-        largest = max(sizes)
-        if min(sizes) == largest:
-            return largest
-        return min(int(_SPARE * largest), _MOST_OF_MEAN * sum(sizes) // len(sizes))
+        if sizes.count(sizes[0]) == len(sizes):
+            return sizes[0]
+        return min(int(_SPARE * max(sizes)), _MOST_OF_MEAN * sum(sizes) // len(sizes))

@@ -242,7 +242,7 @@ class Puts(Line):
         ahead: Ahead = _NOTHING_AHEAD,
     ) -> p.Publish:
         """Makes these fields of these samples visible."""
-        unused = p.pack_indexes(ahead.unused)
+        unused = p.pack_indexes(ahead.unused) if ahead.unused else b""
         return self.session.message(
             p.Publish, partition, p.pack_indexes(indexes), specs, tags, ahead.count, False, unused
         )
