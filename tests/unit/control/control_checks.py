@@ -405,8 +405,8 @@ class CheckedPlane:
         if ahead:
             self.add(request.partition, client, ahead, "ahead")
             self.remember(client, request, PartitionModel.give_back, ahead)
-        mine = Sample(client, "ahead")
-        unused = [i for i in p.unpack_indexes(request.unused).tolist() if partition.samples.get(i) == mine]
+        named = [i for i in p.unpack_indexes(request.unused).tolist() if i in partition.samples]
+        unused = [i for i in named if (s := partition.samples[i]).state == "ahead" and s.holder == client]
         assert not set(unused) & set(ahead), "nobody knows them yet"
         partition.clear(unused)
 
