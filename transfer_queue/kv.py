@@ -86,14 +86,19 @@ async def _put_once(
     specs = to_specs(extract_field_schema(rows)) if rows is not None and parser is None else {}
     writes = [] if rows is None else [str(name) for name in rows.keys()]  # noqa: SIM118 (iterating it gives rows)
     meta = to_meta(await client.hold_keys(names, partition, specs, writes))
+    own = {index: dict(tag) for index, tag in zip(meta.global_indexes, tags or (), strict=False) if tag}
     update: Update | None = None
     try:
-        if rows is not None:
-            update = await client.storage_manager.update_data(rows, meta, parser)  # some keys may be known already
-            assert update is not None
-            specs = to_specs(extract_field_schema(update.stored))
-        own = {index: dict(tag) for index, tag in zip(meta.global_indexes, tags or (), strict=False) if tag}
-        return await client.publish(meta, specs, own)
+        message = client.publication(meta, specs, own)
+        if rows is None:
+            return await client.publish(message)
+        # Some keys may be known already. All was checked when they were held, so who keeps the values may publish them.
+        told = p.encode(message) if parser is None else b""
+        update = await client.storage_manager.update_data(rows, meta, parser, message=told)
+        assert update is not None
+        if parser is not None:
+            message = client.publication(meta, to_specs(extract_field_schema(update.stored)), own)
+        return await client.publish(message, update.said)
     except BaseException as error:
         if isinstance(error, (SampleClearedError, UnknownPartitionError)):
             await client.drop_orphans(partition, meta.global_indexes)

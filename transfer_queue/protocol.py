@@ -99,8 +99,9 @@ class Cancel(Request, frozen=True):
 class Publish(Request, frozen=True):
     """These fields of these samples are stored whole. The only message that makes data visible.
 
-    Tags merge into those the samples have. ``reserve_next`` asks for indexes for a next put of that size;
-    ``describe`` for a Batch in place of Published.
+    Tags merge into those the samples have. ``reserve_next`` asks for so many indexes for the next puts, each of which
+    publishes all of its samples at once; ``unused`` gives back some that were reserved in this way. ``describe`` asks
+    for a Batch in place of Published.
     """
 
     partition: str
@@ -109,6 +110,7 @@ class Publish(Request, frozen=True):
     tags: dict[int, Tags] = {}
     reserve_next: int = 0
     describe: bool = False
+    unused: bytes = b""
 
 
 class Insert(Request, frozen=True):
@@ -327,7 +329,7 @@ class Reserved(Reply, frozen=True):
 
 
 class Published(Reply, frozen=True):
-    """Visible now. ``indexes``: a reservation for the next put of that size, when asked for."""
+    """Visible now. ``indexes``: neighbours, reserved for the next puts, as many as asked for or none."""
 
     indexes: bytes = b""
 

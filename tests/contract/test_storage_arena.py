@@ -109,14 +109,17 @@ def test_what_was_got_is_pinned_by_nobody_any_more(storage):
 
 
 def test_pages_are_recycled_from_put_to_put_and_all_come_back(storage):
-    footprints = set()
-    for n in range(6):
+    footprints = []
+    for n in range(12):
         storage.put({"x": large(192, n)}, range(192 * n, 192 * n + 192))
         assert storage.column([192 * n], "x", "dense")[0, 0] == n
         run_blocking(storage.manager.clear_rows(range(192 * n, 192 * n + 192)))
         stats = run_blocking(storage.manager.stats())
-        footprints.add(sum(unit.arena_nbytes + unit.recyclable_nbytes for unit in stats))
-    assert max(footprints) <= 2 * 192 * PAGE
+        footprints.append(sum(unit.arena_nbytes + unit.recyclable_nbytes for unit in stats))
+    assert footprints[6:] == 6 * footprints[6:7], "no more than before"
+    # Of two units each gets 64 and 128 rows by turns, and has memory ready for somewhat more than 128.
+    alike = len(storage.manager.paths()) != 2
+    assert max(footprints) <= (2 if alike else 5) * 192 * PAGE
     run_blocking(storage.manager.close())
     assert until(storage.manager, lambda stats: not any(unit.arena_nbytes or unit.attached for unit in stats))
 

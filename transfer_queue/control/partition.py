@@ -71,7 +71,7 @@ class Partition:
             )
 
     def hold(self, count: int, holder: int, state: int = RowState.HELD) -> Rows:
-        """Rows for one put: pre-allocated ones first, lowest first, then new ones."""
+        """Rows for one put, or for several to come: pre-allocated ones first, lowest first, then new ones."""
         self.check_open(count)
         if self.preallocate > 1 and not self.num_free and not self._has_begun():
             self.make_free(self.preallocate)
@@ -85,14 +85,18 @@ class Partition:
             at = slice(self.table.size - count, self.table.size)  # the same, faster to write to
         if state != RowState.HELD_AHEAD:
             self.num_held += count
+            self._number(at, count)
         self._allocator.num_used += count
         self._unpublished[holder] += count
         self.table.column("holder")[at] = holder
+        return rows
+
+    def _number(self, at: Rows | slice, count: int) -> None:
+        """These rows are one put."""
         self.table.column("put_offset")[at] = np.arange(count)
         self.table.column("put_size")[at] = count
         self.num_puts += 1
         self.table.column("put_number")[at] = self.num_puts
-        return rows
 
     def _has_begun(self) -> bool:
         return bool(self.table.size or self.num_published)
@@ -155,6 +159,10 @@ class Partition:
         fresh = rows[state[rows] != RowState.LIVE]
         if len(fresh):
             fresh = ascending(fresh)  # a row named twice is one sample
+            ahead = fresh[state[fresh] == RowState.HELD_AHEAD]
+            if len(ahead):
+                first, stop = int(ahead[0]), int(ahead[-1]) + 1
+                self._number(slice(first, stop) if stop - first == len(ahead) else ahead, len(ahead))
             self.num_held -= int(np.count_nonzero(_HELD[state[fresh]]))
             self._let_go(fresh)
             state[fresh] = RowState.LIVE
@@ -193,6 +201,13 @@ class Partition:
             self.make_free(missing)  # another index: a late write of the old one must not turn up as a new sample
         self._compact_if_due()
         return indexes
+
+    def give_back_ahead(self, indexes: Indexes, holder: int) -> None:
+        """A writer won't use these, which were reserved for its next puts; nothing was written for them."""
+        rows, found = self.table.find(indexes)
+        rows = rows[found]
+        ahead = self.table.column("state")[rows] == RowState.HELD_AHEAD
+        self.give_back(rows[ahead & (self.table.column("holder")[rows] == holder)])
 
     def uninsert(self, indexes: Indexes) -> None:
         """Forget inserted samples that nobody was told of, but for those that got values all the same."""

@@ -160,13 +160,18 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     rows = partition.publish(indexes, request.fields, request.tags, now)
     state.producers.published(request.partition, client, request.fields)
     state.touch(request.partition)
+    reply: p.Reply
     if request.describe:
-        return describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
-    return p.Published(request.id, _reserve_next(state, client, partition, request))
+        reply = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
+    else:
+        reply = p.Published(request.id, _reserve_next(state, client, partition, request))
+    if request.unused:
+        partition.give_back_ahead(p.unpack_indexes(request.unused), state.holder(client))
+    return reply
 
 
 def _reserve_next(state: PlaneState, client: str, partition: Partition, request: p.Publish) -> bytes:
-    """A reservation for the writer's next put, where that is free of charge: never under a capacity."""
+    """A reservation for the writer's next puts, where that is free of charge: never under a capacity."""
     count = request.reserve_next
     if count < 1 or partition.sealed or partition.num_free or state.config.capacity is not None:
         return b""

@@ -38,14 +38,18 @@ class Keys(Line):
             wait_s=wait_s,
         )  # fmt: skip
 
-    async def publish(
+    def publication(
         self, meta: BatchMeta, specs: Mapping[str, p.FieldSpec], tags: Mapping[int, Mapping[str, Any]]
-    ) -> p.Batch:
-        """Make stored fields and tags of one partition's samples visible; returns what they have now."""
+    ) -> p.Publish:
+        """Makes stored fields and tags of one partition's samples visible, and asks what they have then."""
         indexes = p.pack_indexes(meta.global_indexes)
-        return await self.session.ask(
-            p.Publish, p.Batch, meta.partition_ids[0], indexes, dict(specs), dict(tags), 0, True
-        )
+        return self.session.message(p.Publish, meta.partition_ids[0], indexes, dict(specs), dict(tags), 0, True)
+
+    async def publish(self, message: p.Publish, said: bytes = b"") -> p.Batch:
+        """What the samples have now. ``said``: what the controller answered already, if it was told."""
+        if said:
+            return self.session.read(said, message, p.Batch)
+        return await self.session.send(message, p.Batch)
 
     async def async_kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
         """Keys of samples, None for one without."""

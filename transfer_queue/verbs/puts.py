@@ -14,12 +14,13 @@ from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
-from transfer_queue.reservations import Reservations
+from transfer_queue.reservations import Ahead, Reservations
 from transfer_queue.storage.base import Update
 from transfer_queue.verbs.line import Line
 from transfer_queue.verbs.new_samples import Aside, NewSamples
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
+_NOTHING_AHEAD = Ahead(0, [])
 
 
 class Puts(Line):
@@ -92,7 +93,8 @@ class Puts(Line):
             try:
                 return await self._put_reserved(new, ahead, Aside(prepare))
             except (SampleClearedError, UnknownPartitionError):
-                pass  # the partition was cleared or sealed since, and the reservation with it
+                # The partition was cleared or sealed since, and all that was reserved with it.
+                await self.cancel(partition, self._reservations.drop(partition))
         prepared = Aside(prepare)
         indexes = await self._reserve(partition, count, specs, prepared)
         return await self._put_reserved(new, indexes, prepared)
@@ -100,7 +102,6 @@ class Puts(Line):
     async def _reserve(
         self, partition: str, count: int, specs: dict[str, p.FieldSpec], meanwhile: Callable[[], None] | None = None
     ) -> list[int]:
-        await self.cancel(partition, self._reservations.drop(partition))
         wait_s = await self.put_timeout_s()
         request = self.session.message(p.Reserve, partition, count, specs, wait_s)
         reserved = await self.session.send(request, p.Reserved, wait_s, meanwhile)
@@ -108,15 +109,15 @@ class Puts(Line):
         return indexes
 
     async def _put_reserved(self, new: NewSamples, indexes: list[int], prepared: Aside[Any]) -> BatchMeta:
-        wish = self._reservations.wish(new.partition, len(indexes))
-        message = self._publication(new.partition, indexes, new.specs, new.tags_of(indexes), wish)
+        ahead = self._reservations.wish(new.partition, len(indexes))
+        message = self._publication(new.partition, indexes, new.specs, new.tags_of(indexes), ahead)
         described = Aside(lambda: new.described(indexes))
         try:
             telling = p.encode(message)
             said = await self.storage_manager.put_and_tell(prepared.result(), indexes, telling, described)
             await self._publish(message, said)
         except BaseException as error:
-            await self.cancel(new.partition, indexes)
+            await self.cancel(new.partition, [*indexes, *ahead.unused])
             if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
                 # Only now it is sure that nobody publishes it later, and is given a reservation for the next put.
                 await self.session.withdraw(message)
@@ -126,6 +127,7 @@ class Puts(Line):
     async def _put_parsed(
         self, rows: TensorDict, partition: str, parser: DataParser, tags: Sequence[Mapping[str, Any]] | None
     ) -> BatchMeta:
+        await self.cancel(partition, self._reservations.drop(partition))  # the indexes of later puts are higher
         indexes = await self._reserve(partition, rows.batch_size[0], {})
         meta = BatchMeta(indexes, [partition] * len(indexes))
         meta.update_custom_meta(tags)
@@ -237,10 +239,13 @@ class Puts(Line):
         indexes: Sequence[int],
         specs: Mapping[str, p.FieldSpec],
         tags: Mapping[int, Mapping[str, Any]],
-        reserve_next: int = 0,
+        ahead: Ahead = _NOTHING_AHEAD,
     ) -> p.Publish:
         """Makes these fields of these samples visible."""
-        return self.session.message(p.Publish, partition, p.pack_indexes(indexes), specs, tags, reserve_next)
+        unused = p.pack_indexes(ahead.unused) if ahead.unused else b""
+        return self.session.message(
+            p.Publish, partition, p.pack_indexes(indexes), specs, tags, ahead.count, False, unused
+        )
 
     async def _publish(self, message: p.Publish, said: bytes = b"") -> None:
         """``said``: what the controller answered already, if it was told."""

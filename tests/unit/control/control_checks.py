@@ -405,6 +405,10 @@ class CheckedPlane:
         if ahead:
             self.add(request.partition, client, ahead, "ahead")
             self.remember(client, request, PartitionModel.give_back, ahead)
+        named = [i for i in p.unpack_indexes(request.unused).tolist() if i in partition.samples]
+        unused = [i for i in named if (s := partition.samples[i]).state == "ahead" and s.holder == client]
+        assert not set(unused) & set(ahead), "nobody knows them yet"
+        partition.clear(unused)
 
     def on_cancel(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.get(request.partition, PartitionModel())

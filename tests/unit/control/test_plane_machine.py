@@ -58,14 +58,17 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         own = [i for i, s in samples.items() if s.state == "live" or s.holder == client]
         picked = self.pick(data, own, "samples")
         if picked:
-            self.publish(client, partition, picked, fields, ahead, data.draw(st.integers(1, 4), "length"))
+            unused = self.pick(data, list(samples), "unused") if data.draw(st.booleans(), "gives back") else []
+            self.publish(client, partition, picked, fields, ahead, data.draw(st.integers(1, 4), "length"), unused)
 
     def publish(
-        self, client: str, partition: str, indexes: list[int], fields: list[str], ahead: int, length: int
-    ) -> None:
+        self, client: str, partition: str, indexes: list[int], fields: list[str], ahead: int, length: int,
+        unused: list[int] | None = None,
+    ) -> None:  # fmt: skip
         tags = {index: {"total_lengths": length} for index in indexes}
         specs = {name: SPECS[name] for name in fields}
-        self.ask(client, p.Publish, partition, p.pack_indexes(indexes), specs, tags, ahead)
+        given_back = p.pack_indexes(unused or [])
+        self.ask(client, p.Publish, partition, p.pack_indexes(indexes), specs, tags, ahead, False, given_back)
 
     @rule(data=st.data(), client=clients, partition=partitions)
     def cancel(self, data: st.DataObject, client: str, partition: str) -> None:

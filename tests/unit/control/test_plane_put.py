@@ -219,6 +219,19 @@ def test_a_publish_may_reserve_for_the_next_put(plane):
     assert batch(plane, 4) == [0, 1, 2, 3]
 
 
+def test_a_publish_gives_back_what_was_reserved_ahead_for_its_writer_and_nothing_else(plane):
+    ahead = [index for _ in range(2) for index in indexes(publish(plane, reserve(plane, 1), reserve_next=3)[0].reply)]
+    assert ahead == [1, 2, 3, 5, 6, 7]
+    under_way, foreign = reserve(plane, 1), reserve(plane, 1, client=REWARDER)
+    (theirs,) = publish(plane, foreign, client=REWARDER, reserve_next=2)
+    others = [0, *under_way, *indexes(theirs.reply), 99]
+    (own,) = publish(plane, [1, 2], unused=p.pack_indexes([2, 3, 5, *others]))
+    assert isinstance(own.reply, p.Published)
+    publish(plane, [6, 7, *under_way])
+    publish(plane, indexes(theirs.reply), client=REWARDER)
+    assert batch(plane, 10) == [0, 1, 2, 4, 6, 7, 8, 9, 10, 11]
+
+
 def test_a_reservation_ahead_neither_delays_the_end_nor_survives_the_seal(plane):
     (own,) = publish(plane, reserve(plane, 1), reserve_next=2)
     seal(plane)

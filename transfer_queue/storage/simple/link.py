@@ -13,12 +13,10 @@ from transfer_queue.storage.simple.holds import AHEAD_S
 from transfer_queue.storage.simple.mapped import MappedArena, arena_path, map_arena
 from transfer_queue.storage.simple.messages import Hold, UnitStats
 from transfer_queue.transport.base import Peer
+from transfer_queue.utils.recent import RecentSizes
 
 _STEADY_WRITES = 2
-"""Lease ahead from so many writes in a row: a lone one should leave nothing behind."""
-_LOOSE = 1.25  # writes that differ by less are alike, and the lease for the next one leaves room for that
-
-
+"""Lease ahead from so many writes on: a lone one should leave nothing behind."""
 _REMEMBERED = 1024
 
 Path: TypeAlias = Literal["arena", "frames", "undecided"]
@@ -66,8 +64,7 @@ class UnitLink:
         self._tried = not shared or arena_path(peer.address) is None
         self._arena: MappedArena | None = None
         self._ahead: list[tuple[Place, float]] = []
-        self._streak = 0
-        self._last = 0
+        self._sizes = RecentSizes()
 
     @property
     def arena(self) -> MappedArena | None:
@@ -119,12 +116,9 @@ class UnitLink:
         return None
 
     def wish(self, nbytes: int) -> int:
-        """How much a write of so many bytes should lease for the next one."""
-        last, self._last = self._last, nbytes
-        self._streak = self._streak + 1 if max(nbytes, last) <= _LOOSE * min(nbytes, last) else 1
-        if self._streak < _STEADY_WRITES or self._ahead:
-            return 0
-        return nbytes if nbytes == last else int(_LOOSE * nbytes)
+        """How much a write of so many bytes should lease for the next one, which gives back what it doesn't need."""
+        self._sizes.note(nbytes)
+        return 0 if self._ahead or len(self._sizes) < _STEADY_WRITES else self._sizes.room
 
     def keep_ahead(self, place: Place, asked: float) -> None:
         """``asked``: this client's clock when it sent the request that was answered with the place."""
