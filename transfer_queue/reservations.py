@@ -19,7 +19,7 @@ _STEADY_PUTS = 2
 class Ahead(NamedTuple):
     """What a publish tells the controller about the next puts: how many indexes to reserve, which won't be used."""
 
-    count: int
+    reserve: int
     unused: list[int]
 
 
@@ -131,5 +131,6 @@ class Reservations:
         return list(self._partitions)[:-_MOST_PARTITIONS] if len(self._partitions) > _MOST_PARTITIONS else []
 
     def _latest(self, partition: str) -> _Partition:
-        held = self._partitions[partition] = self._partitions.pop(partition, None) or _Partition()
+        held = self._partitions.pop(partition) if partition in self._partitions else _Partition()
+        self._partitions[partition] = held
         return held

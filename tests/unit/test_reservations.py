@@ -72,17 +72,17 @@ def test_the_third_put_into_one_partition_wishes_for_the_next_of_its_size():
 
 def test_puts_that_vary_wish_for_what_the_largest_of_them_would_need_until_so_much_is_held():
     held = steady(4, 16)
-    assert held.wish("p", 8).count == 20
+    assert held.wish("p", 8).reserve == 20
     held.keep("p", range(20))
     assert held.take("p", 5) is not None
-    assert held.wish("p", 5).count == 20
+    assert held.wish("p", 5).reserve == 20
     held.keep("p", range(20, 40))
     assert held.wish("p", 5) == NOTHING
 
 
 def test_partitions_by_turns_are_each_a_stream_of_their_own():
     held = Reservations()
-    wishes = [held.wish(partition, count).count for _ in range(3) for partition, count in (("p", 2), ("q", 5))]
+    wishes = [held.wish(partition, count).reserve for _ in range(3) for partition, count in (("p", 2), ("q", 5))]
     assert wishes == [0, 0, 0, 0, 2, 5]
 
 
@@ -143,8 +143,8 @@ def test_every_index_is_handed_out_once_or_held_or_given_back(puts, others):
         ahead = held.wish(partition, count)
         controller.given_back.setdefault(partition, []).extend(ahead.unused)
         controller.reserve(others)
-        if how != "fails" and ahead.count:
-            asked = controller.reserve(ahead.count)
+        if how != "fails" and ahead.reserve:
+            asked = controller.reserve(ahead.reserve)
             controller.ahead.setdefault(partition, []).extend(asked)
             under_way.append((partition, asked))
         if how != "goes on":
@@ -166,5 +166,5 @@ def test_indexes_ascend_from_put_to_put_without_a_gap_unless_others_reserve_or_t
         assert own[0] == end if others == 0 and not ahead.unused else own[0] >= end
         assert not (taken and ahead.unused) or others, "what is reserved next follows on what is held"
         end = own[-1] + 1
-        held.keep("p", controller.reserve(ahead.count))
+        held.keep("p", controller.reserve(ahead.reserve))
         controller.reserve(others)

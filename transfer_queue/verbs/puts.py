@@ -244,7 +244,7 @@ class Puts(Line):
         """Makes these fields of these samples visible."""
         unused = p.pack_indexes(ahead.unused) if ahead.unused else b""
         return self.session.message(
-            p.Publish, partition, p.pack_indexes(indexes), specs, tags, ahead.count, False, unused
+            p.Publish, partition, p.pack_indexes(indexes), specs, tags, ahead.reserve, False, unused
         )
 
     async def _publish(self, message: p.Publish, said: bytes = b"") -> None:
