@@ -61,7 +61,7 @@ class TransferQueueController:
         self._waiting: dict[tuple[str, int], Envelope] = {}
         self._wishes: dict[tuple[str, int], bytes] = {}
         self._clients: dict[str, Callable[[], None]] = {}  # and what stops watching its process
-        self._cleared: dict[str, deque[bytes]] = {}
+        self._cleared: dict[str, deque[tuple[int, bytes]]] = {}
         self.watch: Watch | None = None
         """How the transport notices the death of a client's process; set by who serves this."""
 
@@ -81,6 +81,7 @@ class TransferQueueController:
             if isinstance(request, p.Withdraw):
                 self._waiting.pop((envelope.client, request.request), None)
                 self._wishes.pop((envelope.client, request.request), None)
+                self._drop_cleared(envelope.client, request.request)
             if isinstance(request, p.Goodbye):
                 return [*self._outgoing(replies), *self._forget(envelope.client, now, died=False)]
         except Exception as error:  # the one place: a bug of ours must not take the queue down
@@ -115,34 +116,44 @@ class TransferQueueController:
                 self._clients[client] = stop
         return self._outgoing([To(client, p.Welcome(request.id, self._welcome))])
 
-    def _remember_cleared(self, client: str, indexes: bytes) -> None:
-        """The client drops their values now; should it end before, that is done for it."""
+    def _remember_cleared(self, client: str, request: int, indexes: bytes) -> None:
+        """The client drops their values now; should it end before, or give that up, it is done for it."""
         mine = self._cleared.setdefault(client, deque())
-        mine.append(indexes)
-        while len(mine) > 1 and sum(map(len, mine)) > _CLEARED_NBYTES:
+        mine.append((request, indexes))
+        while len(mine) > 1 and sum(len(packed) for _, packed in mine) > _CLEARED_NBYTES:
             mine.popleft()
+
+    def _drop_cleared(self, client: str, request: int) -> None:
+        """The client was told, or would have been, what this request cleared, and drops none of it."""
+        told = [packed for number, packed in self._cleared.get(client, ()) if number == request]
+        self._drop_values(client, [index for packed in told for index in p.unpack_indexes(packed).tolist()])
 
     def _drop_orphans(self, client: str) -> None:
         orphans = [index for indexes in self.plane.take_orphans() for index in indexes.tolist()]
-        orphans += [index for packed in self._cleared.pop(client, ()) for index in p.unpack_indexes(packed).tolist()]
+        cleared = self._cleared.pop(client, ())
+        orphans += [index for _, packed in cleared for index in p.unpack_indexes(packed).tolist()]
+        self._drop_values(client, orphans, forsake=True)
+
+    def _drop_values(self, client: str, indexes: list[int], forsake: bool = False) -> None:
+        """``forsake``: what it wrote and did not publish, too."""
         if self._values is None:
             return
         try:
             # First, so that nothing that is still on its way from the client arrives after the values are dropped.
-            for write in run_blocking(self._values.forsake(client)):
+            for write in run_blocking(self._values.forsake(client)) if forsake else ():
                 lost = self.plane.unpublished(np.asarray(write.global_indexes, np.int64), write.field_names)
                 run_blocking(self._values.take_back(write.number, lost.tolist(), client))
-            if orphans:
-                run_blocking(self._values.clear_rows(orphans))
+            if indexes:
+                run_blocking(self._values.clear_rows(indexes))
         except TransferQueueError as error:  # a unit is gone, and the queue must answer on
-            level = logging.WARNING if orphans else logging.DEBUG
-            _log.log(level, "values that client %s stored and did not publish could not be freed: %s", client, error)
+            level = logging.WARNING if indexes else logging.DEBUG
+            _log.log(level, "values that client %s left behind could not be freed: %s", client, error)
 
     def _outgoing(self, replies: Iterable[To]) -> list[Outgoing]:
         answers = []
         for client, reply in replies:
             if isinstance(reply, p.Cleared) and client in self._clients:
-                self._remember_cleared(client, reply.indexes)
+                self._remember_cleared(client, reply.id, reply.indexes)
             envelope = self._waiting.pop((client, reply.id), None)
             wish = self._wishes.pop((client, reply.id), None) if self._wishes else None
             if envelope is not None:

@@ -152,7 +152,8 @@ class Fetch(Request, frozen=True):
 class Withdraw(Request, frozen=True):
     """The caller has given up waiting for its ``request``: it is neither carried out nor answered any more.
 
-    Where its answer was on the way already, what the request reserved, inserted or took from others is given back.
+    Where its answer was on the way already, what the request reserved, inserted or took from others is given back, and
+    the values of samples that it cleared are dropped.
     """
 
     request: int

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +64,20 @@ class Line:
 
     async def drop_orphans(self, partition: str, indexes: Sequence[int]) -> None:
         """Values written for samples that were cleared meanwhile belong to nobody."""
-        cleared = await self.session.ask(p.Cancel, p.Cleared, partition, p.pack_indexes(indexes))
-        lost = p.unpack_indexes(cleared.indexes).tolist()
-        if lost:
-            await self.storage_manager.clear_rows(lost)
+        await self.forget(p.Cancel, partition, p.pack_indexes(indexes))
+
+    async def forget(self, request: type[p.Request], *args: Any) -> int:
+        """Ask the controller to forget samples, then drop the values of those it names. Returns how many."""
+        message = self.session.message(request, *args)
+        try:
+            cleared = await self.session.send(message, p.Cleared)
+            indexes = p.unpack_indexes(cleared.indexes).tolist()
+            if indexes:
+                await self.storage_manager.clear_rows(indexes)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            await self.session.withdraw(message)  # nobody else knows of these values now, or asks for them
+            raise
+        return len(indexes)
 
     def close(self) -> None:
         """Leave the queue; what was put stays, and so do values that were got. Idempotent."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,13 +47,7 @@ class Partitions(Puts):
     async def async_clear_samples(self, metadata: BatchMeta) -> None:
         """Forget these samples, values and all; those already cleared are ignored."""
         for part in metadata.chunk_by_partition() if metadata.size else ():
-            indexes = p.pack_indexes(part.global_indexes)
-            try:
-                cleared = await self.session.ask(p.ClearSamples, p.Cleared, part.partition_ids[0], indexes)
-                await self._clear_values(cleared)
-            except asyncio.CancelledError:
-                await self.drop_orphans(part.partition_ids[0], part.global_indexes)
-                raise
+            await self.forget(p.ClearSamples, part.partition_ids[0], p.pack_indexes(part.global_indexes))
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Forget the samples that every task which reads the partition has consumed and settled, values and all.
@@ -66,19 +59,12 @@ class Partitions(Puts):
         Returns:
             How many samples were cleared.
         """
-        cleared = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names))
-        await self._clear_values(cleared)
-        return len(p.unpack_indexes(cleared.indexes))
+        return await self.forget(p.ClearConsumed, partition_id, list(task_names))
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""
         self._reservations.drop(partition_id)
-        await self._clear_values(await self.session.ask(p.ClearPartition, p.Cleared, partition_id))
-
-    async def _clear_values(self, cleared: p.Cleared) -> None:
-        indexes = p.unpack_indexes(cleared.indexes).tolist()
-        if indexes:
-            await self.storage_manager.clear_rows(indexes)
+        await self.forget(p.ClearPartition, partition_id)
 
     async def async_get_partition_list(self) -> list[str]:
         """Names of all partitions."""

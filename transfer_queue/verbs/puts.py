@@ -144,10 +144,7 @@ class Puts(Line):
         """Give back samples that this client reserved and did not publish, and whatever it wrote for them."""
         if not len(indexes):
             return
-        cleared = await self.session.ask(p.Cancel, p.Cleared, partition, p.pack_indexes(indexes))
-        given_back = p.unpack_indexes(cleared.indexes).tolist()
-        if given_back:
-            await self.storage_manager.clear_rows(given_back)
+        await self.forget(p.Cancel, partition, p.pack_indexes(indexes))
 
     # ---- samples that are there ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -101,19 +102,24 @@ class UnitLink:
         """The arena, if it has been used already."""
         return self._arena
 
-    def take_ahead(self, nbytes: int) -> Place | None:
-        """Memory leased ahead that is large enough, this client's to write into from now on."""
+    def take_ahead(self, nbytes: int, keep: Callable[[Place | None], None]) -> bool:
+        """Is there memory leased ahead that is large enough? It is this client's to write into from now on.
+
+        ``keep`` is told before the unit is, which then waits for its word: Ctrl-C may come in between.
+        """
         arena = self.arena
         while arena is not None and self._ahead:
             try:
                 place, good_until = self._ahead.pop()
             except IndexError:  # another thread took it
-                return None
+                return False
+            keep(place)
             # The clock after the word: only then it is sure that the unit heard it in time.
             if place.nbytes >= nbytes and arena.begin(place.hold) and time.monotonic() < good_until:
-                return place
+                return True
             arena.let_go(place.hold)
-        return None
+            keep(None)
+        return False
 
     def wish(self, nbytes: int) -> int:
         """How much a write of so many bytes should lease for the next one, which gives back what it doesn't need."""

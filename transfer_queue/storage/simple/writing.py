@@ -99,16 +99,18 @@ class UnitWrite:
         """What to ask for first."""
         if not self._total or self._arena is None:
             return None
-        self._place = self._link.take_ahead(self._total)
-        if self._place is not None:
+        if self._link.take_ahead(self._total, self._keep):
             return None
         self._asked = self._arena.hold()
         return Lease(self._asked, self._total, self._indexes, list(self._sources), wait_s)
 
+    def _keep(self, place: Place | None) -> None:
+        self._place = place
+
     def leased(self, answer: Leased) -> None:
-        hold, self._asked = self._asked, None
-        if hold is not None and answer.offset >= 0:
-            self._place = Place(hold, answer.offset, self._total)
+        if self._asked is not None and answer.offset >= 0:
+            self._place = Place(self._asked, answer.offset, self._total)
+        self._asked = None
 
     def message(self, pieces: dict[str, Piece], copy: Copy, wait_s: float) -> tuple[Write, list[object]]:
         """The write, whose values lie in the arena once ``copy`` has copied them, and its frames.
@@ -149,9 +151,9 @@ class UnitWrite:
             self.give_up()
             return False
         self._link.told(self._news)
-        if self._next is not None and answer.ahead >= 0:
-            self._link.keep_ahead(Place(self._next[0], answer.ahead, self._next[1]), self._sent)
-        self._next = None
+        following, self._next = self._next, None  # first, for what is kept must not be given up
+        if following is not None and answer.ahead >= 0:
+            self._link.keep_ahead(Place(following[0], answer.ahead, following[1]), self._sent)
         self._detach()
         self.is_written, self.said = True, answer.said
         return True
