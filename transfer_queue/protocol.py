@@ -6,7 +6,8 @@ Arrays travel as raw little-endian bytes: ``indexes`` are int64, ``status`` int8
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -425,6 +426,7 @@ def _plain(value: Any) -> Any:
     )
 
 
+_PLACE = re.compile(r" - at `\$\[([1-9]\d*)\](.*)`$")
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _requests = msgspec.msgpack.Decoder(AnyRequest)
 _replies = msgspec.msgpack.Decoder(AnyReply)
@@ -436,9 +438,23 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(data: bytes | memoryview) -> AnyRequest:
-    """Raises msgspec.DecodeError for anything that isn't one of our requests."""
-    request: AnyRequest = _requests.decode(data)
+    """Raises msgspec.DecodeError for anything that isn't one of our requests; it names a field of the wrong type."""
+    try:
+        request: AnyRequest = _requests.decode(data)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(_with_name(str(error), data)) from error
     return request
+
+
+def _with_name(text: str, data: bytes | memoryview) -> str:
+    """Fields travel by position, which says nothing to who gave the value."""
+    place = _PLACE.search(text)
+    if place is None:
+        return text
+    tag = msgspec.msgpack.decode(data)[0]
+    kind = next(kind for kind in get_args(AnyRequest) if kind.__name__ == tag)
+    name = kind.__struct_fields__[int(place[1]) - 1]
+    return f"{name}{place[2]} of {kind.__name__}: {text[: place.start()]}"
 
 
 def decode_reply(data: bytes | memoryview) -> AnyReply:

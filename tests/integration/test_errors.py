@@ -92,6 +92,24 @@ def test_a_put_needs_rows_and_somewhere_to_go(client, name):
     assert client.get_meta(["a"], partition_id=name, mode="force_fetch").global_indexes == meta.global_indexes
 
 
+@pytest.mark.parametrize(
+    ("column", "error", "text"),
+    [
+        (torch.tensor(1), ValueError, "field 'x' of a put is a single Tensor"),
+        (7, ValueError, "field 'x' of a put is a single int"),
+        (torch.zeros(2, device="meta"), tq.UnsupportedValueError, "field 'x' is on the meta device"),
+    ],
+)
+def test_a_column_that_has_no_rows_is_named(client, name, column, error, text):
+    with pytest.raises(error, match=text):
+        client.put({"x": column}, partition_id=name)
+
+
+def test_an_argument_of_the_wrong_type_is_named(client):
+    with pytest.raises(tq.TransferQueueError, match="partition of Reserve: Expected `str`, got `int`"):
+        client.put({"x": torch.zeros(2)}, partition_id=3)
+
+
 def test_more_or_fewer_rows_than_samples_write_nothing(client, name):
     meta = client.put(rows(a=torch.tensor([1, 2])), partition_id=name)
     for count in (1, 3):

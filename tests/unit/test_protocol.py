@@ -150,3 +150,17 @@ def test_indexes_survive_the_trip_as_eight_bytes_each(indexes):
     packed = p.pack_indexes(indexes)
     assert (p.unpack_indexes(packed).tolist(), len(packed)) == (indexes, 8 * len(indexes))
     assert p.unpack_indexes(packed).dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (p.SealPartition(1, 3), "partition of SealPartition: Expected `str`, got `int`"),
+        (p.Fetch(1, "p", "t", ["x"], 1.5, None, None, None, 1.0), "batch_size of Fetch: Expected `int`, got `float`"),
+        (p.Fetch(1, "p", "t", ["x", 2], 1, None, None, None, 1.0), "fields[1] of Fetch: Expected `str`, got `int`"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_told_by_its_name(request_, text):
+    with pytest.raises(msgspec.ValidationError) as caught:
+        p.decode_request(p.encode(request_))
+    assert str(caught.value) == text

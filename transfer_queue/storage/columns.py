@@ -168,6 +168,8 @@ def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
             f"field {name!r} is a {'quantized' if tensor.is_quantized else tensor.layout} tensor; "
             f"make it dense first (.to_dense(), .dequantize())."
         )
+    if tensor.is_meta:
+        raise UnsupportedValueError(f"field {name!r} is on the meta device: it has a shape and no values to store.")
     if tensor.ndim == 0:
         raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
     return TensorSource(tensor)

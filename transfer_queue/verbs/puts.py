@@ -262,6 +262,12 @@ class Puts(Line):
 def as_tensordict(data: Any) -> TensorDict:
     """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
     if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
+        for name, column in data.items():
+            if not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
+                raise InvalidRequestError(
+                    f"field {name!r} of a put is a single {type(column).__name__}: a column needs one entry per row. "
+                    f"For one sample, put a list or a tensor of one."
+                )
         sizes = {len(column) for column in data.values()}
         if len(sizes) != 1:
             raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
