@@ -101,7 +101,7 @@ def test_values_of_a_partition_whose_clearing_process_was_killed_are_freed(clien
 def test_a_clear_that_was_cancelled_halfway_frees_the_values(client, name, monkeypatch):
     meta = client.put(rows(a=torch.arange(3)), partition_id=name)
     with monkeypatch.context() as patched:
-        patched.setattr(client.session, "ask", cancelled_before(client.session.ask))
+        patched.setattr(client.storage_manager, "clear_rows", cancelled_before(client.storage_manager.clear_rows))
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(client.async_clear_samples(meta))
     assert until(lambda: client.get_stats()["partitions"][name]["samples"] == 0)

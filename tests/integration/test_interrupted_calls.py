@@ -80,6 +80,8 @@ def test_of_a_clear_that_is_cancelled_at_any_step_no_value_stays(client, name, c
     assert steps > 2, "there were some at which it was not done yet"
 
 
+@pytest.mark.filterwarnings("ignore:.*was never awaited:RuntimeWarning")  # Ctrl-C came before a call had begun
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("clear", [clear_samples, clear_partition])
 def test_of_a_clear_that_ctrl_c_interrupts_no_value_stays(client, name, clear: Clear, interrupting):
     seed = random.randrange(10**6)
