@@ -14,6 +14,7 @@ import torch
 
 import transfer_queue as tq
 from tests.integration.noticing import until
+from transfer_queue.transport.modes import is_blocking
 
 ROWS = 16
 LONGEST_S = 1e-3
@@ -98,6 +99,7 @@ def test_of_a_clear_that_ctrl_c_interrupts_no_value_stays(client, name, clear: C
         client.clear_partition(name)  # as one would who isn't sure
     assert interrupted
     assert stored(client)[0] == before
+    assert not is_blocking(), "the calls of an event loop would block it from now on"
 
 
 def test_memory_leased_ahead_comes_back_when_ctrl_c_comes_as_its_use_begins(client, name, monkeypatch):

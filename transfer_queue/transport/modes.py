@@ -78,11 +78,14 @@ def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    token = _blocking.set(True)
+    before = _blocking.get()
     try:
+        _blocking.set(
+            True
+        )  # not before the "try": Ctrl-C in between would leave the thread blocking in its event loops
         return coroutine.send(None)
     finally:
-        _blocking.reset(token)
+        _blocking.set(before)
 
 
 class Begun(Generic[R]):
@@ -93,13 +96,14 @@ class Begun(Generic[R]):
         self._coroutine = coroutine
         self._sent: Sent | None = None
         self._results: list[R] = []
-        token = _beginning.set(True)
+        before = _beginning.get()
         try:
+            _beginning.set(True)
             self._sent = _run(coroutine)
         except StopIteration as stop:  # it had nothing to ask
             self._results.append(stop.value)
         finally:
-            _beginning.reset(token)
+            _beginning.set(before)
 
     def is_near(self) -> bool:
         """Is an answer to what was sent here, or within a moment? False also where that can't be told."""
