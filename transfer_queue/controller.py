@@ -125,14 +125,11 @@ class TransferQueueController:
 
     def _drop_cleared(self, client: str, request: int) -> None:
         """The client was told, or would have been, what this request cleared, and drops none of it."""
-        told = [packed for number, packed in self._cleared.get(client, ()) if number == request]
-        self._drop_values(client, [index for packed in told for index in p.unpack_indexes(packed).tolist()])
+        self._drop_values(client, _indexes(told for told in self._cleared.get(client, ()) if told[0] == request))
 
     def _drop_orphans(self, client: str) -> None:
         orphans = [index for indexes in self.plane.take_orphans() for index in indexes.tolist()]
-        cleared = self._cleared.pop(client, ())
-        orphans += [index for _, packed in cleared for index in p.unpack_indexes(packed).tolist()]
-        self._drop_values(client, orphans, forsake=True)
+        self._drop_values(client, orphans + _indexes(self._cleared.pop(client, ())), forsake=True)
 
     def _drop_values(self, client: str, indexes: list[int], forsake: bool = False) -> None:
         """``forsake``: what it wrote and did not publish, too."""
@@ -170,6 +167,11 @@ class TransferQueueController:
         except Exception as error:  # whatever is wrong with a wish: the batch goes out, and its reader asks the units
             _log.warning("values for client %s could not be read beside its batch: %r", client, error)
             return ()
+
+
+def _indexes(cleared: Iterable[tuple[int, bytes]]) -> list[int]:
+    """Of samples that requests cleared."""
+    return [index for _, packed in cleared for index in p.unpack_indexes(packed).tolist()]
 
 
 def _nothing() -> None:

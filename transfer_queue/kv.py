@@ -99,9 +99,7 @@ async def _put_once(
         if parser is not None:
             message = client.publication(meta, to_specs(extract_field_schema(update.stored)), own)
         return await client.publish(message, update.said)
-    except BaseException as error:
-        if isinstance(error, (SampleClearedError, UnknownPartitionError)):
-            await client.drop_orphans(partition, meta.global_indexes)
+    except BaseException:
         await client.cancel(partition, meta.global_indexes)
         raise
     finally:

@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from transfer_queue.storage.pieces import ByteArray
-from transfer_queue.storage.spans import AT_ONCE
+from transfer_queue.storage.spans import AT_ONCE, LATER_NBYTES
 
-_LATER_NBYTES = 64 * 1024
 _SHARED_NBYTES = 24 * 1024 * 1024
 _CHUNK_NBYTES = 256 * 1024
 _MAPPED_NBYTES = 64 * 1024
@@ -47,7 +46,7 @@ class Copies:
 
     def __call__(self, dst: ByteArray, src: ByteArray) -> None:
         """dst[:] = src, by the time of ``finish``."""
-        if dst.nbytes < _LATER_NBYTES:
+        if dst.nbytes < LATER_NBYTES:
             dst[...] = src
             return
         self._jobs.append((dst, src, None))
@@ -55,7 +54,7 @@ class Copies:
 
     def rows(self, dst: _Rows, src: _Rows, picks: NDArray[np.int64]) -> None:
         """dst[i] = src[picks[i]] for every row, by the time of ``finish``."""
-        if dst.nbytes < _LATER_NBYTES:
+        if dst.nbytes < LATER_NBYTES:
             AT_ONCE.rows(dst, src, picks)
             return
         self._jobs.append((dst, src, picks))

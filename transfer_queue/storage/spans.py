@@ -38,8 +38,8 @@ _LONG_RUN_NBYTES = 16 * 1024
 """Runs of rows at least this long on average are copied one by one, as slices."""
 _LOOP_NBYTES = 512
 """The same for spans of any sizes; below, the interpreter would cost more than the bytes."""
-_LATER_NBYTES = 64 * 1024
-"""Spans this long on average are handed over one by one, to be copied later, or by several threads."""
+LATER_NBYTES = 64 * 1024
+"""What is at least this long is worth handing over by itself, to be copied later, or by several threads."""
 _CACHED_NBYTES = 256 * 1024
 """What is gathered before it is scattered: as much as surely stays in a core's cache."""
 
@@ -130,7 +130,7 @@ def _copy_each(
 ) -> None:
     dst_stops, src_stops = dst_starts + sizes, src_starts + sizes
     edges = (dst_starts.tolist(), dst_stops.tolist(), src_starts.tolist(), src_stops.tolist())
-    if sizes.sum() >= _LATER_NBYTES * len(sizes):
+    if sizes.sum() >= LATER_NBYTES * len(sizes):
         for to, end, at, stop in zip(*edges, strict=True):
             copy(dst[to:end], src[at:stop])
     elif (dst_stops[:-1] == dst_starts[1:]).all():  # they land back to back: nearly twice as fast in one call

@@ -79,10 +79,8 @@ def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     before = _blocking.get()
-    try:
-        _blocking.set(
-            True
-        )  # not before the "try": Ctrl-C in between would leave the thread blocking in its event loops
+    try:  # around the "set", too: Ctrl-C between them would leave the thread blocking in its event loops
+        _blocking.set(True)
         return coroutine.send(None)
     finally:
         _blocking.set(before)

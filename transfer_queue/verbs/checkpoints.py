@@ -120,7 +120,7 @@ class Checkpoints(Line):
         await self._thaw(number)
 
     async def _thaw(self, number: int) -> None:
-        await self._drop(await self.session.ask(p.Thaw, p.Cleared, number))
+        await self.forget(p.Thaw, number)
 
     async def _save_storage(self, directory: Path) -> None:
         twin = getattr(self, "save_storage_checkpoint", None)
@@ -151,13 +151,8 @@ class Checkpoints(Line):
         return shift
 
     async def _restore(self, data: bytes, shift: int) -> None:
-        await self._drop(await self.session.ask(p.Restore, p.Cleared, data, shift))
+        await self.forget(p.Restore, data, shift)
 
     async def _give_up(self, indexes: Sequence[int]) -> None:
         with contextlib.suppress(TransferQueueError):  # the first error is the one to tell
-            await self.drop_orphans("", indexes)
-
-    async def _drop(self, cleared: p.Cleared) -> None:
-        indexes = p.unpack_indexes(cleared.indexes).tolist()
-        if indexes:
-            await self.storage_manager.clear_rows(indexes)
+            await self.cancel("", indexes)

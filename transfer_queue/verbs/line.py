@@ -62,9 +62,11 @@ class Line:
         """How long a put may wait for room."""
         return float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
 
-    async def drop_orphans(self, partition: str, indexes: Sequence[int]) -> None:
-        """Values written for samples that were cleared meanwhile belong to nobody."""
-        await self.forget(p.Cancel, partition, p.pack_indexes(indexes))
+    async def cancel(self, partition: str, indexes: Sequence[int]) -> None:
+        """Give back samples that this client reserved and did not publish, and drop what was written for them: also
+        for those that were cleared meanwhile, whose values belong to nobody."""
+        if len(indexes):
+            await self.forget(p.Cancel, partition, p.pack_indexes(indexes))
 
     async def forget(self, request: type[p.Request], *args: Any) -> int:
         """Ask the controller to forget samples, then drop the values of those it names. Returns how many."""

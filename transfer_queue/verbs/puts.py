@@ -140,12 +140,6 @@ class Puts(Line):
             raise
         return meta
 
-    async def cancel(self, partition: str, indexes: Sequence[int]) -> None:
-        """Give back samples that this client reserved and did not publish, and whatever it wrote for them."""
-        if not len(indexes):
-            return
-        await self.forget(p.Cancel, partition, p.pack_indexes(indexes))
-
     # ---- samples that are there ----
 
     async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
@@ -252,7 +246,7 @@ class Puts(Line):
             else:
                 published = await self.session.send(message, p.Published)
         except (SampleClearedError, UnknownPartitionError, asyncio.CancelledError):
-            await self.drop_orphans(message.partition, p.unpack_indexes(message.indexes).tolist())
+            await self.cancel(message.partition, p.unpack_indexes(message.indexes).tolist())
             raise
         old = self._reservations.keep(message.partition, p.unpack_indexes(published.indexes).tolist())
         for name, given_up in old.items():
@@ -262,13 +256,7 @@ class Puts(Line):
 def as_tensordict(data: Any) -> TensorDict:
     """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
     if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
-        for name, column in data.items():
-            if not hasattr(column, "__len__") or getattr(column, "ndim", 1) == 0:
-                raise InvalidRequestError(
-                    f"field {name!r} of a put is a single {type(column).__name__}: a column needs one entry per row. "
-                    f"For one sample, put a list or a tensor of one."
-                )
-        sizes = {len(column) for column in data.values()}
+        sizes = {_length(name, column) for name, column in data.items()}
         if len(sizes) != 1:
             raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
         return TensorDict(dict(data), batch_size=[sizes.pop()])
@@ -278,3 +266,13 @@ def as_tensordict(data: Any) -> TensorDict:
         raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
     rows: TensorDict = data
     return rows
+
+
+def _length(name: str, column: Any) -> int:
+    try:
+        return len(column)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"field {name!r} of a put is a single {type(column).__name__}: a column needs one entry per row. "
+            f"For one sample, put a list or a tensor of one."
+        ) from error
