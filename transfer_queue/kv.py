@@ -10,13 +10,12 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.client.client import AsyncTransferQueueClient
+from transfer_queue.client.keys import check_keys
+from transfer_queue.client.put import as_tensordict, parsed_rows
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_meta, to_specs
-from transfer_queue.storage.base import Update
-from transfer_queue.verbs.keys import check_keys
-from transfer_queue.verbs.puts import as_tensordict
 
 Tag = dict[str, Any]
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
@@ -57,11 +56,13 @@ async def batch_put(
     rows = None if fields is None else as_tensordict(fields)
     _check_batch(names, rows, tags)
     check_tags({i: tag for i, tag in enumerate(tags or ()) if tag})
-    tries = _TRIES if data_parser is None else 1  # a parser runs once
+    if rows is not None:
+        rows = await parsed_rows(rows, data_parser)
+    tries = _TRIES
     while True:
         tries -= 1
         try:
-            batch = await _put_once(client, names, partition_id, rows, tags, data_parser)
+            batch = await _put_once(client, names, partition_id, rows, tags)
         except (SampleClearedError, UnknownPartitionError):
             if not tries:
                 raise
@@ -81,30 +82,9 @@ async def _put_once(
     partition: str,
     rows: TensorDict | None,
     tags: Sequence[Tag | None] | None,
-    parser: DataParser | None,
 ) -> p.Batch:
-    specs = to_specs(extract_field_schema(rows)) if rows is not None and parser is None else {}
-    writes = [] if rows is None else [str(name) for name in rows.keys()]  # noqa: SIM118 (iterating it gives rows)
-    meta = to_meta(await client.hold_keys(names, partition, specs, writes))
-    own = {index: dict(tag) for index, tag in zip(meta.global_indexes, tags or (), strict=False) if tag}
-    update: Update | None = None
-    try:
-        message = client.publication(meta, specs, own)
-        if rows is None:
-            return await client.publish(message)
-        # Some keys may be known already. All was checked when they were held, so who keeps the values may publish them.
-        told = p.encode(message) if parser is None else b""
-        update = await client.storage_manager.update_data(rows, meta, parser, message=told)
-        assert update is not None
-        if parser is not None:
-            message = client.publication(meta, to_specs(extract_field_schema(update.stored)), own)
-        return await client.publish(message, update.said)
-    except BaseException:
-        await client.cancel(partition, meta.global_indexes)
-        raise
-    finally:
-        if update is not None:
-            update.settle()
+    specs = {} if rows is None else to_specs(extract_field_schema(rows))
+    return await client.put_by_key(names, partition, rows, specs, {row: tag for row, tag in enumerate(tags or ()) if tag})
 
 
 def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:

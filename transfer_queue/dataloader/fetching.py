@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from transfer_queue import protocol as p
-from transfer_queue.client import TransferQueueClient, explain
+from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.get import FetchedBatch, explain, fetch_request
 from transfer_queue.config import environment_number
 from transfer_queue.dataloader.pipeline import Asked, Fetched
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.modes import Begun
+from transfer_queue.transport.modes import Begun, run_blocking
 from transfer_queue.utils.logging_utils import get_logger
-from transfer_queue.verbs.fetches import FetchedBatch
 
 logger = get_logger(__name__)
 
@@ -81,7 +83,7 @@ class _Arrived:
         return self._client.take(self._batch), self._batch.meta
 
     def close(self) -> None:
-        self._batch.close()
+        run_blocking(self._batch.close())
 
 
 class _AtHand(NamedTuple):
@@ -119,21 +121,15 @@ class BatchFetcher:
     def begin(self, batch_index: int, wait_s: float) -> Begun[FetchedBatch | p.NotReady]:
         """Ask the queue, which may park that for so long."""
         spec = self.spec
-        config = {**spec.sampling_config, "batch_index": batch_index}
-        if self._last is not None:
-            config["after"] = self._last
-        if spec.finite and spec.pass_start is not None:
-            config["pass_start"] = spec.pass_start
-        if spec.begun is not None and batch_index == spec.begun[0]:
-            config["skip"] = spec.begun[1]
+        fetch = fetch_request(
+            spec.data_fields, spec.batch_size, self.partition, spec.task_name, spec.sampling_config, wait_s
+        )
+        skip = spec.begun[1] if spec.begun is not None and batch_index == spec.begun[0] else 0
+        pass_start = spec.pass_start if spec.finite else None
         return self.client.begin_fetch_batch(
-            spec.data_fields,
-            spec.batch_size,
-            self.partition,
-            spec.task_name,
-            config,
-            wait_s=wait_s,
-            finite=spec.finite,
+            msgspec.structs.replace(
+                fetch, batch_index=batch_index, after=self._last, finite=spec.finite, pass_start=pass_start, skip=skip
+            )
         )
 
     def came(self, batch: FetchedBatch) -> Fetched:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -20,8 +19,8 @@ from transfer_queue.config import preallocated_samples, to_plain
 from transfer_queue.errors import LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
-from transfer_queue.storage.simple.routing import best_run
 from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.unix import short_directory
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.processes import pid_namespace
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
@@ -41,7 +40,7 @@ class LocalQueue:
         """
         self._owner = os.getpid()
         self._inline_nbytes = inline_nbytes
-        self._directory = tempfile.mkdtemp(prefix="tq-")  # mkdtemp: 0700, so only this user reaches the sockets
+        self._directory = short_directory("tq-")  # 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
         self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
         # Runs at the end of the process, multiprocessing children included, where atexit alone doesn't.
@@ -66,32 +65,38 @@ class LocalQueue:
         return f"ipc://{self._directory}/{name}"
 
     def _start(self, conf: DictConfig) -> DictConfig:
-        units = [f"unit{i}" for i in range(conf.backend.SimpleStorage.num_data_storage_units)]
+        """One process hosts all; or the controller and each unit have one of their own."""
+        section = conf.backend.SimpleStorage
         sampler = _portable(conf.controller.sampler)
-        names = units if sampler is None else [*units, _CONTROLLER]
-        together = _together(conf)
-        groups = [names] if together else [[name] for name in names]
-        processes = [self._spawn() for _ in groups]
-        pids = {name: process.pid for group, process in zip(groups, processes, strict=True) for name in group}
-        pid = pids.get(_CONTROLLER, self._owner)
-        info = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
-        run = best_run(together, conf.backend.SimpleStorage.capacity_bytes)
+        together = _together(conf) and sampler is not None
+        count, capacity = section.num_data_storage_units, section.capacity_bytes
+        if _together(conf):  # units that share a process are one: they share its memory as they need it
+            count, capacity = 1, None if capacity is None else capacity * count
+        units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
         infos = {
-            name: local_server(Role.STORAGE.value, name, "put_get_socket", self._socket(name), pids[name], run)
-            for name in units
+            name: local_server(Role.STORAGE.value, name, "put_get_socket", address) for name, address in units.items()
         }
-        conf = _with_servers(conf, self.address, info, infos)
-        orders = self._orders(conf, sampler)
-        for group, process in zip(groups, processes, strict=True):
-            servers = [{"name": name, "address": self._socket(name)} for name in group]
-            _tell(process, {**orders, "servers": servers})
+        controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address)
+        conf = _with_servers(conf, self.address, controller, infos)
+        common = self._orders(conf, sampler, capacity)
+        if together:
+            orders = [{"address": self.address, "controller": True, "unit": next(iter(units))}]
+        else:
+            orders = [{"address": address, "controller": False, "unit": name} for name, address in units.items()]
+            if sampler is not None:
+                orders.append({"address": self.address, "controller": True, "unit": None})
+        processes = [self._spawn() for _ in orders]
+        for process, own in zip(processes, orders, strict=True):
+            _tell(process, {**common, **own})
         if sampler is None:
-            self._serve_in_thread(orders, as_sampler(conf.controller.sampler))
+            self._serve_in_thread(
+                {**common, "controller": True, "unit": None}, as_sampler(conf.controller.sampler)
+            )
         for process in processes:
             _await_ready(process)
         return conf
 
-    def _orders(self, conf: DictConfig, sampler: Any) -> dict[str, Any]:
+    def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> dict[str, Any]:
         plain = to_plain(conf)
         module = sampler["class"].partition(":")[0] if isinstance(sampler, dict) else ""
         if module and not module.startswith("transfer_queue."):
@@ -99,14 +104,14 @@ class LocalQueue:
         return {
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
             "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
-            "inline_nbytes": self._inline_nbytes,
+            "inline_nbytes": self._inline_nbytes, "capacity_bytes": capacity_bytes,
         }  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
-            [sys.executable, "-m", "transfer_queue.launch.serve", self._directory],
+            [sys.executable, "-m", "transfer_queue.server.main", self._directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -118,16 +123,16 @@ class LocalQueue:
 
     def _serve_in_thread(self, orders: dict[str, Any], sampler: BaseSampler) -> None:
         """A sampler that can't travel (of ``__main__``, or holding live objects) is served from this process."""
-        from transfer_queue.control.plane import ControlPlane
-        from transfer_queue.controller import TransferQueueController, plane_config
-        from transfer_queue.launch.serve import stored_values
+        from transfer_queue.server.main import make_front
 
-        conf = orders["conf"]
-        plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
-        controller = TransferQueueController(plane, conf, stored_values(conf))
-        server = SocketServer(self.address, plain=conf["client"]["sockets"] == "auto")
-        controller.watch = server.watch
-        thread = threading.Thread(target=server.serve, args=(controller,), name="tq-controller", daemon=True)
+        server = SocketServer(self.address)
+        front, close = make_front(server, orders, sampler)
+
+        def serve() -> None:
+            server.serve(front)
+            close()
+
+        thread = threading.Thread(target=serve, name="tq-controller", daemon=True)
         self._own_controller.append((server, thread))
         thread.start()
 

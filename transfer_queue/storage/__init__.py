@@ -8,8 +8,8 @@ from typing import Any
 
 _HOME = {
     "StorageManager": "transfer_queue.storage.base:StorageManager",
-    "SimpleStorageManager": "transfer_queue.storage.simple.manager:SimpleStorageManager",
-    "AsyncSimpleStorageManager": "transfer_queue.storage.simple.manager:SimpleStorageManager",
+    "SimpleStorageManager": "transfer_queue.storage.shm.client:SimpleStorageManager",
+    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.client:SimpleStorageManager",
     "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
 }
 __all__ = ["AsyncSimpleStorageManager", "SimpleStorageManager", "StorageKeyNotFoundError", "StorageManager"]

@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from transfer_queue.storage.pieces import Piece, Positions
-from transfer_queue.transport.base import Caller
+from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
-    import msgspec
     from tensordict import TensorDict
 
 DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -38,63 +37,51 @@ class RowsOf(NamedTuple):
     field_names: Sequence[str] = ()
 
 
-class OpenWrite(NamedTuple):
-    """An update that its writer neither published nor took back before it ended."""
+class Staged(NamedTuple):
+    """A write's values, ready to travel: encoded columns, and the frames beside them."""
 
-    number: int
-    global_indexes: Sequence[int]
-    field_names: Sequence[str]
-
-
-class Update:
-    """Values put over samples that others know already, until it is clear whether they get published."""
-
-    def __init__(self, stored: TensorDict, absent: bool = False) -> None:
-        """``stored``: what was put, or what a parser made of it. ``absent``: it replaced nothing."""
-        self.stored = stored
-        self.absent = absent
-        self.said = b""
-        """What the controller answered, if the storage told it; see ``put_and_tell``."""
-
-    def settle(self) -> None:
-        """They are published, or taken back."""
-
-    async def take_back(self, indexes: Sequence[int]) -> None:
-        """Forget them for these samples where nobody replaced them since. A backend that can't tell keeps them."""
+    columns: bytes
+    frames: Sequence[Any]
 
 
-class Wish:
-    """Values of a batch that isn't known yet, asked for beside its fetch. This one of a backend that can't do that."""
-
-    message = b""
-    """What the controller is told beside the fetch; empty: nothing."""
-
-    def answered(self, frames: Sequence[memoryview]) -> None:
-        """This came beside the controller's answer; ``close`` without it takes everything for granted."""
+class InFront(ABC):
+    """A backend whose values may lie in the controller's own process: a put and a get are then one message each."""
 
     @property
-    def came(self) -> bool:
-        """Are there values?"""
-        return False
+    @abstractmethod
+    def is_in_front(self) -> bool:
+        """Do they?"""
 
-    def values(self, indexes: Sequence[int], frames: Sequence[memoryview]) -> TensorDict | None:
-        """The batch, from what came beside the controller's answer; once. None: read it.
+    @abstractmethod
+    def sources(self, data: TensorDict) -> Mapping[str, Any]:
+        """Every column, ready to be written; nothing is copied yet. Raises ValueError for what can't be stored."""
 
-        Raises:
-            StorageKeyNotFoundError: a value was cleared meanwhile.
+    @abstractmethod
+    async def staged(self, sources: Mapping[str, Any], count: int, replaced: Sequence[int]) -> Staged:
+        """Copy large columns to where they will lie, after a wait for room.
+
+        ``replaced``: samples whose values the write replaces.
         """
-        return None
 
-    def close(self) -> None:
-        """Whatever came has been used, or won't be."""
+    @abstractmethod
+    async def decide_mapping(self) -> bool:
+        """May values be answered as places in memory that this process has mapped? Decided once, by trying."""
+
+    @abstractmethod
+    async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
+        """The values that came beside a batch of ``count`` samples."""
+
+    @abstractmethod
+    async def closed(self, call: int) -> None:
+        """The values that came with this call's answer are not wanted: what it pinned is released."""
 
 
 class StorageManager(ABC):
     """The client's side of one backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
 
-    def __init__(self, caller: Caller, config: Mapping[str, Any]) -> None:
+    def __init__(self, session: Session, config: Mapping[str, Any]) -> None:
         """``config`` is the backend's own section; its ``layout`` is what reads give: "jagged" (default) or "dense"."""
-        self.caller = caller
+        self.session = session
         self.config = config
 
     @abstractmethod
@@ -107,42 +94,30 @@ class StorageManager(ABC):
             ValueError: another number of rows than indexes; nothing has been sent.
         """
 
-    def prepared(self, data: TensorDict) -> Any:
-        """What ``put_and_tell`` takes of this data; made while something else is awaited. Nothing is copied.
+    # A put of several steps: ``write``, then the controller publishes, then ``commit``. Else ``abort``.
 
-        Raises:
-            ValueError: something that can't be stored.
-        """
+    def sources(self, data: TensorDict) -> Any:
+        """What ``write`` takes of this data. Raises ValueError for something that can't be stored."""
         return data
 
-    async def put_and_tell(
-        self, prepared: Any, indexes: Sequence[int], message: bytes, meanwhile: Callable[[], None]
-    ) -> bytes:
-        """``put_data``, then tell the controller this, where the storage has a way that is shorter than the client's.
+    async def write(self, call: int, indexes: Sequence[int], sources: Any) -> None:
+        """Store row i for ``indexes[i]``. ``call`` names the write until it is committed or aborted.
 
-        Args:
-            meanwhile: Done once, best while an answer is awaited.
-        Returns:
-            What the controller answered; empty: it wasn't told, and all is stored.
+        A backend that can't keep uncommitted writes apart stores them at once.
         """
-        await self.put_data(prepared, RowsOf(indexes))
-        meanwhile()
-        return b""
+        await self.put_data(sources, RowsOf(indexes))
 
-    async def update_data(
-        self,
-        data: TensorDict,
-        metadata: HasRows,
-        data_parser: DataParser | None = None,
-        absent: bool = False,
-        message: bytes = b"",
-    ) -> Update | None:
-        """``put_data`` onto samples that are published.
+    async def commit(self, call: int, indexes: Sequence[int]) -> None:
+        """The write is published: it replaces what was there."""
+        return
 
-        With ``absent``, only where no sample has a value of these fields yet: None when one has, and a backend that
-        can't tell always says so. ``message``: see ``put_and_tell``; the answer is in the update.
-        """
-        return None if absent else Update(await self.put_data(data, metadata, data_parser))
+    async def abort(self, call: int, indexes: Sequence[int]) -> None:
+        """The write was not published. A backend that can't tell keeps it until its samples are cleared."""
+        return
+
+    async def end_session(self, client: str, published: Sequence[int]) -> None:
+        """The controller's word: this client has ended, and of its uncommitted writes these were published."""
+        return
 
     @abstractmethod
     async def get_data(self, metadata: HasRows) -> TensorDict:
@@ -151,21 +126,6 @@ class StorageManager(ABC):
         Raises:
             StorageKeyNotFoundError: a value was cleared or never put.
         """
-
-    async def get_views(self, metadata: HasRows) -> TensorDict:
-        """``get_data`` without a copy where the values lie together in memory that this process can map.
-
-        Such values stay where they are as long as anything points at them. A backend that shares no memory copies.
-        """
-        return await self.get_data(metadata)
-
-    async def wish(self, fields: Sequence[str], small: bool = False) -> Wish:
-        """See ``Wish``; ``close`` it.
-
-        Args:
-            small: For values that are taken later, if at all: few bytes only, and none that changed meanwhile.
-        """
-        return Wish()
 
     @abstractmethod
     async def clear_data(self, metadata: HasRows) -> None:
@@ -203,15 +163,7 @@ class StorageManager(ABC):
         data = columns.unpack(parts, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
         await self.put_data(data, RowsOf(indexes, sorted(pieces)))
 
-    async def forsake(self, client: str) -> list[OpenWrite]:
-        """This client's process has ended: nothing that is still on its way from it counts. What it left open."""
-        return []
-
-    async def take_back(self, number: int, indexes: Sequence[int], client: str = "") -> None:
-        """Forget what an open write of this client stored for these samples, where nobody replaced it since."""
-        return
-
-    async def stats(self) -> Sequence[msgspec.Struct]:
+    async def stats(self) -> Sequence[Mapping[str, Any]]:
         """Numbers of each process that holds values; none where a backend has no such processes."""
         return []
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ from transfer_queue.storage.tensors import (
 )
 
 Parts = Sequence[tuple[Positions, Piece]]
-Lay = Callable[[Parts], ByteArray | None]
 LAYOUTS = ("jagged", "dense")
 
 
@@ -67,18 +66,17 @@ def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
 
 
 def unpack(
-    parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False, lay: Lay | None = None
+    parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False
 ) -> TensorDict:
     """One batch of ``count`` rows in fresh memory, columns by name.
 
     Args:
         parts: Per field, pieces with the rows of the batch that they fill; each row exactly once.
         layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
-        lay: The rows of some parts back to back where they are, instead of copied; None where that can't be.
     """
     check_layout(layout)
     copies = Copies()
-    way = _Way(layout, Jagged(), copies, lay)
+    way = _Way(layout, Jagged(), copies)
     columns = {name: _column(name, parts[name], count, allow_pickle, way) for name in sorted(parts)}
     copies.finish()
     return batch(columns, count)
@@ -181,7 +179,6 @@ class _Way(NamedTuple):
     layout: str
     jagged: Jagged
     copy: Copy = AT_ONCE
-    lay: Lay | None = None
 
 
 def _of_piece(piece: Piece, way: _Way) -> Any:
@@ -212,17 +209,15 @@ def _column(name: str, parts: Parts, count: int, allow_pickle: bool, way: _Way) 
 def _of_values(values: Sequence[Any], way: _Way) -> Any:
     column = column_of(values)
     if way.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _of_piece(rows_piece(values), way._replace(copy=AT_ONCE, lay=None))
+        return _of_piece(rows_piece(values), way._replace(copy=AT_ONCE))
     return column
 
 
 def _dense(parts: Parts, shape: Sequence[int], way: _Way) -> torch.Tensor:
     layout, row_nbytes = parts[0][1].layout, parts[0][1].layout.row_nbytes
-    out = way.lay(parts) if way.lay is not None else None
-    if out is None:
-        out = recycling.empty(math.prod(shape) * layout.itemsize)
-        for positions, piece in parts if out.nbytes else ():
-            copy_rows(out, positions, piece.data, piece.picks, row_nbytes, way.copy)
+    out = recycling.empty(math.prod(shape) * layout.itemsize)
+    for positions, piece in parts if out.nbytes else ():
+        copy_rows(out, positions, piece.data, piece.picks, row_nbytes, way.copy)
     return from_bytes(out, dtype_of(layout.dtype), shape)
 
 
@@ -238,13 +233,11 @@ def _ragged(parts: Parts, count: int, way: _Way) -> Any:
         shapes[positions] = piece.side
     sizes = shapes.prod(axis=1) * first.itemsize
     bounds = running_sum(sizes)
-    out = way.lay(parts) if way.lay is not None else None
-    if out is None:
-        out = recycling.empty(int(bounds[-1]))
-        # torch packs rows that are irregular in other dims anew, so they must be here by then.
-        by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
-        for positions, piece in ragged:
-            copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
+    out = recycling.empty(int(bounds[-1]))
+    # torch packs rows that are irregular in other dims anew, so they must be here by then.
+    by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
+    for positions, piece in ragged:
+        copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
     return _shaped(out, dtype_of(first.dtype), shapes, bounds, way)
 
 
@@ -254,12 +247,10 @@ def _whole(parts: Parts, count: int, way: _Way) -> ByteArray | None:
     in_order = isinstance(positions, slice) and positions == slice(0, count)
     if piece.layout.kind != "ragged" or piece.picks is not None or not in_order:
         return None
-    out = way.lay(parts) if way.lay is not None else None
-    if out is None:
-        out = recycling.empty(piece.data.nbytes)
-        # torch packs rows that are irregular in other dims anew, so they must be here by then.
-        shapes = _shapes_of(piece)
-        (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, piece.data)
+    out = recycling.empty(piece.data.nbytes)
+    # torch packs rows that are irregular in other dims anew, so they must be here by then.
+    shapes = _shapes_of(piece)
+    (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, piece.data)
     return out
 
 

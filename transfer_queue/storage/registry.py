@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.transport.base import Caller
+from transfer_queue.transport.session import Session
 
 Manager = TypeVar("Manager", bound=type[StorageManager])
 
 _backends: dict[str, str | type[StorageManager]] = {
-    "SimpleStorage": "transfer_queue.storage.simple.manager:SimpleStorageManager",
+    "SimpleStorage": "transfer_queue.storage.shm.client:SharedMemoryManager",
     # What the first backend was called before; configurations still say so.
-    "AsyncSimpleStorageManager": "transfer_queue.storage.simple.manager:SimpleStorageManager",
+    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.client:SharedMemoryManager",
 }
 
 
@@ -39,13 +39,13 @@ def register(name: str) -> Callable[[Manager], Manager]:
     return add
 
 
-def create(name: str, caller: Caller, config: Mapping[str, Any]) -> StorageManager:
+def create(name: str, session: Session, config: Mapping[str, Any]) -> StorageManager:
     """The manager of this backend.
 
     Raises:
         ConfigError: no backend of this name.
     """
-    return resolve(name)(caller, config)
+    return resolve(name)(session, config)
 
 
 def resolve(name: str) -> type[StorageManager]:

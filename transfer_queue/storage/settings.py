@@ -34,7 +34,4 @@ def storage_settings(section: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 def _unit(info: Any) -> dict[str, Any]:
     server = info if isinstance(info, ZMQServerInfo) else ZMQServerInfo.from_dict(info)
     peer = server.peer()
-    return {
-        "name": peer.name, "address": peer.address, "pid": peer.pid, "pid_namespace": peer.pid_namespace,
-        "run": server.run,
-    }  # fmt: skip
+    return {"name": peer.name, "address": peer.address}

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from transfer_queue.transport.base import Peer
-from transfer_queue.utils.processes import pid_namespace
 
 
 class ZMQServerInfo:
     """One server. ``ports`` maps the name of a socket to its full address.
 
-    ``run`` of a storage unit: so many neighbouring samples lie together before the next unit's turn; None: as usual.
-    ``pid`` and ``pid_namespace`` let clients on the same host notice at once that the server is gone.
     """
 
     # No dataclass: OmegaConf would take it apart when it is put into a configuration.
@@ -25,23 +22,17 @@ class ZMQServerInfo:
         id: str,
         ip: str = "localhost",
         ports: Mapping[str, str] | None = None,
-        pid: int | None = None,
-        pid_namespace: int | None = None,
-        run: int | None = None,
     ) -> None:
         self.role = role
         self.id = id
         self.ip = ip
         self.ports = dict(ports or {})
-        self.pid = pid
-        self.pid_namespace = pid_namespace
-        self.run = run
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ZMQServerInfo) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
-        return hash((self.role, self.id, self.pid, tuple(self.ports.values())))
+        return hash((self.role, self.id, tuple(self.ports.values())))
 
     def __repr__(self) -> str:
         return f"ZMQServerInfo({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
@@ -53,10 +44,7 @@ class ZMQServerInfo:
         return self.ports[port_name]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "role": self.role, "id": self.id, "ip": self.ip, "ports": dict(self.ports), "pid": self.pid,
-            "pid_namespace": self.pid_namespace, "run": self.run,
-        }  # fmt: skip
+        return {"role": self.role, "id": self.id, "ip": self.ip, "ports": dict(self.ports)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ZMQServerInfo:
@@ -64,11 +52,9 @@ class ZMQServerInfo:
 
     def peer(self) -> Peer:
         """The server as the transport knows it; its first socket."""
-        return Peer(f"{self.role} {self.id}", next(iter(self.ports.values())), self.pid, self.pid_namespace)
+        return Peer(f"{self.role} {self.id}", next(iter(self.ports.values())))
 
 
-def local_server(
-    role: str, server_id: str, socket_name: str, address: str, pid: int, run: int | None = None
-) -> ZMQServerInfo:
+def local_server(role: str, server_id: str, socket_name: str, address: str) -> ZMQServerInfo:
     """A server that is a process of this host."""
-    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address}, pid, pid_namespace(), run)
+    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address})

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all verbs share: a session with the queue's servers, and the storage backend's client side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transfer_queue import protocol as p
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.storage.base import InFront
+from transfer_queue.storage.registry import create as create_storage
+from transfer_queue.storage.settings import storage_settings
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.session import Session
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+if TYPE_CHECKING:
+    from transfer_queue.storage.base import StorageManager
+
+
+class ClientBase:
+    """Any thread and any event loop may use it. After a fork the child has a session of its own."""
+
+    def __init__(
+        self,
+        client_id: str,
+        controller_info: ZMQServerInfo,
+        zmq_io_threads: int | None = None,
+        zmq_max_sockets: int | None = None,
+    ) -> None:
+        """``zmq_io_threads`` and ``zmq_max_sockets`` change nothing."""
+        if controller_info is None:
+            raise InvalidRequestError("controller_info is None: pass conf.controller.zmq_info of a running queue.")
+        if not isinstance(controller_info, ZMQServerInfo):
+            raise TypeError(f"controller_info must be a ZMQServerInfo, got {type(controller_info).__name__}.")
+        self.client_id = client_id
+        self.session = Session(client_id, controller_info.peer())
+        self._storage: StorageManager | None = None
+        self._storage_args: tuple[str, dict[str, Any]] | None = None
+        self._caller: Any = None
+
+    def initialize_storage_manager(self, manager_type: str, config: Mapping[str, Any], **settings: Any) -> None:
+        """Choose the backend; ``config`` is its section of a running queue's configuration."""
+        self._storage_args = (manager_type, storage_settings(config, **settings))
+        self._make_storage()
+
+    def _make_storage(self) -> None:
+        assert self._storage_args is not None
+        self._storage = create_storage(self._storage_args[0], self.session, self._storage_args[1])
+        self._caller = self.session.caller
+
+    @property
+    def storage_manager(self) -> StorageManager:
+        """Raises RuntimeError before ``initialize_storage_manager``."""
+        if self._storage is None:
+            raise InvalidRequestError("this client has no storage yet: call initialize_storage_manager() first.")
+        self.session.follow_fork()
+        if self._caller is not self.session.caller:
+            self._make_storage()
+        return self._storage
+
+    @property
+    def front(self) -> InFront | None:
+        """The storage, where it shares the controller's process: a put or a get is one message then."""
+        storage = self.storage_manager
+        return storage if isinstance(storage, InFront) and storage.is_in_front else None
+
+    async def async_get_config(self) -> dict[str, Any]:
+        """The running queue's configuration."""
+        return await self.session.config()
+
+    async def put_timeout_s(self) -> float:
+        """How long a put may wait for room."""
+        return float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+
+    async def clear(self, request: type[p.Request], *args: Any) -> int:
+        """Ask the controller to forget samples; their values are deleted, too. Returns how many samples that were."""
+        session = self.session
+        message = request(session.number(), *args)
+        if self._storage is not None and self.front is not None:
+            return len((await session.send(message, p.Cleared)).indexes) // 8
+        cleared = await session.send(message, p.Cleared, keep=True)
+        try:
+            indexes = p.unpack_indexes(cleared.indexes).tolist()
+            if indexes:
+                await self.storage_manager.clear_rows(indexes)
+        except BaseException:
+            await session.cancel(message.id)  # the controller has these values deleted
+            raise
+        session.done(session.controller, message.id)
+        return len(indexes)
+
+    def close(self) -> None:
+        """Leave the queue; what was put stays, and so do values that were got. Idempotent."""
+        if self._storage is not None:
+            run_blocking(self._storage.close())
+        self.session.close()

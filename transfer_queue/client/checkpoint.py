@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: the whole queue as it is at one moment, into a directory and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transfer_queue import protocol as p
+from transfer_queue.checkpoint.directory import Staging
+from transfer_queue.checkpoint.manifest import CONTROLLER, STORAGE
+from transfer_queue.checkpoint.npy import replace_bytes, write_bytes
+from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
+from transfer_queue.checkpoint.values import SavedValues, off_loop, save_values
+from transfer_queue.client.base import ClientBase
+from transfer_queue.control.saved import SavedQueue
+from transfer_queue.control.snapshot import decode, saved_indexes
+from transfer_queue.transport.modes import is_blocking
+from transfer_queue.utils.logging_utils import get_logger
+
+AnyPath = str | os.PathLike[str]
+_log = get_logger(__name__)
+
+
+class Checkpoints(ClientBase):
+    """Whatever goes on in the queue may go on: only puts that replace values being saved wait until these are read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._staged = _Staged()
+
+    async def async_save_checkpoint(
+        self, checkpoint_dir: AnyPath, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save the whole queue: partitions, tasks, what was given to whom, and the values.
+
+        Args:
+            checkpoint_dir: Made, parents included; a checkpoint that is there is replaced once the new one is whole.
+            include_storage: The storage units hold values in memory only, so False changes nothing there.
+            metadata: Of your own, as JSON in ``metadata.json``.
+        Raises:
+            CheckpointError: it could not be written; nothing new is left, and an earlier checkpoint is as it was.
+        """
+        user = check_user_metadata(metadata)
+        if not include_storage:
+            _log.warning("include_storage=False is ignored: SimpleStorage holds values in memory only, they are saved.")
+        staging = Staging(checkpoint_dir)
+        staging.begin()
+        with staging:
+            async with self._frozen() as state:
+                controller = await off_loop(write_bytes, staging.path / CONTROLLER, state)
+                await self._save_storage(staging.path)
+            await off_loop(complete, staging.path, user, controller)
+            await off_loop(staging.commit)
+
+    async def async_load_checkpoint(self, checkpoint_dir: AnyPath) -> None:
+        """Replace the whole queue by a saved one; other storage units than it had then are no obstacle.
+
+        Samples keep their indexes in a queue that never used these; else they get new ones. Consumers that wait are
+        looked at again. What was reserved for puts under way is void: they reserve anew, or fail.
+
+        Raises:
+            CheckpointNotFoundError: no checkpoint there (a FileNotFoundError), or a file of it is missing.
+            CheckpointError: foreign, damaged, of a newer version. The queue is as it was.
+            StorageFullError: it doesn't fit beside what the queue holds. The queue is as it was.
+        """
+        with reading(checkpoint_dir):
+            opened = await off_loop(Opened, checkpoint_dir)
+            await self._load(opened.data, opened.state, opened.values)
+
+    async def async_save_controller_checkpoint(self, path: AnyPath) -> None:
+        """Save the state of the queue alone, without values, to a file."""
+        async with self._frozen() as state:
+            await off_loop(replace_bytes, Path(path), state)
+
+    async def async_load_controller_checkpoint(self, path: AnyPath) -> None:
+        """Replace the state of the queue by a saved one, whose values ``load_storage_checkpoint`` has stored."""
+        with reading(path):
+            data = await off_loop(read_state, Path(path))
+        await self._restore(data)
+
+    async def async_save_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
+        """Save the values of the samples whose state is saved in this directory, or else of all there are now."""
+        directory = Path(checkpoint_dir)
+        if (directory / CONTROLLER).exists():
+            saved = decode(await off_loop(read_state, directory / CONTROLLER))
+            await save_values(self.storage_manager, saved, directory / STORAGE)
+            return
+        async with self._frozen() as state:
+            await off_loop(write_bytes, directory / CONTROLLER, state)
+            await save_values(self.storage_manager, decode(state), directory / STORAGE)
+
+    async def async_load_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
+        """Store the values of a checkpoint; ``load_controller_checkpoint`` of the same client makes them visible."""
+        directory = Path(checkpoint_dir)
+        with reading(directory):
+            saved = decode(await off_loop(read_state, directory / CONTROLLER))
+            await self._store(saved, await off_loop(read_values, directory, saved))
+
+    # ---- saving ----
+
+    @asynccontextmanager
+    async def _frozen(self) -> AsyncIterator[bytes]:
+        """The queue's state; inside, the values that belong to it stay as they are."""
+        session, wait_s = self.session, self.session.timeout_s
+        freeze = p.Freeze(session.number(), wait_s)
+        frozen = await session.send(freeze, p.Frozen, wait_s, keep=True)
+        try:
+            yield frozen.state
+        except BaseException:
+            await session.cancel(freeze.id)
+            raise
+        await self.clear(p.Thaw, freeze.id)
+        session.done(session.controller, freeze.id)
+
+    async def _save_storage(self, directory: Path) -> None:
+        twin = getattr(self, "save_storage_checkpoint", None)
+        if twin is not None and is_blocking():  # by its public name, which a subclass may have given a meaning
+            twin(directory)
+        else:
+            await self.async_save_storage_checkpoint(directory)
+
+    # ---- loading ----
+
+    async def _load(self, data: bytes, saved: SavedQueue, values: SavedValues | None) -> None:
+        if values is not None:
+            await self._store(saved, values)
+        await self._restore(data)
+
+    async def _store(self, saved: SavedQueue, values: SavedValues) -> None:
+        """Nobody sees the values before ``_restore``."""
+        session = self.session
+        await self._unstage()
+        stage = p.Stage(session.number(), p.pack_indexes(saved_indexes(saved)))
+        shift = int((await session.send(stage, p.Done, keep=True)).value)
+        self._staged = _Staged(stage.id, shift)
+        try:
+            await values.put(self.storage_manager, shift)
+        except BaseException:
+            await self._unstage()
+            raise
+
+    async def _restore(self, data: bytes) -> None:
+        try:
+            await self.clear(p.Restore, data, self._staged.shift)
+        except BaseException:
+            await self._unstage()
+            raise
+        self.session.done(self.session.controller, self._staged.call)
+        self._staged = _Staged()
+
+    async def _unstage(self) -> None:
+        """The controller has the values deleted that were stored for a restore that does not come."""
+        call, self._staged = self._staged.call, _Staged()
+        if call:
+            await self.session.cancel(call)
+
+
+class _Staged(NamedTuple):
+    """Values that are stored for a restore: the call that made room for them, and what was added to their indexes."""
+
+    call: int = 0
+    shift: int = 0

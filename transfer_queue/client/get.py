@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets: ask the controller for a batch, read its values from the storage, acknowledge it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from tensordict import TensorDict
+
+from transfer_queue import protocol as p
+from transfer_queue.client.base import ClientBase
+from transfer_queue.config import fetch_wait_s
+from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata_wire import to_meta
+from transfer_queue.storage.base import InFront
+
+_OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
+_SAID_ELSEWHERE = ("partition_id", "task_name")
+
+
+class FetchedBatch:
+    """A batch, and the values that came with it. They stay where they are until they are taken, or it is closed."""
+
+    def __init__(self, meta: BatchMeta, call: int, front: InFront | None, frames: Sequence[memoryview]) -> None:
+        self.meta = meta
+        self._call = call
+        self._front = front if frames else None
+        self._frames = frames
+        self.closed = False
+
+    async def values(self) -> TensorDict | None:
+        """Once. None: none came, so read them."""
+        front, self.closed = self._front, True
+        if front is None:
+            return None
+        self._front = None
+        return await front.opened(self._frames[0], self._frames[1:], self.meta.field_names, self.meta.size)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        front, self._front, self.closed = self._front, None, True
+        if front is not None:
+            await front.closed(self._call)
+
+
+class Gets(ClientBase):
+    """``async_get_meta``, ``async_get_data``, and what a stream is made of."""
+
+    async def async_get_meta(
+        self,
+        data_fields: Sequence[str] | str | None = None,
+        batch_size: int | None = None,
+        partition_id: str | None = None,
+        mode: str = "fetch",
+        task_name: str | None = None,
+        sampling_config: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> BatchMeta:
+        """Metadata of samples.
+
+        Args:
+            data_fields: Names, or one name. None in mode "force_fetch": every field that all samples have.
+            mode: "fetch" gives ``task_name`` its next ``batch_size`` ready samples; "insert" makes new samples;
+                "force_fetch" describes all samples of the partition, consumed or not, and marks nothing.
+            sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; ``first_index`` (where several readers of one
+                stream began: its batches are drawn in their order); ``pass_start`` (where this pass over a finite
+                stream began: all readers of a pass are told the same end); ``after`` (token of the last batch, whose
+                partition may have been cleared since); the rest goes to the sampler as keywords.
+            timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
+        Returns:
+            Empty ("not yet") only when the queue is configured with ``polling_mode``.
+        Raises:
+            BatchTimeoutError: not enough ready samples in time; says which fields were missing.
+            EndOfPartitionError: no batch will come any more.
+        """
+        if partition_id is None:
+            raise InvalidRequestError("get_meta needs a partition_id.")
+        if mode == "force_fetch":
+            return await self._describe(partition_id, None if data_fields is None else as_names(data_fields))
+        fields = as_names(data_fields or [])
+        if mode not in ("fetch", "insert"):
+            near = difflib.get_close_matches(str(mode), ["fetch", "insert", "force_fetch"], 1, 0.0)
+            raise InvalidRequestError(
+                f"unknown mode {mode!r}; did you mean {near[0]!r}? Also: fetch, insert, force_fetch."
+            )
+        if batch_size is None:
+            raise InvalidRequestError(f"get_meta in mode {mode!r} needs a batch_size.")
+        if mode == "insert":
+            wait_s = await self.put_timeout_s()
+            return to_meta(
+                await self.session.ask(p.Insert, p.Batch, partition_id, batch_size, fields, wait_s, wait_s=wait_s)
+            )
+        if task_name is None:
+            raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name: who consumes the samples.")
+        polling = bool((await self.session.config())["controller"]["polling_mode"])
+        wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
+        fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
+        reply, _ = await self._fetched(fetch)
+        if isinstance(reply, p.NotReady):
+            if polling:
+                return BatchMeta.empty()
+            raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
+        return to_meta(reply)
+
+    async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
+        return to_meta(await self.session.ask(p.Describe, p.Batch, partition_id, fields, None))
+
+    async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
+        """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.
+
+        Where the storage shares the controller's process, the batch's values come along.
+
+        Raises:
+            EndOfPartitionError: no batch will come any more.
+        """
+        await self.session.config()
+        front = self.front
+        if front is not None:
+            fetch = msgspec.structs.replace(fetch, with_values=True, mapped=await front.decide_mapping())
+        reply, frames = await self._fetched(fetch)
+        if isinstance(reply, p.NotReady):
+            return reply
+        return FetchedBatch(to_meta(reply), reply.id, front, frames)
+
+    async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
+        fetch = msgspec.structs.replace(fetch, id=self.session.number())
+        reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s)
+        if isinstance(reply, p.Ended):
+            raise EndOfPartitionError(
+                f"no more batches of partition {fetch.partition!r} for task {fetch.task!r}: it is {reply.reason}; "
+                f"{reply.dropped} samples were left over by the tail policy."
+            )
+        assert isinstance(reply, p.Batch | p.NotReady)
+        return reply, frames
+
+    async def async_take(self, batch: FetchedBatch) -> TensorDict:
+        """The values of a batch, as ``async_get_data`` gives them; once."""
+        if batch.closed:
+            raise InvalidRequestError(
+                "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
+            )
+        data = await batch.values()
+        return await self.async_get_data(batch.meta) if data is None else data
+
+    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
+        """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
+
+        Raises:
+            StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
+        """
+        if not metadata.size:
+            return TensorDict({}, batch_size=[0])
+        await self.session.config()
+        return await self.storage_manager.get_data(metadata)
+
+    async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
+        """Acknowledge the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already.
+
+        Args:
+            earlier: Acknowledge all batches before it of the same data-parallel rank, too.
+        Returns:
+            How many batches that settled.
+        """
+        if metadata.token is None:
+            return 0
+        partition, tokens = metadata.partition_ids[0], [metadata.token]
+        return int((await self.session.ask(p.Ack, p.Done, partition, task_name, tokens, earlier)).value)
+
+
+def fetch_request(
+    fields: Sequence[str],
+    batch_size: int,
+    partition: str,
+    task: str,
+    sampling_config: Mapping[str, Any] | None,
+    wait_s: float,
+) -> p.Fetch:
+    """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments."""
+    arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
+    named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
+    if named.get("skip") is None:
+        named.pop("skip", None)
+    return p.Fetch(0, partition, task, list(fields), batch_size, wait_s=wait_s, sampler_args=arguments, **named)
+
+
+def as_names(fields: Sequence[str] | str) -> list[str]:
+    """A list of field names; one string is one name. Raises TypeError for anything else."""
+    names = [fields] if isinstance(fields, str) else list(fields)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"data_fields must be a string or a list of strings, got {fields!r}.")
+    return names
+
+
+def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> str:
+    """Why a fetch got nothing, in one or two sentences."""
+    lacking = ", ".join(f"{count} lack field {name!r}" for name, count in reply.lacking.items())
+    last = "nothing was published yet" if reply.last_published_s is None else f"{reply.last_published_s:.0f} s ago"
+    text = (
+        f"task {task!r} waited {waited_s:.1f} s for {reply.wanted} samples of {partition!r}: {reply.ready} ready"
+        f"{', ' + lacking if lacking else ''} (last published: {last})."
+    )
+    unknown = [name for name in fields if reply.known_fields and name not in reply.known_fields]
+    if unknown:
+        known = ", ".join(reply.known_fields)
+        text += f" Nobody has put field {unknown[0]!r} so far; fields there are: {known}."
+    return text + " Check the producers, lower batch_size, or wait longer (timeout_s)."

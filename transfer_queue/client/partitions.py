@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partitions and tasks: make, seal, clear; how a task draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transfer_queue import protocol as p
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.client.keys import Keys
+
+
+class Partitions(Keys):
+    """Verbs about whole partitions, tasks and the queue."""
+
+    async def async_create_partition(self, partition_id: str, num_samples: int | None = None) -> bool:
+        """Make a partition ahead of its first put; False if it exists. It seals itself at ``num_samples``."""
+        return bool((await self.session.ask(p.CreatePartition, p.Done, partition_id, num_samples)).value)
+
+    async def async_seal_partition(self, partition_id: str) -> None:
+        """Say that no more samples will be put: the end of the stream."""
+        await self.session.ask(p.SealPartition, p.Done, partition_id)
+
+    async def async_register_task(
+        self,
+        task_name: str,
+        sampler: BaseSampler | str | Mapping[str, Any] | None = None,
+        dp_size: int | None = None,
+        tail: str | None = None,
+    ) -> None:
+        """How a task draws. Parts that are None stay as they are.
+
+        Args:
+            sampler: An instance, a built-in's name, or ``"module:Class"`` of an allowed module.
+            dp_size: Number of data-parallel ranks: batches are then drawn for all of them or none.
+            tail: What happens to samples that can't fill a last round: "drop", "pad" or "uneven_ok".
+        """
+        spec: Any = sampler.spec() if isinstance(sampler, BaseSampler) else sampler
+        spec = dict(spec) if isinstance(spec, Mapping) else spec
+        await self.session.ask(p.RegisterTask, p.Done, task_name, spec, dp_size, tail)
+
+    async def async_clear_samples(self, metadata: BatchMeta) -> None:
+        """Forget these samples, values and all; those already cleared are ignored."""
+        for part in metadata.chunk_by_partition() if metadata.size else ():
+            await self.clear(p.ClearSamples, part.partition_ids[0], p.pack_indexes(part.global_indexes))
+
+    async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
+        """Forget the samples that every task which reads the partition has consumed and settled, values and all.
+
+        A batch is settled by ``ack``; one that was fetched without a rank or batch_index is from the start.
+
+        Args:
+            task_names: Tasks that must be done with a sample, too, although they may not have begun to read.
+        Returns:
+            How many samples were cleared.
+        """
+        return await self.clear(p.ClearConsumed, partition_id, list(task_names))
+
+    async def async_clear_partition(self, partition_id: str) -> None:
+        """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""
+        await self.clear(p.ClearPartition, partition_id)
+
+    async def async_get_partition_list(self) -> list[str]:
+        """Names of all partitions."""
+        return [str(name) for name in (await self.session.ask(p.ListPartitions, p.Names)).names]
+
+    async def async_get_stats(self) -> dict[str, Any]:
+        """Numbers of the whole queue, partition by partition and task by task, and who waits for what."""
+        return dict((await self.session.ask(p.GetStats, p.Done)).value)
+
+    async def async_get_storage_stats(self) -> list[dict[str, Any]]:
+        """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none.
+
+        ``path`` says which way this client's values go there: "arena" (memory that the unit and this process both
+        map; at most 64 KiB still travel in the message), "frames" (in messages: from another host, with
+        ``SimpleStorage.arena: false``, or where no mapping is to be had), or "undecided" until its first put or get
+        there, which decides it once, by trying.
+        """
+        return [dict(unit) for unit in await self.storage_manager.stats()]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts: one transaction that every writing verb uses. It reserves, stores and publishes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from transfer_queue import protocol as p
+from transfer_queue.client.base import ClientBase
+from transfer_queue.errors import InvalidRequestError
+from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.metadata_wire import check_tags, to_specs
+from transfer_queue.storage.base import InFront, StorageManager
+from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.session import Session
+from transfer_queue.utils.values import copy_tags
+
+DataParser = Callable[[dict[str, Any]], dict[str, Any]]
+RowTags = Mapping[int, Mapping[str, Any]]
+Begin = p.Reserve | p.CheckFields | p.ResolveKeys
+
+
+class WriteTransaction:
+    """One write into one partition: to new samples, to given ones, or to those of keys.
+
+    ``begin`` says which: it reserves, checks or resolves samples. Nothing is visible before the publish, and a write
+    that fails or is given up leaves nothing behind.
+    """
+
+    def __init__(self, session: Session, begin: Begin, sources: Any, num_rows: int, tags: RowTags) -> None:
+        """
+        Args:
+            sources: The columns, as the storage takes them; None writes tags alone.
+            num_rows: Rows of ``sources``.
+            tags: By row.
+        """
+        self._session = session
+        self._begin = begin
+        self._sources = sources
+        self._num_rows = num_rows
+        self._tags = {row: dict(own) for row, own in tags.items() if own}
+
+    async def through(self, front: InFront) -> p.Reply:
+        """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
+        or for keys what their samples have now."""
+        begin, columns, frames = self._begin, b"", ()
+        if self._sources:
+            replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
+            columns, frames = await front.staged(self._sources, self._num_rows, replaced)
+        put = p.Put(begin.id, begin, self._tags, columns)
+        reply, _ = await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames)
+        return reply
+
+    async def in_steps(self, storage: StorageManager) -> p.Reply:
+        """The same steps one by one, where controller and storage are apart."""
+        session, begin = self._session, self._begin
+        indexes: list[int] = []
+        publish = None
+        try:
+            begun = await session.send(begin, p.Reply, begin.wait_s, keep=True)
+            packed = begin.indexes if isinstance(begin, p.CheckFields) else begun.indexes  # type: ignore[attr-defined]
+            indexes = p.unpack_indexes(packed).tolist()
+            if self._sources:
+                await storage.write(begin.id, indexes, self._sources)
+            publish = self._publication(packed, indexes)
+            published = await session.send(publish, p.Reply, keep=True)
+        except BaseException:
+            await storage.abort(begin.id, indexes)
+            await session.cancel(begin.id)
+            raise
+        if self._sources:
+            await storage.commit(begin.id, indexes)
+        session.done(session.controller, begin.id, publish.id)
+        return published if isinstance(begin, p.ResolveKeys) else begun
+
+    def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:
+        begin = self._begin
+        tags = {indexes[row]: own for row, own in self._tags.items()}
+        by_key = isinstance(begin, p.ResolveKeys)
+        return p.Publish(self._session.number(), begin.partition, packed, begin.fields, tags, by_key, begin.id)
+
+
+class Puts(ClientBase):
+    """``async_put``, and the transaction that other writing verbs share."""
+
+    async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
+        """Carry out one write; ``begin.fields`` describes ``rows``."""
+        storage, front = self.storage_manager, self.front
+        sources = None if rows is None else storage.sources(rows)
+        count = 0 if rows is None else int(rows.batch_size[0])
+        transaction = WriteTransaction(self.session, begin, sources, count, tags)
+        return await (transaction.in_steps(storage) if front is None else transaction.through(front))
+
+    async def async_put(
+        self,
+        data: TensorDict | Mapping[str, Any],
+        metadata: BatchMeta | None = None,
+        partition_id: str | None = None,
+        data_parser: DataParser | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> BatchMeta:
+        """Store fields of samples and make them visible; they are when this returns.
+
+        Args:
+            data: One row per sample.
+            metadata: The samples to write to, which is then updated in place and returned. None: new samples.
+                Rows that only fill a padded batch are skipped.
+            partition_id: Where new samples go.
+            data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
+            tags: One mapping per row, visible together with the values; merges into what a sample has.
+        Raises:
+            ValueError: rows and metadata disagree, no rows, or a dtype that differs from what the field holds.
+            SampleClearedError: some of the samples were cleared.
+            StorageFullError: there was no room in time.
+        """
+        rows = as_tensordict(data)
+        count = int(rows.batch_size[0])
+        if tags is not None and len(tags) != count:
+            raise InvalidRequestError(f"put got {count} rows of data with {len(tags)} tags.")
+        check_tags(dict(enumerate(tags or ())))
+        if metadata is None:
+            if partition_id is None:
+                raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
+            if not count:
+                raise InvalidRequestError("put got 0 rows; there is nothing to store.")
+            return await self._put_new(await parsed_rows(rows, data_parser), partition_id, tags)
+        if not metadata.size:
+            raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
+        if metadata.size != count:
+            raise InvalidRequestError(
+                f"put got {count} rows of data for {metadata.size} samples of metadata; nothing was "
+                f"written. Select the same rows of both."
+            )
+        metadata.update_custom_meta(tags)
+        return await self._put_existing(rows, metadata, data_parser)
+
+    async def _put_new(
+        self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any]] | None
+    ) -> BatchMeta:
+        schema, count = extract_field_schema(rows), int(rows.batch_size[0])
+        wait_s = await self.put_timeout_s()
+        begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s)
+        reserved = await self.write(begin, rows, {row: copy_tags(own) for row, own in enumerate(tags or ()) if own})
+        assert isinstance(reserved, p.Reserved)
+        meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)
+        meta.add_described(schema)
+        meta.update_custom_meta(tags)
+        meta.mark_custom_meta_clean()
+        return meta
+
+    async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
+        tags = meta.changed_custom_meta()
+        check_tags(tags)
+        data, target = rows, meta
+        if any(meta.padding_mask):
+            real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
+            data, target = rows[real], meta.select_samples(real)
+        stored = await parsed_rows(data, parser)
+        bare = BatchMeta(target.global_indexes, target.partition_ids)
+        bare.add_fields(stored)
+        for partition in dict.fromkeys(target.partition_ids):
+            await self._put_into(partition, stored, bare, tags)
+        meta.add_fields(stored if stored.batch_size[0] == meta.size else rows)
+        meta.mark_custom_meta_clean()
+        return meta
+
+    async def _put_into(self, partition: str, rows: TensorDict, meta: BatchMeta, tags: RowTags) -> None:
+        """Those of the rows whose samples are of this partition."""
+        mine = [position for position, name in enumerate(meta.partition_ids) if name == partition]
+        if len(mine) < meta.size:
+            rows, meta = rows[mine], meta.select_samples(mine)
+        wait_s = await self.put_timeout_s()
+        packed, specs = p.pack_indexes(meta.global_indexes), to_specs(meta.field_schema)
+        begin = p.CheckFields(self.session.number(), partition, packed, specs, wait_s)
+        by_row = {row: tags[index] for row, index in enumerate(meta.global_indexes) if index in tags}
+        await self.write(begin, rows, by_row)
+
+
+async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
+    """What the user's function makes of the rows. It may take long, so an event loop lets a thread run it."""
+    if parser is None:
+        return rows
+    from transfer_queue.storage.parsing import parsed
+
+    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
+
+
+def as_tensordict(data: Any) -> TensorDict:
+    """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
+    if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
+        sizes = {_length(name, column) for name, column in data.items()}
+        if len(sizes) != 1:
+            raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
+        return TensorDict(dict(data), batch_size=[sizes.pop()])
+    if data is None or not hasattr(data, "batch_size"):
+        raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")
+    if not len(data.batch_size):
+        raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
+    rows: TensorDict = data
+    return rows
+
+
+def _length(name: str, column: Any) -> int:
+    try:
+        return len(column)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"field {name!r} of a put is a single {type(column).__name__}: a column needs one entry per row. "
+            f"For one sample, put a list or a tensor of one."
+        ) from error

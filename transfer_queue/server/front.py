@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front: one server's handler. It composes the control plane and the storage unit of its process.
+
+A put is reserve, store, publish; a fetch with values is draw, read. Where both parts are here, that is one turn.
+A client walks the same steps itself where they are in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane
+from transfer_queue.errors import InvalidRequestError, ProtocolError, TransferQueueError, to_wire
+from transfer_queue.server.janitor import Janitor
+from transfer_queue.storage.shm.messages import Commit, Delete, EndSession, Read, UnitRequest, Write, decode_columns
+from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.transport.base import Buffer, Envelope, Outgoing
+from transfer_queue.utils.logging_utils import get_logger
+
+_log = get_logger(__name__)
+_decode = p.message_decoder(UnitRequest)
+
+
+class Answer(NamedTuple):
+    """A reply, the client it goes to, and the values that travel beside it."""
+
+    client: str
+    reply: p.Reply
+    frames: Sequence[Buffer] = ()
+
+
+class Step(NamedTuple):
+    """A request of a composed call to one of the parts."""
+
+    request: p.Request
+    frames: list[memoryview] = []  # noqa: RUF012 (never changed)
+
+
+Steps = Generator[Step, Answer, Answer]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that is not answered yet. ``steps``: how it goes on once a part has answered; None: that is the answer."""
+
+    envelope: Envelope
+    steps: Steps | None = None
+
+
+class Front:
+    """A transport ``Handler`` for a controller, a storage unit, or both."""
+
+    def __init__(
+        self,
+        conf: Mapping[str, Any],
+        plane: ControlPlane | None = None,
+        unit: StorageUnit | None = None,
+        janitor: Janitor | None = None,
+    ) -> None:
+        """``janitor``: tells units of other processes what ended sessions leave behind."""
+        self.plane = plane
+        self.unit = unit
+        self.disconnect: Callable[[str], None] | None = None
+        """Closes a client's connections; set by the server that this handler belongs to."""
+        self.alarms: Callable[[], list[dict[str, Any]]] = list
+        self._janitor = janitor
+        self._welcome = json.dumps(conf).encode()
+        self._calls: dict[tuple[str, int], _Call] = {}
+        self._left: set[str] = set()  # clients that said goodbye and are still connected
+        self._owed: list[Answer] = []
+        self._now = 0.0
+        composed: dict[type[p.Request], Callable[[str, Any, list[memoryview]], Steps]] = {p.Put: self._put}
+        if plane is not None and unit is not None:
+            composed |= dict.fromkeys((p.ClearSamples, p.ClearConsumed, p.ClearPartition, p.Thaw, p.Restore), self._clear)
+        self._composed = composed
+
+    # ---- a transport handler ----
+
+    def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
+        try:
+            message = _decode(header)
+        except ProtocolError as error:
+            return [Outgoing(envelope, p.encode(p.Failed(0, *to_wire(error))))]
+        client, request, self._now = envelope.client, message.request, now
+        if self.plane is not None and message.received:
+            self.plane.received(client, message.received)
+            if self._janitor is not None:
+                self._janitor.received(client, message.received)
+        call = self._calls.get((client, request.id))
+        if call is not None:  # a retry of a call that is under way
+            call.envelope = envelope
+            return []
+        call = _Call(envelope)
+        if envelope.request_id:
+            self._calls[client, request.id] = call
+        return self._finish(self._guarded(client, request.id, lambda: self._start(client, call, request, frames, now)), now)
+
+    def expire(self, now: float) -> Iterable[Outgoing]:
+        self._now = now
+        answers: list[Answer] = []
+        if self.plane is not None:
+            answers += self._of_plane(self.plane.expire(now))
+        if self.unit is not None:
+            answers += self._of_unit(self.unit.expire(now))
+        return self._finish(answers, now)
+
+    def next_deadline(self) -> float | None:
+        deadlines = [part.next_deadline() for part in (self.plane, self.unit) if part is not None]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
+        """The client's last connection has closed: its session has ended."""
+        self._now, died = now, client not in self._left
+        self._left.discard(client)
+        return self._finish(self._end_session(client, died, now), now)
+
+    # ---- one call ----
+
+    def _start(
+        self, client: str, call: _Call, request: p.Request, frames: list[memoryview], now: float
+    ) -> Iterable[Answer]:
+        if isinstance(request, p.Hello):
+            return [Answer(client, self._hello(request))]
+        if isinstance(request, p.Cancel):
+            return self._cancel(client, request, now)
+        if isinstance(request, p.Goodbye):
+            self._left.add(client)
+            return [Answer(client, p.Done(request.id)), *self._end_session(client, False, now, but=request.id)]
+        if isinstance(request, p.EvictClient):
+            return self._evict(client, request, now)
+        if isinstance(request, p.GetStats) and self.plane is not None:
+            return self._stats(client, request, now)
+        compose = self._composed.get(type(request))
+        if compose is None and isinstance(request, p.Fetch) and request.with_values:
+            compose = self._fetch
+        if compose is None:
+            return self._ask(client, Step(request, frames), now)
+        call.steps = compose(client, request, frames)
+        return self._ask(client, next(call.steps), now)
+
+    def _ask(self, client: str, step: Step, now: float) -> Iterable[Answer]:
+        """Let the part that knows this request handle it."""
+        request = step.request
+        if self.unit is not None and self.unit.serves(request):
+            return self._of_unit(self.unit.handle(client, request, step.frames, now))
+        if self.plane is None or isinstance(request, UnitRequest):
+            raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
+        if self._janitor is not None and isinstance(request, p.Publish) and request.begun:
+            self._janitor.published(client, request.id, request.begun)
+        return self._of_plane(self.plane.handle(client, request, now))
+
+    def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:
+        """Carry on the composed calls that were answered a step, until every answer is one for a client."""
+        work, outgoing = deque(answers), list[Outgoing]()
+        while True:
+            work.extend(self._chores(now))
+            if not work:
+                return outgoing
+            answer = work.popleft()
+            key = (answer.client, answer.reply.id)
+            call = self._calls.get(key)
+            if call is None:  # it was cancelled, or nobody waits for it
+                continue
+            if call.steps is not None:
+                final = self._next_step(answer, call.steps, work, now)
+                if final is None:
+                    continue
+                answer = final
+            del self._calls[key]
+            outgoing.append(Outgoing(call.envelope, _encoded(answer.reply), answer.frames))
+
+    def _next_step(self, answer: Answer, steps: Steps, work: deque[Answer], now: float) -> Answer | None:
+        """None: the call goes on."""
+        client, call = answer.client, answer.reply.id
+
+        def go_on() -> Iterable[Answer]:
+            return self._ask(client, steps.send(answer), now)
+
+        try:
+            work.extend(self._guarded(client, call, go_on))
+        except StopIteration as done:
+            final: Answer = done.value
+            return final
+        return None
+
+    def _guarded(self, client: str, call: int, act: Callable[[], Iterable[Answer]]) -> Iterable[Answer]:
+        """The one place that outlives whatever is wrong with a request: its caller is told, and others are served."""
+        try:
+            return act()
+        except StopIteration:
+            raise
+        except (Exception, SystemExit) as error:
+            pending = self._calls.get((client, call))
+            if pending is not None and pending.steps is not None:
+                pending.steps.close()
+                pending.steps = None
+                self._undo(client, call)
+            if not isinstance(error, TransferQueueError):
+                _log.exception("a request of client %s failed", client)
+            return [Answer(client, p.Failed(call, *to_wire(error)))]
+
+    # ---- composed calls ----
+
+    def _put(self, client: str, put: p.Put, frames: list[memoryview]) -> Steps:
+        """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them."""
+        if self.plane is None or self.unit is None:
+            raise ProtocolError("this server has no storage beside its controller: put in steps.")
+        begin, columns = put.begin, decode_columns(put.write) if put.write else None
+        lease = columns.lease if columns is not None else 0
+        try:
+            begun = yield Step(begin)
+            if isinstance(begun.reply, p.Failed):
+                return begun
+            indexes = begin.indexes if isinstance(begin, p.CheckFields) else begun.reply.indexes  # type: ignore[attr-defined]
+            if columns is not None:
+                written = yield Step(Write(put.id, indexes, columns, begin.wait_s), frames)
+                lease = 0
+                if isinstance(written.reply, p.Failed):
+                    self._undo(client, put.id)
+                    return written
+            published = yield Step(_publication(put, indexes))
+            if isinstance(published.reply, p.Failed):
+                self._undo(client, put.id)
+                return published
+            if columns is not None:
+                yield Step(Commit(put.id, [put.id]))
+            return published if isinstance(begin, p.ResolveKeys) else begun
+        finally:
+            if lease:
+                self._owed += self._of_unit(self.unit.cancel(client, lease, self._now))
+
+    def _fetch(self, client: str, fetch: p.Fetch, frames: list[memoryview]) -> Steps:
+        """Draw a batch, then read its values. A batch that can't be read is given back."""
+        batch = yield Step(fetch)
+        if self.unit is None or not isinstance(batch.reply, p.Batch) or not batch.reply.indexes:
+            return batch
+        rows = yield Step(Read(fetch.id, batch.reply.indexes, sorted(set(fetch.fields)), fetch.mapped))
+        if isinstance(rows.reply, p.Failed):
+            self._undo(client, fetch.id)
+            return rows
+        return Answer(client, batch.reply, [_encoded(rows.reply), *rows.frames])
+
+    def _clear(self, client: str, request: p.Request, frames: list[memoryview]) -> Steps:
+        """Forget samples, then delete their values."""
+        assert self.plane is not None
+        cleared = yield Step(request)
+        if isinstance(cleared.reply, p.Cleared) and cleared.reply.indexes:
+            yield Step(Delete(request.id, cleared.reply.indexes))
+            self.plane.received(client, [request.id])
+        return cleared
+
+    # ---- what is undone ----
+
+    def _undo(self, client: str, call: int) -> None:
+        """Both parts undo what they did for this call."""
+        if self.unit is not None:
+            self._owed += self._of_unit(self.unit.cancel(client, call, self._now))
+        if self.plane is not None:
+            self._owed += self._of_plane(self.plane.handle(client, p.Cancel(0, call), self._now))
+
+    def _cancel(self, client: str, cancel: p.Cancel, now: float) -> Iterable[Answer]:
+        self._drop(client, cancel.call)
+        answers = [] if self.unit is None else self._of_unit(self.unit.cancel(client, cancel.call, now))
+        if self.plane is None:
+            return [Answer(client, p.Done(cancel.id)), *answers]
+        return [*answers, *self._of_plane(self.plane.handle(client, cancel, now))]
+
+    def _drop(self, client: str, number: int) -> None:
+        call = self._calls.pop((client, number), None)
+        if call is not None and call.steps is not None:
+            call.steps.close()
+
+    def _end_session(self, client: str, died: bool, now: float, but: int = 0) -> list[Answer]:
+        """``but``: the call that asked for it."""
+        for own, number in [key for key in self._calls if key[0] == client and key[1] != but]:
+            self._drop(own, number)
+        answers: list[Answer] = []
+        if self.unit is not None:
+            answers += self._of_unit(self.unit.client_gone(client, now))
+        if self.plane is not None:
+            answers += self._of_plane(self.plane.client_gone(client, now, died))
+            if self.unit is not None:
+                answers += self._of_unit(self.unit.handle(client, EndSession(0, client), [], now))
+            if self._janitor is not None:
+                self._janitor.end_session(client)
+        return answers
+
+    def _evict(self, client: str, request: p.EvictClient, now: float) -> Iterable[Answer]:
+        if request.client == client or self.disconnect is None:
+            raise InvalidRequestError(f"client {request.client!r} can't be evicted: it is the one that asks.")
+        self.disconnect(request.client)
+        assert self.plane is not None
+        return self._of_plane(self.plane.handle(client, request, now))
+
+    def _chores(self, now: float) -> list[Answer]:
+        """Delete values that belong to nobody any more."""
+        answers, self._owed = self._owed, []
+        chores = [] if self.plane is None else self.plane.take_chores()
+        for chore in chores:
+            packed = p.pack_indexes(chore.indexes)
+            if self.unit is not None:
+                answers += self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
+            elif self._janitor is not None:
+                self._janitor.delete(chore.indexes)
+        return answers
+
+    # ---- small verbs ----
+
+    def _hello(self, hello: p.Hello) -> p.Reply:
+        if hello.version != p.PROTOCOL_VERSION:
+            return p.Failed(
+                hello.id,
+                *to_wire(
+                    ProtocolError(
+                        f"this client speaks protocol version {hello.version}, the queue speaks "
+                        f"{p.PROTOCOL_VERSION}. Install the same version of the package for both."
+                    )
+                ),
+            )
+        return p.Welcome(hello.id, self._welcome)
+
+    def _stats(self, client: str, request: p.GetStats, now: float) -> Iterable[Answer]:
+        assert self.plane is not None
+        answers = self._of_plane(self.plane.handle(client, request, now))
+        for answer in answers:
+            if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
+                answer.reply.value["alarms"] = self.alarms()
+                for holder, (leases, pins) in ({} if self.unit is None else self.unit.holders()).items():
+                    answer.reply.value["clients"].setdefault(holder, {}).update(leases=leases, pins=pins)
+        return answers
+
+    def _of_plane(self, replies: Iterable[Any]) -> list[Answer]:
+        return [Answer(to.client, to.reply) for to in replies]
+
+    def _of_unit(self, replies: Iterable[Any]) -> list[Answer]:
+        return [Answer(*reply) for reply in replies]
+
+
+def _publication(put: p.Put, indexes: bytes) -> p.Publish:
+    """The last step of a put. Its tags are by row until then."""
+    own = p.unpack_indexes(indexes)
+    tags = {int(own[row]): tags for row, tags in put.tags.items()} if put.tags else {}
+    by_key = isinstance(put.begin, p.ResolveKeys)
+    return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id)
+
+
+def _encoded(reply: p.Reply) -> bytes:
+    """The reply as it travels; where it can't, an error in its place."""
+    try:
+        return p.encode(reply)
+    except Exception as error:  # the guard around encoding: a value that can't travel harms its own call alone
+        _log.log(logging.ERROR, "an answer of type %s can't be encoded: %r", type(reply).__name__, error)
+        return p.encode(p.Failed(reply.id, *to_wire(ProtocolError(f"the answer can't be sent: {error}"))))

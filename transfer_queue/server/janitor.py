@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells storage units of other processes what ended sessions leave behind: in a thread, so nobody waits for a unit."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.storage.base import StorageManager
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.utils.logging_utils import get_logger
+
+_log = get_logger(__name__)
+
+
+class Janitor:
+    """``storage``: the controller's own client of the storage. It is used in the janitor's thread alone.
+
+    A write to a unit of another process is committed by its client after the controller has published it. Where a client
+    ends between the two, the controller knows which of its writes were published; the unit commits them then.
+    """
+
+    def __init__(self, storage: StorageManager) -> None:
+        self._storage = storage
+        self._published: dict[str, dict[int, int]] = {}
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tq-janitor", daemon=True)
+        self._thread.start()
+
+    def published(self, client: str, call: int, write: int) -> None:
+        """This call publishes that write, which its client has still to commit."""
+        self._published.setdefault(client, {})[call] = write
+
+    def received(self, client: str, calls: Iterable[int]) -> None:
+        """The client has committed what these calls published."""
+        own = self._published.get(client)
+        if own is None:
+            return
+        for call in calls:
+            own.pop(call, None)
+        if not own:
+            del self._published[client]
+
+    def end_session(self, client: str) -> None:
+        published = list(self._published.pop(client, {}).values())
+        self._jobs.put(lambda: self._storage.end_session(client, published))
+
+    def delete(self, indexes: Any) -> None:
+        """Values of these samples belong to nobody."""
+        self._jobs.put(lambda: self._storage.clear_rows(indexes.tolist()))
+
+    def close(self) -> None:
+        """Do what is left, then end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                run_blocking(job())
+            except TransferQueueError as error:  # the unit is gone, and its values with it
+                _log.warning("what an ended client left behind could not be deleted: %s", error)
+        run_blocking(self._storage.close())
+        self._storage.session.close()

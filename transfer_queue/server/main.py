@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main program of a server process: reads orders as JSON from stdin, says "ready", serves until told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from transfer_queue.errors import to_wire
+
+if TYPE_CHECKING:
+    from transfer_queue.sampler.base import BaseSampler
+    from transfer_queue.server.front import Front
+    from transfer_queue.transport.server import SocketServer
+
+_UNIT_TIMEOUT_S = 30.0
+_OBJECTS_PER_COLLECTION = 50_000
+
+
+def main(orders: Mapping[str, Any], ready: TextIO) -> None:
+    """Serve what ``orders`` says; returns when told to stop or when the parent process has ended."""
+    # Before any import that starts threads (NumPy's does): one that did not block the signal would take it, and die.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    sys.path[:] = orders["sys_path"]
+    _allow_many_clients()
+    from transfer_queue.transport.server import SocketServer
+
+    server = SocketServer(orders["address"])
+    _stop_with(server, orders)
+    front, close = make_front(server, orders, orders["sampler"])
+    ready.write(json.dumps({"ready": True}) + "\n")
+    ready.close()
+    _collect_rarely()
+    server.serve(front)
+    close()
+    # The owner may have been told to end at the same moment, and does not tidy up then: the last process does.
+    Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
+        os.rmdir(orders["directory"])
+
+
+def make_front(
+    server: SocketServer, orders: Mapping[str, Any], sampler: str | dict[str, Any] | BaseSampler | None
+) -> tuple[Front, Callable[[], None]]:
+    """The handler for this server, and what ends its threads once nothing is served any more.
+
+    ``orders``: ``controller`` says whether it decides; ``unit`` is the name of the storage unit it hosts, or None.
+    """
+    from transfer_queue.control.plane import ControlPlane, plane_config
+    from transfer_queue.server.front import Front
+    from transfer_queue.server.watchdog import Watchdog
+    from transfer_queue.storage.shm.host import host_unit
+    from transfer_queue.storage.shm.unit import INLINE_NBYTES
+
+    conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
+    section = conf["backend"]["SimpleStorage"]
+    unit = plane = janitor = None
+    if name is not None:
+        inline_nbytes = INLINE_NBYTES if most is None else most
+        unit = host_unit(name, orders["capacity_bytes"], section["arena"], server, inline_nbytes)
+    if not orders["controller"]:
+        return Front(conf, None, unit), _nothing
+    plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
+    if unit is None:
+        janitor = _janitor(conf)
+    watchdog = Watchdog(lambda: plane.running)
+    front = Front(conf, plane, unit, janitor)
+    front.alarms, front.disconnect = watchdog.alarms, server.disconnect
+
+    def close() -> None:
+        watchdog.close()
+        if janitor is not None:
+            janitor.close()
+
+    return front, close
+
+
+def _janitor(conf: Mapping[str, Any]) -> Any:
+    from transfer_queue.server.janitor import Janitor
+    from transfer_queue.storage.registry import create
+    from transfer_queue.storage.settings import section_of, storage_settings
+    from transfer_queue.transport.session import Session
+    from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+    backend = conf["backend"]
+    session = Session("controller", ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
+    settings = storage_settings(section_of(backend), timeout_s=_UNIT_TIMEOUT_S)
+    return Janitor(create(backend["storage_backend"], session, settings))
+
+
+def _nothing() -> None:
+    """There is no thread to end."""
+
+
+def _allow_many_clients() -> None:
+    """Every client takes some descriptors of this process, and the usual limit is a low one."""
+    with contextlib.suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _collect_rarely() -> None:
+    """What is there now stays, and requests leave no cycles: to search for some every 700 objects is in vain."""
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION, 20, 20)
+
+
+def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
+    # A handler would run between two bytecodes only: a signal that comes just before the loop waits would be slept
+    # over. A thread that waits for the signal itself misses none.
+    threading.Thread(target=_stop_at_sigterm, args=(server,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
+
+    def parent_ended(_: float) -> tuple[()]:
+        server.stop()
+        shutil.rmtree(orders["directory"], ignore_errors=True)
+        return ()
+
+    server.watch(orders["parent"], orders["pid_namespace"], parent_ended)
+    if os.getppid() != orders["parent"]:  # it ended before we could watch it
+        parent_ended(0.0)
+
+
+def _stop_at_sigterm(server: SocketServer) -> None:
+    signal.sigwait({signal.SIGTERM})
+    server.stop()
+
+
+if __name__ == "__main__":
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed goes where a user can see it
+    told = sys.stdin.read()
+    if not told:  # the owner ended before it gave orders
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+        sys.exit(1)
+    try:
+        main(json.loads(told), replies)
+    except Exception as error:  # told to the process that waits for "ready"
+        if replies.closed:
+            raise
+        code, text = to_wire(error)
+        replies.write(json.dumps({"code": code, "text": text}) + "\n")
+        replies.close()
+        sys.exit(1)

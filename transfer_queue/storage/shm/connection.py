@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's way to one storage unit: its address, and its arena once that is mapped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from transfer_queue.storage.shm.mapping import MappedArena, arena_path, map_arena
+from transfer_queue.storage.shm.messages import UnitStats
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.modes import is_blocking
+
+Path: TypeAlias = Literal["arena", "frames", "undecided"]
+
+
+class UnitConnection:
+    """Any thread may use it."""
+
+    def __init__(self, peer: Peer, shared: bool = True) -> None:
+        """``shared`` False: don't try to map the arena, values travel as frames."""
+        self.peer = peer
+        self._trying = threading.Lock()  # held for as long as a unit may take to answer
+        self._tried = not shared or arena_path(peer.address) is None
+        self._arena: MappedArena | None = None
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """Decided once, by trying; that may take seconds where a unit does not answer."""
+        if not self._tried:
+            with self._trying:
+                if not self._tried:
+                    self._arena, self._tried = map_arena(self.peer.address), True
+        return self._arena
+
+    @property
+    def path(self) -> Path:
+        """How this client's values go there. Nothing is tried for it."""
+        if not self._tried:
+            return "undecided"
+        return "frames" if self._arena is None else "arena"
+
+    def stats(self, stats: UnitStats) -> dict[str, object]:
+        """The unit's numbers, and how this client's values go there."""
+        numbers = msgspec.structs.asdict(stats)
+        del numbers["id"]
+        return {**numbers, "path": self.path}
+
+    def close(self) -> None:
+        """Unmap the arena once nothing refers to it."""
+        self._tried, self._arena = True, None
+
+
+async def decide_paths(connections: Sequence[UnitConnection], units: Iterable[int]) -> None:
+    """Try to map the arenas of these units: in a thread where an event loop would have to wait."""
+    if is_blocking():
+        return
+    undecided = [connections[unit] for unit in units if connections[unit].path == "undecided"]
+    if undecided:
+        await asyncio.gather(*(asyncio.to_thread(lambda each=each: each.arena) for each in undecided))

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of one field in a unit: which row of which block holds the value of a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.storage.pieces import Allocate, IntArray, Layout, Piece, Positions
+from transfer_queue.storage.selection import as_run, cut, distinct, gather, groups, heap, pick
+
+_SMALL_NBYTES = 64 * 1024
+_MERGE_BLOCKS = 32
+"""This many small blocks become one: samples put one by one would else cost a block each, and a copy each to read."""
+STEP_NBYTES = 2 * 1024 * 1024
+"""So many bytes are moved at once: a millisecond or less, in which nobody is served."""
+
+
+class _Block:
+    """Rows as they were received. Never changed: answers on their way out share its memory."""
+
+    __slots__ = ("family", "first", "left", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots", "stays")
+
+    def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32], run: Positions) -> None:
+        """``run``: of the slots, see ``as_run``."""
+        self.number = number
+        self.family = piece.layout.family if piece.nbytes < _SMALL_NBYTES else None
+        """Small blocks of one family are merged; None: it isn't small."""
+        self.piece = piece
+        self.slots = slots
+        self.first = run.start if isinstance(run, slice) else None
+        """The slot of row 0, where the others' follow it in order."""
+        self.live = piece.rows
+        self.live_nbytes = piece.nbytes
+        self.row_nbytes = piece.nbytes / piece.rows
+        """On average."""
+        self.left = 0
+        """Rows before this one were moved elsewhere, or are dead."""
+        self.stays = False
+        """There was no memory to move it, and none of its rows has died since."""
+
+    @property
+    def mostly_dead(self) -> bool:
+        return 2 * self.live < self.piece.rows or 2 * self.live_nbytes < self.piece.nbytes
+
+
+class FieldBlocks:
+    """Slots given to a method other than ``add`` must not repeat, except in ``missing`` and ``pick``."""
+
+    def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
+        """``allocate``: memory for the blocks that are made of others here.
+
+        ``step_nbytes``: how much of a block that is mostly dead is moved at once.
+        """
+        self._allocate = allocate
+        self._step_nbytes = step_nbytes
+        # -1: no value. Whatever else a block holds at a row that the table doesn't name is dead.
+        self._block_of = np.zeros(0, np.int32)
+        self._row_of = np.zeros(0, np.int32)
+        self._blocks: dict[int, _Block] = {}
+        self._free_numbers: list[int] = []
+        self._small: dict[Layout, dict[int, _Block]] = {}
+        self._moving: dict[int, _Block] = {}
+        self.held_nbytes = 0
+        self.live_nbytes = 0
+        self.values = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def is_moving(self) -> bool:
+        """Is there a block whose live rows wait for ``move``?"""
+        return bool(self._moving)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for slots below ``capacity``."""
+        more = capacity - len(self._block_of)
+        if more > 0:
+            self._block_of = np.append(self._block_of, np.full(more, -1, np.int32))
+            self._row_of = np.append(self._row_of, np.zeros(more, np.int32))
+
+    def missing(self, slots: IntArray) -> NDArray[np.bool_]:
+        """True where the slot is -1 or holds no value."""
+        return (slots < 0) | (self._block_of[slots] < 0)
+
+    def present_slots(self) -> NDArray[np.bool_]:
+        return self._block_of >= 0
+
+    def nbytes_of(self, slots: IntArray) -> int:
+        """Bytes that the values of these slots take; all must hold one."""
+        rows = self._row_of[slots]
+        return sum(self._blocks[n].piece.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
+
+    def mean_nbytes_beside(self, slots: Sequence[int]) -> float:
+        """Bytes of a value, on average over the blocks that hold those of these slots; 0 without any."""
+        numbers = {self._block_of.item(slot) for slot in slots if slot >= 0} - {-1}
+        return sum(self._blocks[number].row_nbytes for number in numbers) / max(len(numbers), 1)
+
+    def add(self, slots: IntArray, piece: Piece) -> IntArray:
+        """Row i becomes the value of ``slots[i]``; of a slot given twice the last row counts.
+
+        Returns the slots that had no value, each once.
+        """
+        run = as_run(slots)
+        held = self._block_of[run] >= 0
+        if held.any():
+            fresh = distinct(slots[~held])
+            self.delete(distinct(slots[held]))
+        else:
+            fresh = slots if isinstance(run, slice) else distinct(slots)
+        block = self._insert(slots, run, piece)
+        if not isinstance(run, slice):  # else no slot comes twice
+            stale = np.flatnonzero(self._row_of[slots] != np.arange(piece.rows))
+            if len(stale):
+                self._kill(block, stale)
+        if block.family is not None:
+            self._merge_small(block.family)
+        return fresh
+
+    def whole(self, run: slice) -> tuple[Piece, slice] | None:
+        """The one piece whose rows, none of them dead, are the values of these slots in order, and which ones."""
+        block = self._blocks.get(self._block_of.item(run.start))
+        if block is None or block.first is None or block.live < block.piece.rows:
+            return None
+        rows = slice(run.start - block.first, run.stop - block.first)
+        return (block.piece, rows) if rows.stop <= block.piece.rows else None
+
+    def pick(self, slots: IntArray) -> list[tuple[Positions, Piece]]:
+        """The values of these slots; all must hold one."""
+        numbers, rows = self._block_of[slots], self._row_of[slots].astype(np.int64)
+        if len(slots) == 1 or (numbers == numbers[0]).all():
+            return cut(self._blocks[int(numbers[0])].piece, as_run(rows))
+        found, which = np.unique(numbers, return_inverse=True)
+        return pick([self._blocks[n].piece for n in found.tolist()], which, rows)
+
+    def located(self, slots: IntArray) -> list[tuple[Piece, IntArray, IntArray]]:
+        """(piece, positions in ``slots``, their rows in it) for every block that holds some; all must hold one."""
+        rows = self._row_of[slots].astype(np.int64)
+        return [(self._blocks[number].piece, at, rows[at]) for number, at in groups(self._block_of[slots])]
+
+    def delete(self, slots: IntArray) -> None:
+        """Delete the values of these slots; all must hold one."""
+        numbers, rows = self._block_of[slots], self._row_of[slots]
+        self._block_of[slots] = -1
+        for number, at in groups(numbers):
+            self._kill(self._blocks[number], rows[at])
+
+    def pack(self) -> None:
+        """Give back what dead rows still hold: in small blocks now, in large ones as ``move`` gets to them."""
+        for block in self._with_dead_rows():
+            self._compact(block)
+
+    def squeeze(self) -> None:
+        """The same, all of it now."""
+        for block in self._with_dead_rows():
+            self._rewrite([block])
+
+    def _with_dead_rows(self) -> list[_Block]:
+        return [block for block in self._blocks.values() if block.live < block.piece.rows]
+
+    def _compact(self, block: _Block) -> None:
+        if block.live_nbytes <= self._step_nbytes:
+            self._rewrite([block])
+        elif block.number not in self._moving and not block.stays:
+            block.left = 0
+            self._moving[block.number] = block
+
+    def move(self) -> None:
+        """Move the next few live rows of a block with dead ones into one of their own.
+
+        Readers of all other fields and blocks are served between two steps, and find each value in one place or the
+        other. Without memory for it the block stays as it is until more of its rows die.
+        """
+        block = next(iter(self._moving.values()))
+        start, stop = block.left, self._step_end(block.piece, block.left)
+        rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
+        block.left = stop
+        if not len(rows):
+            return
+        try:
+            piece = gather([(block.piece, as_run(rows))], self._allocate)
+        except MemoryError:
+            del self._moving[block.number]
+            block.stays = True
+            return
+        slots = block.slots[rows]
+        self._forget(block, rows)
+        if not block.live:
+            self._remove(block)
+        self._insert(slots, as_run(slots), piece)
+
+    def _step_end(self, piece: Piece, start: int) -> int:
+        """One past the last row of those from ``start`` on that are a step."""
+        if piece.layout.kind == "dense":
+            rows = self._step_nbytes // max(piece.layout.row_nbytes, 1)
+        else:
+            end = piece.bounds[start] + self._step_nbytes
+            rows = int(np.searchsorted(piece.bounds, end, "right")) - 1 - start
+        return min(start + max(rows, 1), piece.rows)
+
+    def _kill(self, block: _Block, rows: NDArray[np.integer]) -> None:
+        self._forget(block, rows)
+        if block.live == 0:
+            self._remove(block)
+            return
+        block.stays = False
+        if block.mostly_dead:
+            self._compact(block)
+
+    def _forget(self, block: _Block, rows: NDArray[np.integer]) -> None:
+        nbytes = block.piece.rows_nbytes(rows)
+        block.live -= len(rows)
+        block.live_nbytes -= nbytes
+        self.live_nbytes -= nbytes
+        self.values -= len(rows)
+
+    def _lives(self, block: _Block, rows: slice) -> NDArray[np.bool_]:
+        """True for those of these rows that are their slots' values."""
+        slots, numbers = block.slots[rows], np.arange(rows.start, rows.stop)
+        lives: NDArray[np.bool_] = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
+        return lives
+
+    def _insert(self, slots: NDArray[np.integer], run: Positions, piece: Piece) -> _Block:
+        number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
+        block = self._blocks[number] = _Block(number, piece, slots.astype(np.int32), run)
+        self._block_of[run] = number
+        self._row_of[run] = np.arange(piece.rows)
+        self.held_nbytes += piece.nbytes
+        self.live_nbytes += piece.nbytes
+        self.values += piece.rows
+        if block.family is not None:
+            self._small.setdefault(block.family, {})[number] = block
+        return block
+
+    def _remove(self, block: _Block) -> None:
+        del self._blocks[block.number]
+        self._moving.pop(block.number, None)
+        self._free_numbers.append(block.number)
+        self.held_nbytes -= block.piece.nbytes
+        self.live_nbytes -= block.live_nbytes
+        self.values -= block.live
+        if block.family is not None:
+            small = self._small[block.family]
+            del small[block.number]
+            if not small:
+                del self._small[block.family]
+
+    def _merge_small(self, family: Layout) -> None:
+        small = self._small.get(family, {})
+        if len(small) >= _MERGE_BLOCKS:
+            self._rewrite(list(small.values()))
+
+    def _rewrite(self, blocks: Sequence[_Block]) -> None:
+        """Copy the live rows of these blocks, all of one family, into one new block.
+
+        Without memory for it they stay as they are: dead rows take room, but nothing is wrong.
+        """
+        parts: list[tuple[Piece, Positions]] = []
+        slots = []
+        for block in blocks:
+            every = slice(0, block.piece.rows)
+            rows = every if block.live == every.stop else np.flatnonzero(self._lives(block, every))
+            parts.append((block.piece, rows))
+            slots.append(block.slots[rows])
+        try:
+            piece = gather(parts, self._allocate)
+        except MemoryError:
+            return
+        for block in blocks:
+            self._remove(block)
+        together = np.concatenate(slots)
+        self._insert(together, as_run(together), piece)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arena memory that sessions keep from being reused: leases to write into, pins to read from. Named by their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from transfer_queue.storage.pieces import ByteArray
+
+
+T = TypeVar("T")
+
+
+class Leases:
+    """Per client and call. All of a client's end with its session."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, dict[int, ByteArray]] = {}
+        self._pins: dict[str, dict[int, list[ByteArray]]] = {}
+
+    @property
+    def num_pins(self) -> int:
+        return sum(map(len, self._pins.values()))
+
+    @property
+    def leased_nbytes(self) -> int:
+        return sum(extent.nbytes for own in self._leases.values() for extent in own.values())
+
+    def lease(self, client: str, call: int, extent: ByteArray) -> None:
+        self._leases.setdefault(client, {})[call] = extent
+
+    def pin(self, client: str, call: int, extents: Iterable[ByteArray]) -> None:
+        self._pins.setdefault(client, {})[call] = list(extents)
+
+    def take(self, client: str, call: int) -> ByteArray | None:
+        """The lease's memory, which is no longer leased; None when there is no such lease."""
+        return _take(self._leases, client, call)
+
+    def release(self, client: str, call: int) -> bool:
+        """End the lease or pin of this call. Returns whether there was one."""
+        lease, pin = _take(self._leases, client, call), _take(self._pins, client, call)
+        return lease is not None or pin is not None
+
+    def end(self, client: str) -> bool:
+        """The client's session has ended. Returns whether it held anything."""
+        lease, pin = self._leases.pop(client, None), self._pins.pop(client, None)
+        return bool(lease or pin)
+
+    def held_by(self) -> dict[str, tuple[int, int]]:
+        """Per client, how many leases and how many pins it holds."""
+        clients = {**self._leases, **self._pins}
+        return {client: (len(self._leases.get(client, ())), len(self._pins.get(client, ()))) for client in clients}
+
+
+def _take(held: dict[str, dict[int, T]], client: str, call: int) -> T | None:
+    own = held.get(client)
+    found = None if own is None else own.pop(call, None)
+    if own is not None and not own:
+        del held[client]
+    return found

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between a client and a storage unit. Columns travel beside the header, or lie in the shared arena."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from transfer_queue.errors import ProtocolError, from_wire
+from transfer_queue.protocol import Done, Failed, Reply, Request
+from transfer_queue.storage.pieces import IntArray, Layout, Piece, Positions
+
+FieldParts: TypeAlias = list[tuple[str, Positions, Piece]]
+"""(field, which of the message's indexes its rows belong to, the rows)."""
+
+Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+Call = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A column, or some rows of one. Its rows are ``start`` and following, or those in table ``positions``.
+
+    Its values are the next frame. With an ``offset`` they are so many bytes of the arena instead, of which table
+    ``picks`` names the rows if they don't lie back to back. Shapes or offsets of rows, where needed, are the next frame.
+    """
+
+    field: str
+    layout: Layout
+    rows: int
+    start: int = 0
+    positions: int = -1
+    offset: int = -1
+    nbytes: int = 0
+    picks: int = -1
+
+
+class Columns(msgspec.Struct, frozen=True, array_like=True):
+    """What a write stores. Parts with an offset lie in the memory that the call ``lease`` was given (0: none)."""
+
+    parts: list[Part]
+    tables: list[bytes] = []
+    lease: Call = 0
+
+
+class Lease(Request, frozen=True):
+    """Memory of the arena for a write that follows; it waits up to ``wait_s`` for room.
+
+    ``indexes`` and ``fields`` name the values that the write replaces, whose memory then counts as free.
+    """
+
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+    indexes: bytes = b""
+    fields: list[str] = []
+    wait_s: Seconds = 0.0
+
+
+class Leased(Reply, frozen=True):
+    """Where to write; -1: the arena has no such range, so the values must travel as frames."""
+
+    offset: int
+
+
+class Write(Request, frozen=True):
+    """Keep these rows. Readers see them once the write is committed: by ``Commit``, or at once with ``commit``.
+
+    A write without a lease waits up to ``wait_s`` for room.
+    """
+
+    indexes: bytes
+    columns: Columns
+    wait_s: Seconds = 0.0
+    commit: bool = False
+
+
+class Written(Reply, frozen=True):
+    """The write is stored whole."""
+
+
+class Commit(Request, frozen=True):
+    """These writes of this client have been published: they replace what was there."""
+
+    writes: list[int]
+
+
+class Read(Request, frozen=True):
+    """These fields of all these indexes, which may repeat. ``mapped``: the client has the arena mapped."""
+
+    indexes: bytes
+    fields: list[str]
+    mapped: bool = False
+
+
+class Rows(Reply, frozen=True):
+    """Every field asked for. ``pinned``: some lie in the arena, and stay there until the call is released."""
+
+    parts: list[Part]
+    tables: list[bytes] = []
+    pinned: bool = False
+
+
+class Delete(Request, frozen=True):
+    """Delete these fields (None: all) of these indexes. Unknown ones are ignored."""
+
+    indexes: bytes
+    fields: list[str] | None = None
+
+
+class Deleted(Reply, frozen=True):
+    """``values``: how many (index, field) pairs there were."""
+
+    values: int
+
+
+class Release(Request, frozen=True):
+    """These calls' leases and pins are no longer needed. It gets no answer."""
+
+    calls: list[int]
+
+
+class EndSession(Request, frozen=True):
+    """From the controller: this client has ended. Of its uncommitted writes these were published; delete the others."""
+
+    client: str
+    published: list[int] = []
+
+
+class AskUnitStats(Request, frozen=True):
+    """How full is this unit?"""
+
+
+class UnitStats(Reply, frozen=True):
+    """``held_nbytes`` is what buffers take, ``live_nbytes`` what readers can still ask for.
+
+    Of the arena: ``arena_nbytes`` in use, ``recyclable_nbytes`` free pages kept for the next writes, ``leased_nbytes``
+    given to writers, ``pins`` of readers. ``uncommitted_nbytes`` belongs to writes that are not published yet.
+    """
+
+    unit: str
+    samples: int
+    values: int
+    live_nbytes: int
+    held_nbytes: int
+    blocks: int
+    capacity_bytes: int | None = None
+    parked: int = 0
+    parked_nbytes: int = 0
+    arena_nbytes: int = 0
+    recyclable_nbytes: int = 0
+    leased_nbytes: int = 0
+    pins: int = 0
+    uncommitted_nbytes: int = 0
+
+
+UnitRequest: TypeAlias = Lease | Write | Commit | Read | Delete | Release | EndSession | AskUnitStats
+UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | UnitStats | Done | Failed
+Expected = TypeVar("Expected", bound=Reply)
+
+_answers = msgspec.msgpack.Decoder(UnitAnswer)
+_columns = msgspec.msgpack.Decoder(Columns)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_columns(columns: Columns) -> bytes:
+    return _encoder.encode(columns)
+
+
+def decode_columns(data: bytes) -> Columns:
+    columns: Columns = _decode(_columns, data)
+    return columns
+
+
+def decode_answer(header: bytes | memoryview, kind: type[Expected]) -> Expected:
+    """A unit's answer, which must be of this kind; raises what the unit refused with."""
+    answer = _decode(_answers, header)
+    if isinstance(answer, Failed):
+        raise from_wire(answer.code, answer.text)
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"a storage unit answered {type(answer).__name__}, expected {kind.__name__}.")
+    return answer
+
+
+def _decode(decoder: Any, header: bytes | memoryview) -> Any:
+    try:
+        return decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a storage message of {len(header)} bytes can't be decoded: {error}") from error
+
+
+def pack_indexes(indexes: IntArray) -> bytes:
+    return np.ascontiguousarray(indexes, np.int64).tobytes()
+
+
+def unpack_indexes(packed: bytes) -> IntArray:
+    if len(packed) % 8:
+        raise ProtocolError(f"{len(packed)} bytes of indexes are no whole number of int64")
+    return np.frombuffer(packed, np.int64)

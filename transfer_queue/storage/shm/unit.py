@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One storage unit: leases, writes, reads and deletes on a block store. What does not fit yet waits for room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transfer_queue.errors import ProtocolError, SampleClearedError, StorageFullError, StorageKeyNotFoundError, to_wire
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.protocol import Done, Failed, Reply, Request
+from transfer_queue.storage.pieces import ByteArray, IntArray
+from transfer_queue.storage.selection import heap
+from transfer_queue.storage.shm.answers import answer_in_frames, answer_in_place
+from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.shm.blocks import BlockStore
+from transfer_queue.storage.shm.leases import Leases
+from transfer_queue.storage.shm.messages import (
+    AskUnitStats,
+    Columns,
+    Commit,
+    Delete,
+    Deleted,
+    EndSession,
+    FieldParts,
+    Lease,
+    Leased,
+    Read,
+    Release,
+    UnitStats,
+    Write,
+    Written,
+    unpack_indexes,
+)
+from transfer_queue.storage.shm.parts import unpack_parts
+from transfer_queue.storage.shm.uncommitted import Uncommitted, UncommittedWrite
+from transfer_queue.utils.wait_queue import WaitQueue
+
+INLINE_NBYTES = 64 * 1024
+"""Values of at most so many bytes travel in the message: cheaper than to lease, or to pin, memory for them."""
+
+
+def least_in_arena(inline_nbytes: int) -> int:
+    """Smaller blocks lie outside the arena, which gives whole pages only."""
+    return max(1, inline_nbytes // 4)
+
+
+class UnitReply(NamedTuple):
+    """An answer, the client it goes to, and the values that travel beside it."""
+
+    client: str
+    reply: Reply
+    frames: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parked:
+    """A request that waits for room: ``nbytes``, less what its own values of these fields and indexes take now."""
+
+    client: str
+    call: int
+    indexes: IntArray
+    fields: Sequence[str]
+    nbytes: int
+    since: float
+    deadline: float
+    carry_out: Callable[[], list[UnitReply]]
+
+
+class StorageUnit:
+    """Decides like the control plane does: requests in, answers out, ``now`` passed in. Values stay opaque bytes."""
+
+    def __init__(
+        self,
+        name: str = "unit",
+        capacity_bytes: int | None = None,
+        arena: Arena | None = None,
+        inline_nbytes: int = INLINE_NBYTES,
+    ) -> None:
+        """``capacity_bytes``: what all values together may take; None is unlimited. Without an arena all is frames."""
+        self.name = name
+        self._inline_nbytes = inline_nbytes
+        self._capacity = capacity_bytes
+        self._arena = arena
+        self._store = BlockStore(self._allocate)
+        self._leases = Leases()
+        self._uncommitted = Uncommitted()
+        self._waiting: WaitQueue[_Parked] = WaitQueue()
+        self._now = -math.inf
+        self._verbs: dict[type[Request], Callable[[str, Any, list[memoryview]], list[UnitReply]]] = {
+            Lease: self._lease,
+            Write: self._write,
+            Commit: self._commit,
+            Read: self._read,
+            Delete: self._delete,
+            Release: self._release,
+            EndSession: self._end_session,
+            AskUnitStats: self._stats,
+        }
+
+    # ---- the machine ----
+
+    def serves(self, request: Request) -> bool:
+        """Is it one of a unit's requests?"""
+        return type(request) in self._verbs
+
+    def handle(self, client: str, request: Request, frames: list[memoryview], now: float) -> list[UnitReply]:
+        """Carry out one request. Returns its answer, unless it waits for room, and those of requests that got room."""
+        self._tick(now)
+        return self._answered(client, request.id, lambda: self._verbs[type(request)](client, request, frames))
+
+    def expire(self, now: float) -> list[UnitReply]:
+        """Answer what may wait no longer; give memory back; move the live rows of mostly dead blocks a step on."""
+        self._tick(now)
+        answers = self._admit()  # what may not wait any longer, and fits once dead rows are freed at once
+        for parked in self._waiting.expired(now):
+            answers.append(UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))))
+        trim = None if self._arena is None else self._arena.next_trim()
+        if self._arena is not None and trim is not None and trim <= now:
+            self._arena.trim(now)
+        moving = self._store.is_moving
+        if moving:
+            self._store.move()
+        return answers + (self._admit() if answers or moving else [])
+
+    def next_deadline(self) -> float | None:
+        if self._store.is_moving:
+            return -math.inf  # one step each turn, between requests
+        deadlines = [self._waiting.next_deadline(), None if self._arena is None else self._arena.next_trim()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def cancel(self, client: str, call: int, now: float) -> list[UnitReply]:
+        """The client no longer waits for this call: what it wrote, leased or pinned is freed."""
+        self._tick(now)
+        self._waiting.remove(lambda parked: parked.client == client and parked.call == call)
+        self._leases.release(client, call)
+        self._uncommitted.take(client, call)
+        return self._admit()
+
+    def client_gone(self, client: str, now: float) -> list[UnitReply]:
+        """Its session has ended. Its uncommitted writes stay until ``EndSession`` says which were published."""
+        self._tick(now)
+        self._waiting.remove(lambda parked: parked.client == client)
+        self._leases.end(client)
+        return self._admit()
+
+    def holders(self) -> dict[str, tuple[int, int]]:
+        """Per client, how many leases and how many pins it holds."""
+        return self._leases.held_by()
+
+    def stats(self) -> UnitStats:
+        store, arena = self._store, self._arena
+        return UnitStats(
+            0,
+            unit=self.name,
+            samples=store.num_samples,
+            values=store.num_values,
+            live_nbytes=store.live_nbytes,
+            held_nbytes=store.held_nbytes,
+            blocks=store.num_blocks,
+            capacity_bytes=self._capacity,
+            parked=len(self._waiting),
+            parked_nbytes=self._waiting.size,
+            arena_nbytes=0 if arena is None else arena.used_nbytes,
+            recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
+            leased_nbytes=self._leases.leased_nbytes,
+            pins=self._leases.num_pins,
+            uncommitted_nbytes=self._uncommitted.nbytes,
+        )
+
+    def _tick(self, now: float) -> None:
+        self._now = now
+        if self._arena is not None:
+            self._arena.tick(now)
+
+    def _answered(self, client: str, call: int, serve: Callable[[], list[UnitReply]]) -> list[UnitReply]:
+        try:
+            return serve()
+        except TransferQueueError as error:
+            return [UnitReply(client, Failed(call, *to_wire(error)))]
+
+    def _allocate(self, nbytes: int) -> ByteArray:
+        memory = None
+        if self._arena is not None and nbytes >= least_in_arena(self._inline_nbytes):
+            memory = self._arena.allocate(nbytes)
+        return heap(nbytes) if memory is None else memory
+
+    # ---- reads ----
+
+    def _read(self, client: str, request: Read, frames: list[memoryview]) -> list[UnitReply]:
+        indexes, fields = unpack_indexes(request.indexes), request.fields
+        try:
+            return [self._rows(client, request, indexes, fields)]
+        except StorageKeyNotFoundError:
+            published = self._uncommitted.take_holding(indexes, fields) if self._uncommitted else []
+            if not published:
+                raise
+            for write in published:
+                self._store.write(*write)
+            return [self._rows(client, request, indexes, fields)]
+
+    def _rows(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> UnitReply:
+        arena = self._arena if request.mapped else None
+        if arena is None or self._store.likely_nbytes(indexes, fields) <= self._inline_nbytes:
+            parts = self._store.read(indexes, fields)
+            if arena is None or sum(piece.nbytes for _, _, piece in parts) <= self._inline_nbytes:
+                answer, frames, _ = answer_in_frames(request.id, parts)
+                return UnitReply(client, answer, frames)
+        located = self._store.locate(indexes, fields)
+        answer, frames, pinned = answer_in_place(request.id, located, arena.offset_of)
+        if pinned:
+            self._leases.pin(client, request.id, pinned)
+        return UnitReply(client, answer, frames)
+
+    def _release(self, client: str, request: Release, frames: list[memoryview]) -> list[UnitReply]:
+        for call in request.calls:
+            self._leases.release(client, call)
+        return self._admit()
+
+    # ---- writes ----
+
+    def _lease(self, client: str, request: Lease, frames: list[memoryview]) -> list[UnitReply]:
+        self._check_alive(client)
+        if self._arena is None:
+            return [UnitReply(client, Leased(request.id, -1))]
+        grant = partial(self._grant, client, request.id, request.nbytes)
+        indexes = unpack_indexes(request.indexes)
+        return self._wait_for_room(client, request.id, indexes, request.fields, request.nbytes, request.wait_s, grant)
+
+    def _grant(self, client: str, call: int, nbytes: int) -> list[UnitReply]:
+        assert self._arena is not None
+        extent = self._arena.allocate(nbytes)
+        if extent is None:
+            return [UnitReply(client, Leased(call, -1))]
+        self._leases.lease(client, call, extent)
+        self._squeeze()
+        return [UnitReply(client, Leased(call, self._arena.offset_of(extent)))]
+
+    def _write(self, client: str, request: Write, frames: list[memoryview]) -> list[UnitReply]:
+        self._check_alive(client)
+        columns = request.columns
+        lease = self._leases.take(client, columns.lease) if columns.lease else None
+        if columns.lease:
+            # The lease has ended, whatever becomes of the write, and may have been larger than what is kept now.
+            kept = self._answered(client, request.id, lambda: self._keep(client, request, frames, lease))
+            return kept + self._admit()
+        if self._capacity is None:
+            return self._keep(client, request, frames, None)
+        indexes, fields = unpack_indexes(request.indexes), [part.field for part in columns.parts]
+        nbytes = sum(memoryview(frame).nbytes for frame in frames)
+        keep = partial(self._keep, client, request, frames, None)
+        return self._wait_for_room(client, request.id, indexes, fields, nbytes, request.wait_s, keep)
+
+    def _keep(
+        self, client: str, request: Write, frames: list[memoryview], lease: ByteArray | None
+    ) -> list[UnitReply]:
+        indexes = unpack_indexes(request.indexes)
+        parts = self._parts(request.columns, len(indexes), frames, lease)
+        if request.commit:
+            self._store.write(indexes, parts)
+        else:
+            self._uncommitted.add(client, request.id, UncommittedWrite(indexes, parts))
+        self._squeeze()
+        return [UnitReply(client, Written(request.id))]
+
+    def _parts(
+        self, columns: Columns, count: int, frames: list[memoryview], lease: ByteArray | None
+    ) -> FieldParts:
+        if any(part.picks >= 0 for part in columns.parts):
+            raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
+        view = None if not columns.lease else self._carved(columns, lease)
+        return unpack_parts(columns.parts, columns.tables, frames, count, view)
+
+    def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
+        """The parts' own memory, cut out of the lease."""
+        if extent is None or self._arena is None:
+            raise ProtocolError(f"a write names lease {columns.lease}, which this client does not hold.")
+        ranges = sorted((part.offset, part.nbytes) for part in columns.parts if part.offset >= 0)
+        at, stop = self._arena.offset_of(extent), self._arena.offset_of(extent) + len(extent)
+        for offset, nbytes in ranges:
+            if nbytes < 1 or offset < at or offset % PAGE_NBYTES or offset + nbytes > stop:
+                raise ProtocolError(f"a part of {nbytes} bytes at {offset} is not within what is left of its lease.")
+            at = offset + whole_pages(nbytes)
+        extents = dict(zip(ranges, self._arena.carve(extent, ranges), strict=True))
+        return lambda offset, nbytes: extents.pop((offset, nbytes))
+
+    def _commit(self, client: str, request: Commit, frames: list[memoryview]) -> list[UnitReply]:
+        for call in request.writes:
+            write = self._uncommitted.take(client, call)
+            if write is not None:  # else a reader was here first
+                self._store.write(*write)
+        self._squeeze()
+        return [UnitReply(client, Done(request.id)), *self._admit()]
+
+    def _end_session(self, client: str, request: EndSession, frames: list[memoryview]) -> list[UnitReply]:
+        for write in self._uncommitted.end(request.client, request.published):
+            self._store.write(*write)
+        return [UnitReply(client, Done(request.id)), *self.client_gone(request.client, self._now)]
+
+    def _delete(self, client: str, request: Delete, frames: list[memoryview]) -> list[UnitReply]:
+        indexes = unpack_indexes(request.indexes)
+        answers = [UnitReply(client, Deleted(request.id, self._store.delete(indexes, request.fields)))]
+        if request.fields is None:
+            self._uncommitted.forget(indexes)
+            # What still waits to be written for these samples has lost its purpose.
+            error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
+            lost = self._waiting.remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
+            answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
+        return answers + self._admit()
+
+    def _stats(self, client: str, request: AskUnitStats, frames: list[memoryview]) -> list[UnitReply]:
+        stats = self.stats()
+        return [UnitReply(client, UnitStats(request.id, *[getattr(stats, name) for name in stats.__struct_fields__[1:]]))]
+
+    def _check_alive(self, client: str) -> None:
+        if self._uncommitted.has_ended(client):
+            raise ProtocolError(f"client {client!r} was taken for dead, and its uncommitted writes were deleted.")
+
+    # ---- room ----
+
+    def _wait_for_room(
+        self, client: str, call: int, indexes: IntArray, fields: Sequence[str], nbytes: int, wait_s: float,
+        carry_out: Callable[[], list[UnitReply]],
+    ) -> list[UnitReply]:  # fmt: skip
+        """Carry it out now if it fits and overtakes nothing that must come first; else it waits."""
+        if self._capacity is not None and nbytes > self._capacity:
+            raise StorageFullError(
+                f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
+                f"Put fewer samples at once, or give the queue more memory."
+            )
+        if self._capacity is None:
+            return carry_out()
+        deadline = self._now + wait_s
+        parked = _Parked(client, call, indexes, fields, nbytes, self._now, deadline, carry_out)
+        self._waiting.add(parked, nbytes, deadline)
+        answers = self._admit()
+        if wait_s <= 0 and (late := self._waiting.remove(lambda each: each is parked)):
+            answers += [UnitReply(client, Failed(call, *to_wire(self._full(late[0]))))]
+        return answers
+
+    def _admit(self) -> list[UnitReply]:
+        """Carry out what has room now."""
+        answers: list[UnitReply] = []
+        while len(self._waiting) and (parked := self._waiting.take(self._fits)) is not None:
+            answers += self._answered(parked.client, parked.call, parked.carry_out)
+        return answers
+
+    @property
+    def _taken_nbytes(self) -> int:
+        return self._store.held_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
+
+    def _fits(self, parked: _Parked) -> bool:
+        if self._capacity is None or self._taken_nbytes + parked.nbytes <= self._capacity:
+            return True
+        freed = self._store.replaced_nbytes(parked.indexes, parked.fields)
+        unpacked = self._store.held_nbytes - self._store.live_nbytes
+        if self._taken_nbytes - unpacked - freed + parked.nbytes > self._capacity:
+            return False
+        if parked.deadline > self._now:  # else ``_squeeze`` does it at once, and nobody is served meanwhile
+            self._store.pack()
+        return not self._store.is_moving or parked.deadline <= self._now
+
+    def _squeeze(self) -> None:
+        """What was let in counting on dead rows, or on values that it replaced, needs their room now."""
+        if self._capacity is not None and self._taken_nbytes > self._capacity:
+            self._store.squeeze()
+
+    def _full(self, parked: _Parked) -> StorageFullError:
+        return StorageFullError(
+            f"Storage capacity exceeded: a put of {parked.nbytes} bytes waited {self._now - parked.since:.1f} s at "
+            f"storage unit {self.name!r}, whose values take {self._store.live_nbytes} of {self._capacity} bytes. "
+            f"Clear consumed samples sooner, raise the capacity, or raise put_timeout_s."
+        )

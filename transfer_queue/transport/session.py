@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's session with a queue: numbers its calls, says hello, tells what it has received, ends what it gave up."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from transfer_queue import protocol as p
+from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
+from transfer_queue.transport.base import Buffer, Call, Peer, Reply
+from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.modes import run_blocking
+
+R = TypeVar("R", bound=p.Reply)
+_HELLO_TIMEOUT_S = 10.0
+_GOODBYE_TIMEOUT_S = 1.0
+_BEFORE_THE_SERVERS = 20
+
+Ask = tuple[Peer, p.Request, Sequence[Buffer]]
+"""A request, the server it goes to, and the values that travel beside it."""
+
+
+class Session:
+    """One per client, for all servers of its queue. A forked child has a session and a name of its own.
+
+    A server keeps the answer of every call that took or changed something until it hears that the client has it.
+    That is said with the client's next message to that server (``received``).
+    """
+
+    def __init__(self, client_id: str, controller: Peer) -> None:
+        self.controller = controller
+        self.client_id = client_id
+        self.timeout_s = 30.0
+        self._numbers = itertools.count(1)
+        self._pid = os.getpid()
+        self._config: dict[str, Any] = {}
+        self._farewell: Finalize | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+        self._received: dict[str, set[int]] = {}
+        self._memory = threading.Condition()
+        self._num_copying = 0
+        self._closed = False
+
+    # ---- calls ----
+
+    def number(self) -> int:
+        """A number that no other call of this session has."""
+        return next(self._numbers)
+
+    async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[Reply]:
+        """Send all, then wait for all answers, in the order of ``asks``. A call that is given up is cancelled.
+
+        Args:
+            keep: The servers keep the answers until ``done``, because more steps follow.
+        """
+        received = {peer.address: self._take_received(peer) for peer, _, _ in asks}
+        calls = [
+            Call(peer, p.encode_request(request, received[peer.address]), frames, self._cancel_of(request))
+            for peer, request, frames in asks
+        ]
+        replies = await self.caller.call_many(calls, timeout_s)
+        for peer, request, _ in asks:
+            own = self._received.setdefault(peer.address, set())
+            own.difference_update(received[peer.address])
+            if not keep and isinstance(request, p.KEPT):
+                own.add(request.id)
+        return replies
+
+    def _take_received(self, peer: Peer) -> list[int]:
+        own = self._received.get(peer.address)
+        return list(own) if own else []
+
+    def _cancel_of(self, request: p.Request) -> bytes:
+        return p.encode_request(p.Cancel(self.number(), request.id))
+
+    def done(self, peer: Peer, *calls: int) -> None:
+        """These calls were kept for more steps. All of them are done: the server may forget their answers."""
+        self._received.setdefault(peer.address, set()).update(calls)
+
+    async def tell(self, peer: Peer, request: p.Request) -> None:
+        """Send without waiting for an answer; nothing is raised where the server is gone."""
+        with contextlib.suppress(TransferQueueError):
+            await self.caller.tell(Call(peer, p.encode_request(request)))
+
+    async def cancel(self, call: int) -> None:
+        """Undo a call that the controller has answered and keeps."""
+        await self.tell(self.controller, p.Cancel(self.number(), call))
+
+    # ---- the controller ----
+
+    async def config(self) -> dict[str, Any]:
+        """The running queue's configuration.
+
+        Raises:
+            QueueUnreachableError: nobody answers at the address.
+        """
+        self.follow_fork()
+        if not self._config:
+            await self._greet()
+        return self._config
+
+    def follow_fork(self) -> None:
+        """In a forked child: leave the parent's sockets alone and start over."""
+        if self._pid == os.getpid():
+            return
+        with _fork_lock():
+            if self._pid != os.getpid():
+                self._begin()
+                self._config, self._farewell = {}, None
+                self._pid = os.getpid()
+
+    async def _greet(self) -> None:
+        if self._closed:
+            raise ClosedError("this client was closed; make a new one, or call init() again.")
+        _check_socket(self.controller.address)
+        if self._farewell is None:
+            # A process that just ends has left on purpose: without a goodbye it would count as a dead producer.
+            self._farewell = Finalize(None, _leave, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
+        hello = p.Hello(self.number(), os.getpid(), p.PROTOCOL_VERSION)
+        reply = (await self.call_many([(self.controller, hello, ())], _HELLO_TIMEOUT_S))[0]
+        config = json.loads(self.read(reply.header, hello, p.Welcome).config)
+        self.timeout_s = float(config["client"]["timeout_s"])
+        self._config = config
+
+    async def ask(self, request: type[p.Request], expected: type[R], *args: Any, wait_s: float = 0.0) -> R:
+        """Send one request to the controller and return its reply, which must be ``expected``.
+
+        Args:
+            wait_s: How long the controller may park the request, on top of the usual deadline.
+        Raises:
+            TransferQueueError: what the controller answered instead, as the class it named.
+        """
+        return await self.send(request(self.number(), *args), expected, wait_s)
+
+    async def send(self, message: p.Request, expected: type[R], wait_s: float = 0.0, keep: bool = False) -> R:
+        """See ``ask``; ``keep``: see ``call_many``."""
+        return (await self.send_with_frames(message, expected, wait_s, keep=keep))[0]
+
+    async def send_with_frames(
+        self,
+        message: p.Request,
+        expected: type[R],
+        wait_s: float = 0.0,
+        frames: Sequence[Buffer] = (),
+        keep: bool = False,
+    ) -> tuple[R, list[memoryview]]:
+        """See ``ask``: what travels beside the request, and what came beside the reply."""
+        await self.config()
+        replies = await self.call_many([(self.controller, message, frames)], self.timeout_s + wait_s, keep)
+        return self.read(replies[0].header, message, expected), replies[0].frames
+
+    def read(self, answer: bytes, request: p.Request, expected: type[R]) -> R:
+        """The controller's answer to this request; raises what ``ask`` raises."""
+        try:
+            reply = p.decode_reply(answer)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(
+                f"can't read the controller's answer: {error}. Do both run the same version?"
+            ) from error
+        if isinstance(reply, p.Failed):
+            raise from_wire(reply.code, reply.text)
+        if not isinstance(reply, expected):
+            raise ProtocolError(f"the controller answered {type(reply).__name__} to {type(request).__name__}.")
+        return reply
+
+    # ---- the end ----
+
+    @contextmanager
+    def using_memory(self) -> Iterator[None]:
+        """Inside, this session's leases and pins stay its own: ``close`` waits, for what it frees others may get."""
+        with self._memory:
+            if self._closed:
+                raise ClosedError("this client was closed; make a new one, or call init() again.")
+            self._num_copying += 1
+        try:
+            yield
+        finally:
+            with self._memory:
+                self._num_copying -= 1
+                self._memory.notify_all()
+
+    def close(self) -> None:
+        """Say goodbye if the controller is there, then close every socket. Idempotent, never raises."""
+        known, self._config = bool(self._config), {}
+        if self._farewell is not None:
+            self._farewell.cancel()
+            self._farewell = None
+        if self._pid != os.getpid():
+            return
+        with self._memory:
+            self._closed = True
+            while self._num_copying:
+                self._memory.wait()
+        if known:
+            run_blocking(self._say_goodbye())
+        self.caller.close()
+
+    async def _say_goodbye(self) -> None:
+        with contextlib.suppress(TransferQueueError):  # it may be gone already, and with it what it knew of us
+            await self.call_many([(self.controller, p.Goodbye(self.number()), ())], _GOODBYE_TIMEOUT_S)
+
+
+def _check_socket(address: str) -> None:
+    """On this host a missing socket is known at once, without waiting for an answer."""
+    path = address.removeprefix("ipc://")
+    try:
+        missing = path != address and not Path(path).exists()
+    except PermissionError:
+        raise QueueUnreachableError(
+            f"the queue at {address} belongs to another user: its directory can't be entered. Start one of your own."
+        ) from None
+    if missing:
+        raise QueueUnreachableError(
+            f"no queue at {address}: there is no such socket. Is the address right (TQ_ADDRESS, or the one that "
+            f"init() returned), and is the process that started the queue still running?"
+        )
+
+
+def _leave(session: weakref.ref[Session]) -> None:
+    alive = session()
+    if alive is not None:
+        alive.close()
+
+
+_locks: dict[int, threading.Lock] = {}
+
+
+def _fork_lock() -> threading.Lock:
+    """One lock per process: a parent's may have been held when it forked."""
+    return _locks.setdefault(os.getpid(), threading.Lock())
