@@ -6,17 +6,32 @@ Arrays travel as raw little-endian bytes: ``indexes`` are int64, ``status`` int8
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.errors import UnsupportedValueError
+from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
+
+PROTOCOL_VERSION = 2
+"""Client and server must have the same one."""
+MAX_DEPTH = 64
+"""Levels of lists and dicts in a tag or an argument."""
 
 Indexes = npt.NDArray[np.int64]
 Tags = dict[str, Any]
+# Bounds keep what a server does with a number small. What is below 0 or 1 is refused where it is used, which says more.
+Call = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""Number of a call within its client's session: ascending, never reused."""
+Count = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
+NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -32,25 +47,25 @@ class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Fields are positional on the wire: append with a default, never reorder. No kw_only: it would move ``id``."""
 
-    id: int
+    id: Call
 
 
 class Hello(Request, frozen=True):
-    """A client is here. On the same host ``pid`` lets the server notice its death at once."""
+    """A client is here. ``version``: the protocol it speaks."""
 
-    pid: int
-    pid_namespace: int | None = None
+    pid: Call
+    version: Call = 0
 
 
 class Goodbye(Request, frozen=True):
-    """A client leaves on purpose: what it reserved is given back, and it isn't counted as a dead producer."""
+    """A client leaves on purpose: its session ends as when it dies, but it isn't counted as a dead producer."""
 
 
 class CreatePartition(Request, frozen=True):
     """Make a partition; with ``num_samples`` it seals itself when that many samples are published."""
 
     partition: str
-    num_samples: int | None = None
+    num_samples: Position | None = None
 
 
 class SealPartition(Request, frozen=True):
@@ -64,7 +79,7 @@ class RegisterTask(Request, frozen=True):
 
     task: str
     sampler: str | dict[str, Any] | None = None
-    dp_size: int | None = None
+    dp_size: NumRanks | None = None
     tail: str | None = None
 
 
@@ -72,55 +87,47 @@ class Reserve(Request, frozen=True):
     """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked for dtype."""
 
     partition: str
-    count: int
+    count: Count
     fields: dict[str, FieldSpec] = {}
-    wait_s: float = 60.0
+    wait_s: Seconds = 60.0
 
 
 class CheckFields(Request, frozen=True):
     """Is a write of these fields onto existing samples allowed? Asked before values are replaced.
 
-    Parked up to ``wait_s`` while these values are being read for a checkpoint. Whoever got leave ends it with a
-    Publish or a Cancel of the same samples.
+    Parked up to ``wait_s`` while these values are being read for a checkpoint. A client that may replace values holds
+    a leave; it ends with the Publish that names this call, or when this call is cancelled.
     """
 
     partition: str
     indexes: bytes
     fields: dict[str, FieldSpec]
-    wait_s: float = 0.0
-
-
-class Cancel(Request, frozen=True):
-    """Give reserved indexes back: their write failed or they aren't needed."""
-
-    partition: str
-    indexes: bytes
+    wait_s: Seconds = 0.0
 
 
 class Publish(Request, frozen=True):
     """These fields of these samples are stored whole. The only message that makes data visible.
 
-    Tags merge into those the samples have. ``reserve_next`` asks for so many indexes for the next puts, each of which
-    publishes all of its samples at once; ``unused`` gives back some that were reserved in this way. ``describe`` asks
-    for a Batch in place of Published.
+    Tags merge into those the samples have. ``describe`` asks for a Batch in place of Published. ``begun``: number of
+    the call (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call's own. It
+    can't be undone from then on, and samples that it reserved and that aren't published here are given back.
     """
 
     partition: str
     indexes: bytes
     fields: dict[str, FieldSpec]
     tags: dict[int, Tags] = {}
-    reserve_next: int = 0
     describe: bool = False
-    unused: bytes = b""
+    begun: Call = 0
 
 
 class Insert(Request, frozen=True):
     """New samples without values yet (``get_meta`` in mode "insert")."""
 
     partition: str
-    count: int
+    count: Count
     fields: list[str] = []
-    wait_s: float = 60.0
+    wait_s: Seconds = 60.0
 
 
 class Fetch(Request, frozen=True):
@@ -131,33 +138,35 @@ class Fetch(Request, frozen=True):
     rows at the start of a batch given before that the caller doesn't need again; they may be cleared. ``pass_start``:
     the batch that the caller's pass over a finite stream began with; all who began before an end are told that end.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
+    ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too.
     """
 
     partition: str
     task: str
     fields: list[str]
-    batch_size: int
-    dp_rank: int | None = None
-    batch_index: int | None = None
-    dp_size: int | None = None
-    wait_s: float = 0.0
+    batch_size: Count
+    dp_rank: Position | None = None
+    batch_index: Position | None = None
+    dp_size: NumRanks | None = None
+    wait_s: Seconds = 0.0
     finite: bool = False
     sampler_args: dict[str, Any] = {}
     acks: list[str] = []
-    first_index: int | None = None
-    skip: int = 0
-    pass_start: int | None = None
+    first_index: Position | None = None
+    skip: Position = 0
+    pass_start: Position | None = None
     after: str | None = None
+    with_values: bool = False
 
 
-class Withdraw(Request, frozen=True):
-    """The caller has given up waiting for its ``request``: it is neither carried out nor answered any more.
+class Cancel(Request, frozen=True):
+    """The caller no longer waits for this call of its own: it is not carried out, or is undone.
 
-    Where its answer was on the way already, what the request reserved, inserted or took from others is given back, and
-    the values of samples that it cleared are dropped.
+    Done says what became of it: "removed" (it was parked), "undone", or "kept": there was nothing to undo, because it
+    took effect for good or was never seen. The values of samples that it cleared are deleted by the server then.
     """
 
-    request: int
+    call: Call
 
 
 class Ack(Request, frozen=True):
@@ -243,8 +252,20 @@ class ResolveKeys(Request, frozen=True):
     create: bool = False
     hold: bool = False
     fields: dict[str, FieldSpec] = {}
-    wait_s: float = 60.0
+    wait_s: Seconds = 60.0
     writes: list[str] = []
+
+
+class Put(Request, frozen=True):
+    """``begin``, the write of the values and their publish in one turn, where one server does all three.
+
+    ``tags`` by row of the put. ``write``: the storage unit's own message. All steps are one call, so ``begin`` has the
+    same ``id``.
+    """
+
+    begin: Reserve | CheckFields | ResolveKeys
+    tags: dict[int, Tags] = {}
+    write: bytes = b""
 
 
 class KeysOf(Request, frozen=True):
@@ -267,19 +288,20 @@ class GetStats(Request, frozen=True):
 class Freeze(Request, frozen=True):
     """The state of the whole queue at one moment, to be saved with the values that belong to it.
 
-    Until Thaw, or the client's end, these values stay: what is cleared is hidden but not dropped, and who would replace
-    one waits. Waits itself up to ``wait_s`` for those who got leave to replace values before. ``number``: the client's
-    own, for Thaw.
+    Until Thaw, a Cancel, or the end of the session these values stay: what is cleared is hidden but not deleted, and a
+    write that would replace one waits. Waits itself up to ``wait_s`` for writes that hold a leave to replace values.
     """
 
-    number: int
-    wait_s: float = 30.0
+    wait_s: Seconds = 30.0
 
 
 class Thaw(Request, frozen=True):
-    """The values are read. The reply names those that were cleared meanwhile: they may be dropped now."""
+    """The values are read. The reply names those that were cleared meanwhile: they may be deleted now.
 
-    number: int
+    ``call``: number of the Freeze.
+    """
+
+    call: Call
 
 
 class Stage(Request, frozen=True):
@@ -295,7 +317,7 @@ class Restore(Request, frozen=True):
     """Replace the state of the queue by a saved one, whose values are stored. Cleared names what was here before."""
 
     state: bytes
-    shift: int = 0
+    shift: Position = 0
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -331,9 +353,7 @@ class Reserved(Reply, frozen=True):
 
 
 class Published(Reply, frozen=True):
-    """Visible now. ``indexes``: neighbours, reserved for the next puts, as many as asked for or none."""
-
-    indexes: bytes = b""
+    """Visible now."""
 
 
 class Batch(Reply, frozen=True):
@@ -406,15 +426,26 @@ class Frozen(Reply, frozen=True):
 
 
 AnyRequest = (
-    Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Cancel | Publish
-    | Insert | Fetch | Withdraw | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags
-    | ClearSamples | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | KeysOf | ListKeys | GetStats
-    | Freeze | Thaw | Stage | Restore
+    Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
+    | Cancel | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags | ClearSamples
+    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | GetStats | Freeze | Thaw
+    | Stage | Restore
 )  # fmt: skip
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
     | Frozen
 )  # fmt: skip
+R = TypeVar("R")
+
+
+class Message(msgspec.Struct, Generic[R], frozen=True, array_like=True):
+    """What a client sends. ``received``: earlier calls of its session whose answers it has, or no longer needs."""
+
+    received: list[Call]
+    request: R
+
+
+# ---- encoding ----
 
 
 def _plain(value: Any) -> Any:
@@ -426,35 +457,121 @@ def _plain(value: Any) -> Any:
     )
 
 
-_PLACE = re.compile(r" - at `\$\[([1-9]\d*)\](.*)`$")
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_requests = msgspec.msgpack.Decoder(AnyRequest)
-_replies = msgspec.msgpack.Decoder(AnyReply)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_FREE_FORM: dict[type[Any], str] = {
+    Publish: "tags",
+    SetTags: "tags",
+    Put: "tags",
+    Fetch: "sampler_args",
+    RegisterTask: "sampler",
+}
+"""Requests with a part that may be nested as the caller likes."""
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Any) -> bytes:
     """The message as it travels. Raises UnsupportedValueError for tags that aren't plain data."""
-    return _encoder.encode(message)
-
-
-def decode_request(data: bytes | memoryview) -> AnyRequest:
-    """Raises msgspec.DecodeError for anything that isn't one of our requests; it names a field of the wrong type."""
     try:
-        request: AnyRequest = _requests.decode(data)
-    except msgspec.ValidationError as error:
-        raise msgspec.ValidationError(_with_name(str(error), data)) from error
-    return request
+        return _encoder.encode(message)
+    except RecursionError:
+        raise UnsupportedValueError(_too_deep("a value")) from None
 
 
-def _with_name(text: str, data: bytes | memoryview) -> str:
-    """Fields travel by position, which says nothing to who gave the value."""
+def encode_request(request: Any, received: Sequence[int] = ()) -> bytes:
+    """A request as it travels. Raises UnsupportedValueError for tags that aren't plain data or are nested too deep."""
+    _check_depth(request, UnsupportedValueError)
+    return encode(Message(list(received), request))
+
+
+def _check_depth(request: Any, error: type[Exception]) -> None:
+    name = _FREE_FORM.get(type(request))
+    if name is not None and _is_too_deep(getattr(request, name)):
+        raise error(_too_deep(f"{name} of {type(request).__name__}"))
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, _CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in inside if isinstance(inner, _CONTAINERS)]
+    return bool(level)
+
+
+def _too_deep(name: str) -> str:
+    return f"{name} is nested deeper than {MAX_DEPTH} levels. Flatten it, or store it as a field."
+
+
+# ---- decoding ----
+
+Decode = Callable[[bytes | memoryview], Message[Any]]
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\[1\]((?:\[[^`]*\])+)`$")
+_STEP = re.compile(r"\[([^\]]*)\]")
+
+
+def message_decoder(*more: type[msgspec.Struct]) -> Decode:
+    """A decoder for messages whose request is one of ours, or of these types of another server's.
+
+    It raises InvalidRequestError, which names the field, for a value of the wrong type or out of range; ProtocolError
+    for what is no message at all.
+    """
+    types = (*get_args(AnyRequest), *more)
+    kinds = {str(kind.__struct_config__.tag): kind for kind in types}
+    union = functools.reduce(operator.or_, types)
+    decoder: msgspec.msgpack.Decoder[Message[Any]] = msgspec.msgpack.Decoder(Message[union])  # type: ignore[valid-type]
+
+    def decode(data: bytes | memoryview) -> Message[Any]:
+        try:
+            message = decoder.decode(data)
+        except RecursionError:
+            raise ProtocolError(_too_deep("a request")) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            named = _with_name(str(error), data, kinds) if isinstance(error, msgspec.ValidationError) else None
+            if named is not None:
+                raise InvalidRequestError(named) from error
+            raise ProtocolError(
+                f"this is no request of protocol version {PROTOCOL_VERSION}: {error}. Use the same version of "
+                f"lightning-tq on both sides."
+            ) from error
+        _check_depth(message.request, ProtocolError)
+        return message
+
+    return decode
+
+
+decode_message = message_decoder()
+
+
+def _with_name(text: str, data: bytes | memoryview, kinds: dict[str, type[msgspec.Struct]]) -> str | None:
+    """Fields travel by position, which says nothing to the caller that gave the value."""
     place = _PLACE.search(text)
     if place is None:
-        return text
-    tag = msgspec.msgpack.decode(data)[0]
-    kind = next(kind for kind in get_args(AnyRequest) if kind.__name__ == tag)
-    name = kind.__struct_fields__[int(place[1]) - 1]
-    return f"{name}{place[2]} of {kind.__name__}: {text[: place.start()]}"
+        return None
+    value, names, rest = msgspec.msgpack.decode(data)[1], [], ""
+    for step in _STEP.findall(place[1]):
+        kind = kinds.get(str(value[0])) if isinstance(value, list) and value and not rest else None
+        if kind is not None and step.isdecimal() and int(step):
+            names.append(f"{kind.__struct_fields__[int(step) - 1]} of {kind.__name__}")
+            value = value[int(step)]
+        else:
+            rest += f"[{step}]"
+    if not names:
+        return None
+    name, _, of = names[-1].partition(" of ")
+    return f"{name}{rest} of {of}: {text[: place.start()]}"
+
+
+def check_version(hello: Hello) -> None:
+    """Raises ProtocolError, which names both versions, where the client speaks another protocol than this server."""
+    if hello.version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the client speaks version {hello.version} of the protocol, this server version {PROTOCOL_VERSION}. Use "
+            f"the same version of lightning-tq on both sides."
+        )
+
+
+_replies = msgspec.msgpack.Decoder(AnyReply)
 
 
 def decode_reply(data: bytes | memoryview) -> AnyReply:
@@ -469,5 +586,7 @@ def pack_indexes(indexes: Any) -> bytes:
 
 
 def unpack_indexes(data: bytes) -> Indexes:
-    """Read-only int64 view of packed indexes."""
+    """Read-only int64 view of packed indexes. Raises ProtocolError where the bytes can't be any."""
+    if len(data) % 8:
+        raise ProtocolError(f"indexes are 8 bytes each, got {len(data)} bytes.")
     return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)

@@ -6,6 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from transfer_queue import protocol as p
+from transfer_queue.control.calls import Record
+from transfer_queue.control.indexes import MAX_INDEX
+from transfer_queue.control.lifecycle import cleared
 from transfer_queue.control.snapshot import Restored, decode, live_indexes, saved_indexes, snapshot
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError, StorageFullError, TransferQueueError, to_wire
@@ -16,6 +19,36 @@ REWRITERS = "\0rewriters"
 """Lane of writers that want to replace values: they wait for those who save."""
 
 Rewrite = p.CheckFields | p.ResolveKeys
+
+
+class FreezeRecord(Record):
+    """A freeze under way."""
+
+    holds = True
+    __slots__ = ("_call", "_client", "_state")
+
+    def __init__(self, state: PlaneState, client: str, reply: p.Frozen) -> None:
+        super().__init__(p.Freeze, reply)
+        self._state, self._client, self._call = state, client, reply.id
+
+    def undo(self) -> bool:
+        self._state.delete(self._state.frozen.end(self._client, self._call))
+        return True
+
+
+class Staged(Record):
+    """Samples whose values the client stores for a restore."""
+
+    holds = True
+    __slots__ = ("_state", "indexes")
+
+    def __init__(self, state: PlaneState, reply: p.Done, indexes: p.Indexes) -> None:
+        super().__init__(p.Stage, reply)
+        self._state, self.indexes = state, indexes
+
+    def undo(self) -> bool:
+        self._state.delete(self.indexes)
+        return True
 
 
 def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply | None:
@@ -41,12 +74,17 @@ def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Rep
         data = snapshot(state, now)
     except TransferQueueError as error:  # of a sampler
         return p.Failed(request.id, *to_wire(error))
-    state.frozen.begin(client, request.number, live_indexes(state))
-    return p.Frozen(request.id, data)
+    state.frozen.begin(client, request.id, live_indexes(state))
+    reply = p.Frozen(request.id, data)
+    state.calls.add(client, request.id, FreezeRecord(state, client, reply))
+    return reply
 
 
 def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:
-    return p.Cleared(request.id, p.pack_indexes(state.frozen.end(client, request.number)))
+    """Ends the freeze of this call, if there is one."""
+    if isinstance(state.calls.get(client, request.call), FreezeRecord):
+        state.calls.take(client, request.call)
+    return cleared(state, client, request, state.frozen.end(client, request.call))
 
 
 def park_rewrite(state: PlaneState, client: str, request: Rewrite, now: float) -> bool:
@@ -106,6 +144,8 @@ def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
     """Room among the indexes for samples to be restored: where theirs were in use here, they get others."""
     indexes = p.unpack_indexes(request.indexes)
     capacity = state.config.capacity
+    if len(indexes) and not 0 <= int(indexes.min()) <= int(indexes.max()) < MAX_INDEX - state.allocator.next_index:
+        raise CheckpointError(f"the saved samples' indexes are out of range: {indexes.min()} to {indexes.max()}.")
     if capacity is not None and len(indexes) > capacity:
         raise StorageFullError(
             f"Storage capacity exceeded: the checkpoint holds {len(indexes)} samples, the queue takes {capacity} "
@@ -115,33 +155,35 @@ def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
         return p.Done(request.id, 0)
     shift = max(0, state.allocator.next_index - int(indexes.min()))
     state.allocator.next_index = int(indexes.max()) + shift + 1
-    state.staged.setdefault(client, []).append(indexes + shift)
-    return p.Done(request.id, shift)
+    reply = p.Done(request.id, shift)
+    state.calls.add(client, request.id, Staged(state, reply, indexes + shift))
+    return reply
 
 
 def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p.Reply:
     """The saved state in place of this one, or nothing changed. Those who wait are looked at again."""
     saved = decode(request.state)
-    _check_staged(state, client, saved_indexes(saved) + request.shift)
+    indexes = saved_indexes(saved) + request.shift
+    staged = [(call, record) for call, record in state.calls.of(client) if isinstance(record, Staged)]
+    _check_staged(state, [record.indexes for _, record in staged], indexes)
     restored = Restored(saved, state, request.shift, now)
     old = [np.empty(0, dtype=np.int64)]
     for partition in state.partitions.values():
-        state.strand(partition.unpublished())
-        state.producers.forget(partition.name)
         old.append(partition.drop())
     state.partitions, state.tasks = restored.partitions, restored.tasks
     state.allocator, state.incarnations = restored.allocator, restored.incarnations
-    state.staged.pop(client, None)
-    state.answered.clear()
+    for call, record in staged:
+        state.calls.take(client, call)
+        state.delete(record.indexes[~np.isin(record.indexes, indexes)])
     for lane in state.waiters.lanes():
         if not lane.startswith("\0"):
             state.touch(lane)
-    return p.Cleared(request.id, p.pack_indexes(state.frozen.keep(np.concatenate(old))))
+    return cleared(state, client, request, state.frozen.keep(np.concatenate(old)))
 
 
-def _check_staged(state: PlaneState, client: str, indexes: p.Indexes) -> None:
+def _check_staged(state: PlaneState, sets: list[p.Indexes], indexes: p.Indexes) -> None:
     used = indexes[indexes < state.allocator.next_index]
-    staged = np.concatenate([np.full(1, -1, dtype=np.int64), *state.staged.get(client, ())])
+    staged = np.concatenate([np.full(1, -1, dtype=np.int64), *sets])
     staged.sort()
     if (staged[staged.searchsorted(used, side="right") - 1] != used).any():
         raise CheckpointError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples whose values must stay as they are, since a checkpoint is being made of them; and who may replace values."""
+"""Samples whose values must stay while a checkpoint reads them, and the calls that hold a leave to replace values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.protocol import Indexes
+
+CallKey = tuple[str, int]
+"""(client, number of the call)"""
 
 
 @dataclass(slots=True)
@@ -29,25 +32,25 @@ class _Freeze:
 
 
 class Frozen:
-    """Freezes by client and number. A leave: a writer may replace values, and hasn't said yet what became of that."""
+    """Freezes and leaves, by the call that began each. A leave: values may be replaced until its write is settled."""
 
     def __init__(self) -> None:
-        self._freezes: dict[tuple[str, int], _Freeze] = {}
-        self._leaves: dict[str, Counter[tuple[str, bytes]]] = {}
+        self._freezes: dict[CallKey, _Freeze] = {}
+        self._leaves: set[CallKey] = set()
 
-    def begin(self, client: str, number: int, indexes: Indexes) -> None:
-        self._freezes[client, number] = _Freeze(np.sort(indexes))
+    def begin(self, client: str, call: int, indexes: Indexes) -> None:
+        self._freezes[client, call] = _Freeze(np.sort(indexes))
 
-    def end(self, client: str, number: int) -> Indexes:
-        """Returns what was cleared since, and may be dropped now."""
-        freeze = self._freezes.pop((client, number), None)
+    def end(self, client: str, call: int) -> Indexes:
+        """Returns what was cleared since, and may be deleted now."""
+        freeze = self._freezes.pop((client, call), None)
         if freeze is None or not freeze.kept:
             return np.empty(0, dtype=np.int64)
         kept = np.sort(np.concatenate(freeze.kept))  # many times faster than np.unique, which hashes
         return self.keep(kept[np.diff(kept, prepend=-1) > 0])
 
     def keep(self, cleared: Indexes) -> Indexes:
-        """Those of cleared samples whose values may be dropped now; the others are told by ``end``."""
+        """Those of cleared samples whose values may be deleted now; the others are told by ``end``."""
         for freeze in self._freezes.values():
             held = freeze.holds(cleared)
             if held.any():
@@ -65,27 +68,23 @@ class Frozen:
     def __bool__(self) -> bool:
         return bool(self._freezes)
 
+    def by_client(self) -> Counter[str]:
+        """Freezes of each client."""
+        return Counter(client for client, _ in self._freezes)
+
     # ---- leave to replace values ----
 
     @property
     def has_leaves(self) -> bool:
         return bool(self._leaves)
 
-    def give_leave(self, client: str, partition: str, indexes: bytes) -> None:
-        self._leaves.setdefault(client, Counter())[partition, indexes] += 1
+    def give_leave(self, client: str, call: int) -> None:
+        self._leaves.add((client, call))
 
-    def end_leave(self, client: str, partition: str, indexes: bytes) -> None:
-        """A Publish or Cancel of these samples: they hold what they will hold."""
-        mine = self._leaves.get(client)
-        if mine is None or (partition, indexes) not in mine:
-            return
-        mine[partition, indexes] -= 1
-        if not mine[partition, indexes]:
-            del mine[partition, indexes]
-        if not mine:
-            del self._leaves[client]
+    def end_leave(self, client: str, call: int) -> None:
+        """The samples hold what they will hold."""
+        self._leaves.discard((client, call))
 
-    def client_gone(self, client: str) -> list[Indexes]:
-        """Its freezes and leaves end; returns what ``end`` returns."""
-        self._leaves.pop(client, None)
-        return [self.end(*key) for key in list(self._freezes) if key[0] == client]
+    def leaves_by_client(self) -> Counter[str]:
+        """Leaves of each client."""
+        return Counter(client for client, _ in self._leaves)

@@ -7,6 +7,9 @@ import numpy as np
 
 from transfer_queue.protocol import Indexes
 
+MAX_INDEX = 2**62
+"""Never reached by counting; what a checkpoint brings must stay below."""
+
 
 class IndexAllocator:
     """The one counter of the queue.

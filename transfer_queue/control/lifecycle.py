@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from transfer_queue import protocol as p
+from transfer_queue.control.calls import Record
 from transfer_queue.control.draw import foreign
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.serving import Taken
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import InvalidRequestError
 
@@ -47,30 +50,55 @@ def set_tags(state: PlaneState, request: p.SetTags) -> p.Reply:
     return p.Done(request.id)
 
 
-def clear_samples(state: PlaneState, request: p.ClearSamples) -> p.Reply:
+class Clearing(Record):
+    """Samples that were cleared: the caller deletes their values, unless it never learns of them."""
+
+    __slots__ = ("_state", "indexes")
+
+    def __init__(self, state: PlaneState, kind: type[p.Request], reply: p.Cleared, indexes: p.Indexes) -> None:
+        super().__init__(kind, reply)
+        self._state, self.indexes = state, indexes
+
+    def undo(self) -> bool:
+        self._state.delete(self.indexes)
+        return False
+
+
+def cleared(state: PlaneState, client: str, request: p.Request, indexes: p.Indexes) -> p.Cleared:
+    """The reply that names samples whose values may be deleted, and its record."""
+    reply = p.Cleared(request.id, p.pack_indexes(indexes))
+    if len(indexes):
+        state.calls.add(client, request.id, Clearing(state, type(request), reply, indexes))
+    return reply
+
+
+def clear_samples(state: PlaneState, client: str, request: p.ClearSamples) -> p.Reply:
     """Unknown samples are ignored; an empty partition stays."""
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
-    indexes = p.unpack_indexes(request.indexes)
-    state.strand(partition.unpublished(indexes))
-    cleared = state.frozen.keep(partition.clear(indexes))
+    gone = partition.clear(p.unpack_indexes(request.indexes))
     state.touch(request.partition)
-    return p.Cleared(request.id, p.pack_indexes(cleared))
+    return cleared(state, client, request, state.frozen.keep(gone))
 
 
-def clear_consumed(state: PlaneState, request: p.ClearConsumed) -> p.Reply:
+def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> p.Reply:
     """Nothing while one of the tasks that must be done hasn't begun."""
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
-    cleared = state.frozen.keep(partition.clear(partition.done_with(request.tasks)))
-    if len(cleared):
+    gone = partition.clear(partition.done_with(request.tasks, being_read(state, partition)))
+    if len(gone):
         state.touch(request.partition)
-    return p.Cleared(request.id, p.pack_indexes(cleared))
+    return cleared(state, client, request, state.frozen.keep(gone))
 
 
-def clear_partition(state: PlaneState, request: p.ClearPartition) -> p.Reply:
+def being_read(state: PlaneState, partition: Partition) -> list[p.Indexes]:
+    """Samples of batches that their readers may not have read yet, for they haven't said that they have them."""
+    return [r.indexes for r in state.calls if isinstance(r, Taken) and r.serial == partition.serial]
+
+
+def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -> p.Reply:
     """Fetches that wait on it are told that it is gone."""
     if request.partition not in state.partitions:
         return p.Cleared(request.id, b"")
@@ -78,7 +106,5 @@ def clear_partition(state: PlaneState, request: p.ClearPartition) -> p.Reply:
         with foreign(sampler):
             sampler.clear_cache(request.partition)
     partition = state.partitions.pop(request.partition)
-    state.producers.forget(request.partition)
-    state.strand(partition.unpublished())
-    state.cut_off.extend(state.waiters.remove_where(lambda parked: parked.lane == request.partition))
-    return p.Cleared(request.id, p.pack_indexes(state.frozen.keep(partition.drop())))
+    state.cut_off.extend(state.waiters.remove_lane(request.partition))
+    return cleared(state, client, request, state.frozen.keep(partition.drop()))

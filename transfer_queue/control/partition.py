@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -19,8 +19,8 @@ from transfer_queue.protocol import FieldSpec, Indexes, Tags
 
 _COUNTED = one_of(RowState.FREE, RowState.HELD_FREE, RowState.LIVE)
 _HELD = one_of(RowState.HELD, RowState.HELD_FREE)
-_UNPUBLISHED = one_of(RowState.HELD, RowState.HELD_FREE, RowState.HELD_AHEAD)
 _CHUNK = 4096
+_serials = itertools.count(1)
 
 
 class Partition:
@@ -37,7 +37,6 @@ class Partition:
         self.num_samples = num_samples
         self.sealed = False
         self.table = RowTable()
-        self.table.add_column("holder", np.int32)
         self.schema = Schema(self.table)
         self.keys = KeyMap()
         self.tags = TagStore(self.table)
@@ -47,11 +46,11 @@ class Partition:
         self.num_published = 0
         self.num_free = 0
         self.num_held = 0
-        self._unpublished: Counter[int] = Counter()  # rows by holder
         self._first_free = 0  # no row below it is free
         self.num_puts = 0
         self.preallocate = preallocate
         self.incarnation = incarnation
+        self.serial = next(_serials)  # of this very object; a restored partition has the incarnation that was saved
         self._restored = restored
         self._allocator = allocator
 
@@ -70,8 +69,8 @@ class Partition:
                 f"Put them into another partition, or seal later."
             )
 
-    def hold(self, count: int, holder: int, state: int = RowState.HELD) -> Rows:
-        """Rows for one put, or for several to come: pre-allocated ones first, lowest first, then new ones."""
+    def hold(self, count: int) -> Rows:
+        """Rows for one put: pre-allocated ones first, lowest first, then new ones."""
         self.check_open(count)
         if self.preallocate > 1 and not self.num_free and not self._has_begun():
             self.make_free(self.preallocate)
@@ -79,24 +78,17 @@ class Partition:
         if self.num_free:
             rows = self._take_free(count)
             missing = self._allocator.allocate(count - len(rows))
-            at = rows = np.concatenate([rows, self.table.append(missing, state)])
+            at = rows = np.concatenate([rows, self.table.append(missing, RowState.HELD)])
         else:
-            rows = self.table.append(self._allocator.allocate(count), state)
+            rows = self.table.append(self._allocator.allocate(count), RowState.HELD)
             at = slice(self.table.size - count, self.table.size)  # the same, faster to write to
-        if state != RowState.HELD_AHEAD:
-            self.num_held += count
-            self._number(at, count)
+        self.num_held += count
         self._allocator.num_used += count
-        self._unpublished[holder] += count
-        self.table.column("holder")[at] = holder
-        return rows
-
-    def _number(self, at: Rows | slice, count: int) -> None:
-        """These rows are one put."""
         self.table.column("put_offset")[at] = np.arange(count)
         self.table.column("put_size")[at] = count
         self.num_puts += 1
         self.table.column("put_number")[at] = self.num_puts
+        return rows
 
     def _has_begun(self) -> bool:
         return bool(self.table.size or self.num_published)
@@ -147,11 +139,6 @@ class Partition:
         state = self.table.column("state")[rows]
         if self.num_free and (state == RowState.FREE).any():
             raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
-        if self.sealed and (state == RowState.HELD_AHEAD).any():
-            raise SampleClearedError(
-                f"partition {self.name!r} was sealed before this put, and what was reserved ahead for it is void. "
-                f"Put into another partition, or seal later."
-            )
 
     def make_live(self, rows: Rows) -> None:
         """Held rows become samples; the partition seals itself at its declared number."""
@@ -159,27 +146,13 @@ class Partition:
         fresh = rows[state[rows] != RowState.LIVE]
         if len(fresh):
             fresh = ascending(fresh)  # a row named twice is one sample
-            ahead = fresh[state[fresh] == RowState.HELD_AHEAD]
-            if len(ahead):
-                first, stop = int(ahead[0]), int(ahead[-1]) + 1
-                self._number(slice(first, stop) if stop - first == len(ahead) else ahead, len(ahead))
             self.num_held -= int(np.count_nonzero(_HELD[state[fresh]]))
-            self._let_go(fresh)
             state[fresh] = RowState.LIVE
             self.num_live += len(fresh)
             self.num_published += len(fresh)
             for consumer in self.consumers.values():
                 consumer.inserted(len(fresh))
         self.seal_if_complete()
-
-    def _let_go(self, unpublished: Rows) -> None:
-        holders = self.table.column("holder")[unpublished].tolist()
-        # Nearly always one writer's, and a Counter takes longer to make than all else here.
-        counts = Counter(holders) if len(set(holders)) > 1 else dict.fromkeys(holders, len(holders))
-        for holder, count in counts.items():
-            self._unpublished[holder] -= count
-            if not self._unpublished[holder]:
-                del self._unpublished[holder]
 
     def seal_if_complete(self) -> None:
         if self.num_samples is not None and self.num_published >= self.num_samples:
@@ -192,9 +165,9 @@ class Partition:
             self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
 
     def give_back(self, rows: Rows) -> Indexes:
-        """Held rows whose write failed or whose writer is gone. Returns their indexes; live rows are left alone."""
+        """Held rows whose write won't be published. Returns their indexes; live rows are left alone."""
         state = self.table.column("state")
-        held = ascending(rows[_UNPUBLISHED[state[rows]]])
+        held = ascending(rows[_HELD[state[rows]]])
         missing = int(np.count_nonzero(state[held] == RowState.HELD_FREE))
         indexes = self._release(held)
         if missing and not self.sealed:
@@ -202,18 +175,11 @@ class Partition:
         self._compact_if_due()
         return indexes
 
-    def give_back_ahead(self, indexes: Indexes, holder: int) -> None:
-        """A writer won't use these, which were reserved for its next puts; nothing was written for them."""
-        rows, found = self.table.find(indexes)
-        rows = rows[found]
-        ahead = self.table.column("state")[rows] == RowState.HELD_AHEAD
-        self.give_back(rows[ahead & (self.table.column("holder")[rows] == holder)])
-
     def uninsert(self, indexes: Indexes) -> None:
-        """Forget inserted samples that nobody was told of, but for those that got values all the same."""
+        """Forget inserted samples, but for those that got values or tags meanwhile."""
         rows, found = self.table.find(indexes)
         rows = rows[found]
-        bare = np.ones(len(rows), dtype=np.bool_)
+        bare = ~self.tags.tagged(rows)
         for name in self.schema.written():
             bare &= ~self.schema.has(name)[rows]
         self.num_published -= int(np.count_nonzero(bare))
@@ -226,8 +192,6 @@ class Partition:
         self.num_free -= num_free
         self.num_live -= int(np.count_nonzero(state == RowState.LIVE))
         self.num_held -= int(np.count_nonzero(_HELD[state]))
-        if self._unpublished:
-            self._let_go(rows[_UNPUBLISHED[state]])
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         self.keys.forget(indexes.tolist())
@@ -241,30 +205,6 @@ class Partition:
             self._first_free = 0
             for consumer in self.consumers.values():
                 consumer.rebuild()
-
-    def held_by(self, holder: int) -> Rows:
-        """Rows a writer has reserved and not published."""
-        state, holders = self.table.column("state"), self.table.column("holder")
-        missing, stop, found = self._unpublished.get(holder, 0), self.table.size, [np.empty(0, dtype=np.intp)]
-        while missing and stop:  # from the end, for they are among the latest
-            start = max(0, stop - _CHUNK)
-            mask = _UNPUBLISHED[state[start:stop]] & (holders[start:stop] == holder)
-            found.append(mask.nonzero()[0] + start)
-            missing, stop = missing - len(found[-1]), start
-        return np.concatenate(found)
-
-    def unpublished(self, indexes: Indexes | None = None) -> dict[int, Indexes]:
-        """Reserved and not published, of all or of these indexes, by holder."""
-        if not self._unpublished:
-            return {}
-        if indexes is None:
-            rows = np.arange(self.table.size)
-        else:
-            rows, found = self.table.find(indexes)
-            rows = rows[found]
-        rows = rows[_UNPUBLISHED[self.table.column("state")[rows]]]
-        holders = self.table.column("holder")[rows]
-        return {int(holder): self.table.column("index")[rows[holders == holder]] for holder in np.unique(holders)}
 
     # ---- tags ----
 
@@ -311,8 +251,11 @@ class Partition:
         """More than one sample was pre-allocated, and every one of them has come."""
         return self.preallocate > 1 and self.num_published >= self.preallocate
 
-    def done_with(self, tasks: Iterable[str]) -> Indexes:
-        """Samples that every task here, and each of ``tasks``, has consumed, and that no open batch names."""
+    def done_with(self, tasks: Iterable[str], being_read: Iterable[Indexes] = ()) -> Indexes:
+        """Samples that every task here, and each of ``tasks``, has consumed, and that no open batch names.
+
+        ``being_read``: samples to leave out, for a reader has yet to read them.
+        """
         indexes: Indexes = self.table.column("index")
         if not self.consumers or not self.consumers.keys() >= set(tasks):
             return np.empty(0, dtype=np.int64)
@@ -321,6 +264,9 @@ class Partition:
             done &= consumer.consumed
         for consumer in self.consumers.values() if done.any() else ():
             done &= ~np.isin(indexes, consumer.ledger.open_indexes())
+        for batch in being_read:
+            rows, found = self.table.find(batch)
+            done[rows[found]] = False
         cleared: Indexes = indexes[done]
         return cleared
 
@@ -347,8 +293,6 @@ class Partition:
         assert int((state == RowState.LIVE).sum()) == self.num_live, "live rows are counted"
         assert int((state == RowState.FREE).sum()) == self.num_free, "free rows are counted"
         assert int(_HELD[state].sum()) == self.num_held, "held rows are counted"
-        holders = Counter(self.table.column("holder")[_UNPUBLISHED[state]].tolist())
-        assert holders == self._unpublished, "unpublished rows are counted by holder"
         assert not (state[: self._first_free] == RowState.FREE).any(), "the first free row is known"
         assert int((state == RowState.DEAD).sum()) == self.table.num_dead, "dead rows are counted"
         known = set(index[state != RowState.DEAD].tolist())

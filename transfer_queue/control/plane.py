@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control import checkpoints, lifecycle, queries, writing
-from transfer_queue.control.serving import Service, Taken, check_fetch, give_back
-from transfer_queue.control.state import PlaneConfig, PlaneState
+from transfer_queue.control.calls import Record
+from transfer_queue.control.serving import Service, check_fetch
+from transfer_queue.control.state import Chore, PlaneConfig, PlaneState
 from transfer_queue.control.waiters import Parked
-from transfer_queue.errors import ProducersGoneError, TransferQueueError, to_wire
+from transfer_queue.errors import ProducersGoneError, ProtocolError, TransferQueueError, to_wire
 
 
 class To(NamedTuple):
@@ -27,7 +27,7 @@ class To(NamedTuple):
 
 
 _LAST = (math.inf, math.inf)
-_REFUSALS = (TransferQueueError, ValueError, TypeError, OverflowError)
+_REFUSALS = (TransferQueueError, ValueError, TypeError, OverflowError, MemoryError)
 Verb = Callable[[str, Any, float], p.Reply | None]
 
 
@@ -36,10 +36,10 @@ class ControlPlane:
 
     def __init__(self, config: PlaneConfig | None = None) -> None:
         self._state = state = PlaneState(config or PlaneConfig())
-        self._verdicts: list[tuple[float, str]] = []
+        self._verdicts: list[float] = []
         self._verbs: dict[type[p.Request], Verb] = {
-            p.Hello: lambda client, request, now: p.Done(request.id),
-            p.Goodbye: lambda client, request, now: p.Done(request.id),
+            p.Hello: self._hello,
+            p.Goodbye: self._goodbye,
             p.CreatePartition: lambda client, request, now: lifecycle.create(state, request),
             p.SealPartition: lambda client, request, now: lifecycle.seal(state, request),
             p.RegisterTask: self._register_task,
@@ -47,19 +47,18 @@ class ControlPlane:
             p.Insert: self._write,
             p.ResolveKeys: self._rewrite,
             p.CheckFields: self._rewrite,
-            p.Cancel: lambda client, request, now: writing.cancel(state, client, request),
             p.Publish: lambda client, request, now: writing.publish(state, client, request, now),
             p.Fetch: self._fetch,
-            p.Withdraw: self._withdraw,
+            p.Cancel: self._cancel,
             p.Ack: self._ack,
             p.Describe: lambda client, request, now: queries.describe(state, request),
             p.ConsumptionStatus: lambda client, request, now: queries.consumption_status(state, request),
             p.ProductionStatus: lambda client, request, now: queries.production_status(state, request),
             p.ResetConsumption: self._reset_consumption,
             p.SetTags: lambda client, request, now: lifecycle.set_tags(state, request),
-            p.ClearSamples: lambda client, request, now: lifecycle.clear_samples(state, request),
-            p.ClearConsumed: lambda client, request, now: lifecycle.clear_consumed(state, request),
-            p.ClearPartition: lambda client, request, now: lifecycle.clear_partition(state, request),
+            p.ClearSamples: lambda client, request, now: lifecycle.clear_samples(state, client, request),
+            p.ClearConsumed: lambda client, request, now: lifecycle.clear_consumed(state, client, request),
+            p.ClearPartition: lambda client, request, now: lifecycle.clear_partition(state, client, request),
             p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
             p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
             p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
@@ -77,10 +76,18 @@ class ControlPlane:
     # ---- the machine ----
 
     def handle(self, client: str, request: p.Request, now: float) -> list[To]:
-        """Carry out one request. Returns its reply, unless it is parked, and those of the requests it decides."""
+        """Carry out one request. Returns its reply, unless it is parked, and those of the requests it decides.
+
+        A call that was answered and not yet received gets the same answer; one that is parked already gets none.
+        """
         replies = []
         try:
-            reply = self._verbs[type(request)](client, request, now)
+            known = self._state.calls.get(client, request.id)
+            if known is not None and not _completes(known, request):
+                return [To(client, _same_answer(known, request))]
+            if self._state.waiters.find(client, request.id) is not None:
+                return []
+            reply = self._verb(request)(client, request, now)
         except _REFUSALS as error:
             reply = p.Failed(request.id, *to_wire(error))
         if reply is not None:
@@ -91,14 +98,35 @@ class ControlPlane:
             replies.extend(self.expire(now))  # a request that doesn't want to wait
         return replies
 
+    def _verb(self, request: p.Request) -> Verb:
+        verb = self._verbs.get(type(request))
+        if verb is None:
+            raise ProtocolError(f"the control plane has no verb {type(request).__name__}.")
+        return verb
+
+    def received(self, client: str, calls: Iterable[int]) -> None:
+        """The client has the answers of these calls, or no longer needs them: no cancel will undo them."""
+        self._state.calls.received(client, calls)
+
+    def settle(self, client: str, call: int) -> None:
+        """What this call asked of its caller is done for it: values that it cleared are deleted."""
+        self._state.calls.received(client, [call])
+
+    def answered(self, client: str, call: int) -> p.Reply | None:
+        """What this call was answered, while the client hasn't said that it has the answer."""
+        record = self._state.calls.get(client, call)
+        return None if record is None else record.reply
+
     def expire(self, now: float) -> list[To]:
         """Answer parked requests whose deadline has come, and those whose producers are dead."""
         replies = []
         for parked in self._state.waiters.expired(now):
             replies.append(To(parked.client, self._give_up(parked, now)))
             self._make_way(parked)
-        while self._verdicts and self._verdicts[0][0] <= now:
-            self._state.touch(heapq.heappop(self._verdicts)[1])
+        if self._verdicts and self._verdicts[0] <= now:
+            while self._verdicts and self._verdicts[0] <= now:
+                heapq.heappop(self._verdicts)
+            self._touch_all()
         return replies + self._settle(now)
 
     def next_deadline(self) -> float | None:
@@ -106,50 +134,45 @@ class ControlPlane:
         parked = self._state.waiters.next_deadline()
         if not self._verdicts:
             return parked
-        verdict = self._verdicts[0][0]
+        verdict = self._verdicts[0]
         return verdict if parked is None else min(parked, verdict)
 
     def client_gone(self, client: str, now: float, died: bool = True) -> list[To]:
-        """Forget what a client waited for and reserved; its death may leave consumers without a producer."""
-        state = self._state
-        for parked in state.waiters.remove_where(lambda parked: parked.client == client):
-            self._make_way(parked)
-        holder = state.forget_holder(client)
-        if holder is not None:
-            self._take_back(holder)
-        state.client_gone(client)
-        for name in state.producers.gone(client, died, now):
-            heapq.heappush(self._verdicts, (state.producers.verdict_at(now), name))
+        """The session has ended: its parked calls are removed, and its answered ones undone, as far as not received.
+
+        A death may leave consumers without a producer.
+        """
+        self._end_session(client, now, died)
         return self._settle(now)
+
+    def _end_session(self, client: str, now: float, died: bool) -> None:
+        state = self._state
+        for parked in state.waiters.of(client):
+            self._remove(parked)
+        for record in state.calls.end(client):
+            record.undo()
+        for verdict in state.producers.gone(client, died, now):
+            heapq.heappush(self._verdicts, verdict)
+
+    def _remove(self, parked: Parked) -> None:
+        self._state.waiters.remove(parked)
+        self._make_way(parked)
+
+    def _touch_all(self, task: str | None = None) -> None:
+        """Whoever waits for samples is looked at again, of this task or of all."""
+        for lane in self._state.waiters.lanes():
+            if not lane.startswith("\0"):
+                self._state.touch(lane, task)
 
     def _make_way(self, parked: Parked) -> None:
         """One that waited has left: those behind it may be served now. Writers are looked at after every request."""
         if isinstance(parked.request, p.Fetch):
             self._state.touch(parked.lane, parked.request.task)
 
-    def _take_back(self, holder: int) -> None:
-        state = self._state
-        state.orphans.extend(state.take_stranded(holder))
-        for partition in state.partitions.values():
-            held = partition.held_by(holder)
-            if len(held):
-                state.orphans.append(partition.give_back(held))
-                state.touch(partition.name)
-
-    def take_orphans(self) -> list[p.Indexes]:
-        """Indexes given back without their writer: values may lie in storage and must be dropped there."""
-        orphans, self._state.orphans = self._state.orphans, []
-        return [dropped for indexes in orphans if len(dropped := self._state.frozen.keep(indexes))]
-
-    def unpublished(self, indexes: p.Indexes, fields: Sequence[str]) -> p.Indexes:
-        """Those of these samples that are gone, or lack one of these fields; not those that are being saved."""
-        indexes = indexes[~self._state.frozen.holds(indexes)]
-        for partition in self._state.partitions.values():
-            rows, found = partition.table.find(indexes)
-            lacking = np.ones(len(indexes), dtype=np.bool_)
-            lacking[found] = ~partition.schema.complete(rows[found], fields)
-            indexes = indexes[lacking]
-        return indexes
+    def take_chores(self) -> list[Chore]:
+        """Values that belong to nobody any more since the last call of this."""
+        chores, self._state.chores = self._state.chores, []
+        return chores
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
@@ -240,25 +263,18 @@ class ControlPlane:
         if fetch.after is not None and (partition is None or not partition.gave(fetch.after, fetch.task)):
             return p.Ended(fetch.id, "cleared")
         if partition is None:
-            return None
+            return self._abandoned(fetch, now)
         try:
             service = Service(fetch, partition, self._state.tasks.get(fetch.task))
             reply = service.answer(now, may_draw, waited)
         except _REFUSALS as error:
             return p.Failed(fetch.id, *to_wire(error))
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
-            taken = service.taken(reply)
-            self._state.answered.remember(client, fetch.id, taken.drawn.nbytes, partial(self._give_back, taken))
+            self._state.calls.add(client, fetch.id, service.taken(self._state, reply))
         return reply or self._abandoned(fetch, now)
 
-    def _give_back(self, taken: Taken) -> None:
-        partition = self._state.find(taken.partition, taken.incarnation)
-        if partition is not None:
-            give_back(partition, taken)
-            self._state.touch(taken.partition, taken.task)
-
     def _abandoned(self, fetch: p.Fetch, now: float) -> p.Failed | None:
-        missing = self._state.producers.missing(fetch.partition, fetch.fields, now)
+        missing = self._state.producers.missing(fetch.fields, now)
         if missing is None:
             return None
         text = (
@@ -277,13 +293,25 @@ class ControlPlane:
         except _REFUSALS as error:  # the task was registered anew since
             return p.Failed(fetch.id, *to_wire(error))
 
-    def _withdraw(self, client: str, request: p.Withdraw, now: float) -> p.Reply:
-        meant = (client, request.request)
-        given_up = self._state.waiters.remove_where(lambda parked: (parked.client, parked.request.id) == meant)
-        for parked in given_up:
-            self._make_way(parked)
-        undone = not given_up and self._state.answered.undo(client, request.request)
-        return p.Done(request.id, len(given_up) + undone)
+    # ---- sessions ----
+
+    def _hello(self, client: str, request: p.Hello, now: float) -> p.Reply:
+        p.check_version(request)
+        return p.Done(request.id)
+
+    def _goodbye(self, client: str, request: p.Goodbye, now: float) -> p.Reply:
+        self._end_session(client, now, died=False)
+        return p.Done(request.id)
+
+    def _cancel(self, client: str, request: p.Cancel, now: float) -> p.Reply:
+        parked = self._state.waiters.find(client, request.call)
+        if parked is not None:
+            self._remove(parked)
+            return p.Done(request.id, "removed")
+        record = self._state.calls.take(client, request.call)
+        return p.Done(request.id, "undone" if record is not None and record.undo() else "kept")
+
+    # ---- acks and settings ----
 
     def _ack(self, client: str, request: p.Ack, now: float) -> p.Reply:
         partition = self._state.partitions.get(request.partition)
@@ -305,9 +333,7 @@ class ControlPlane:
 
     def _register_task(self, client: str, request: p.RegisterTask, now: float) -> p.Reply:
         self._state.tasks.register(request)
-        for lane in self._state.waiters.lanes():
-            if not lane.startswith("\0"):
-                self._state.touch(lane, request.task)
+        self._touch_all(request.task)
         return p.Done(request.id)
 
     # ---- producers ----
@@ -356,3 +382,17 @@ class ControlPlane:
             if reply is not None:
                 replies.append(To(client, reply))
         return replies
+
+
+def _completes(known: Record, request: p.Request) -> bool:
+    """Is it the last step of a call that was answered at its first step?"""
+    return isinstance(request, p.Publish) and request.begun == request.id and known.kind is not p.Publish
+
+
+def _same_answer(known: Record, request: p.Request) -> p.Reply:
+    if known.kind is type(request) and known.reply is not None:
+        return known.reply
+    raise ProtocolError(
+        f"call {request.id} was {known.kind.__name__} before, now it is {type(request).__name__}. Numbers of calls are "
+        f"never used again."
+    )

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who publishes which field of a partition, and whether anybody is left who does."""
+"""Which sessions produce which field, in whatever partition, and whether one of them is left.
+
+The producers of a field are lost when all of these hold: no session that published it, or asked to, is left; the last
+of these sessions to end died, and did not leave on purpose; the grace time since that death has passed.
+"""
 
 from __future__ import annotations
 
@@ -8,55 +12,57 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class _Source:
-    """Clients that publish one field; ``died_at`` is when the last death among them was seen, None once replaced."""
+class _Field:
+    """``alive``: sessions, and whether each has published the field. ``died_at``: when the last one to end died."""
 
-    alive: set[str] = field(default_factory=set)
+    alive: dict[str, bool] = field(default_factory=dict)
     died_at: float | None = None
 
 
 class Producers:
-    """A consumer that waits for a field whose producers have all died would wait for ever: this knows."""
+    """A consumer that waits for a field whose producers are lost would wait for ever: this knows."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._sources: dict[str, dict[str, _Source]] = {}
+        self._fields: dict[str, _Field] = {}
 
-    def published(self, partition: str, client: str, fields: Iterable[str]) -> None:
-        """The client is (again) a living producer of these fields."""
-        sources = self._sources.setdefault(partition, {})
+    def began(self, client: str, fields: Iterable[str]) -> None:
+        """The session has asked to write these fields: it is alive, though it may never publish them."""
         for name in fields:
-            source = sources.setdefault(name, _Source())
-            if not source.alive:
-                source.died_at = None
-            source.alive.add(client)
+            self._fields.setdefault(name, _Field()).alive.setdefault(client, False)
 
-    def gone(self, client: str, died: bool, now: float) -> list[str]:
-        """The client left, or died. Returns the partitions that have a field now whose producers died."""
-        lost: dict[str, None] = {}
-        for partition, sources in self._sources.items():
-            for source in sources.values():
-                if client not in source.alive:
-                    continue
-                source.alive.remove(client)
-                if died:
-                    source.died_at = now
-                if not source.alive and source.died_at is not None:
-                    lost[partition] = None
-        return list(lost)
-
-    def missing(self, partition: str, fields: Sequence[str], now: float) -> str | None:
-        """A field whose producers are all dead for longer than the grace time, None when there is none."""
+    def published(self, client: str, fields: Iterable[str]) -> None:
+        """The session is a living producer of these fields."""
         for name in fields:
-            source = self._sources.get(partition, {}).get(name)
-            if source and not source.alive and source.died_at is not None and now >= source.died_at + self._grace_s:
+            self._fields.setdefault(name, _Field()).alive[client] = True
+
+    def gone(self, client: str, died: bool, now: float) -> set[float]:
+        """The session left, or died. Returns when the producers of some field are lost, unless others come.
+
+        A session that leaves and never published a field says nothing about the others that did.
+        """
+        verdicts = set()
+        for name, producers in list(self._fields.items()):
+            published = producers.alive.pop(client, None)
+            if died and published is not None:
+                producers.died_at = now
+            elif published:
+                producers.died_at = None
+            if published is None or producers.alive:
+                continue
+            if producers.died_at is None:
+                del self._fields[name]
+            else:
+                verdicts.add(producers.died_at + self._grace_s)
+        return verdicts
+
+    def missing(self, fields: Sequence[str], now: float) -> str | None:
+        """A field whose producers are lost, None when there is none."""
+        for name in fields:
+            producers = self._fields.get(name)
+            if (
+                producers is not None and not producers.alive and producers.died_at is not None
+                and now >= producers.died_at + self._grace_s
+            ):  # fmt: skip
                 return name
         return None
-
-    def verdict_at(self, now: float) -> float:
-        """When a death seen now becomes an answer to those who wait."""
-        return now + self._grace_s
-
-    def forget(self, partition: str) -> None:
-        """The partition was cleared."""
-        self._sources.pop(partition, None)

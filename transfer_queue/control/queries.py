@@ -107,7 +107,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     ]  # fmt: skip
     partitions = {}
     for name, partition in state.partitions.items():
-        abandoned = state.producers.missing(name, partition.schema.names, now)
+        abandoned = state.producers.missing(partition.schema.names, now)
         partitions[name] = {**_partition_stats(partition), "abandoned": abandoned}
     return p.Done(request.id, {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity})
 

@@ -23,8 +23,7 @@ class RowState:
     HELD = 1  # reserved by a writer
     HELD_FREE = 2  # reserved by a writer, out of the pre-allocated ones
     LIVE = 3  # a sample
-    HELD_AHEAD = 4  # reserved for a writer's next puts, whatever their sizes will be
-    DEAD = 5  # cleared, or given back; dropped at the next compaction
+    DEAD = 4  # cleared, or given back; dropped at the next compaction
 
 
 def one_of(*states: int) -> npt.NDArray[np.bool_]:

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.control.calls import Record
 from transfer_queue.control.consumer import UNLEDGERED, Consumer
 from transfer_queue.control.draw import Draw, Share, foreign
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows, all_of
+from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tasks import Task
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes
+from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
 
 QUIET_S = 2.0
 """A finite stream that nobody sealed ends with a short batch once nothing was published for so long."""
@@ -51,21 +52,34 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         task.sampler.check(fetch.batch_size, dp_size)
 
 
-class Taken(NamedTuple):
-    """By a fetch that named no batch: ``drawn`` without a ledger, or the rank's next one of it, ``batch``."""
+class Taken(Record):
+    """A batch of a fetch that named none: ``drawn`` without a ledger, or the rank's next one of it, ``batch``."""
 
-    partition: str
-    incarnation: int
-    task: str
-    num_resets: int
-    drawn: Indexes
-    batch: BatchKey | None
+    __slots__ = ("_state", "batch", "drawn", "indexes", "num_resets", "partition", "serial", "task")
+
+    def __init__(
+        self, state: PlaneState, reply: Batch, partition: Partition, consumer: Consumer, drawn: Indexes,
+        batch: BatchKey | None,
+    ) -> None:  # fmt: skip
+        super().__init__(Fetch, reply)
+        self._state = state
+        self.partition, self.serial, self.task = partition.name, partition.serial, consumer.task
+        self.num_resets = consumer.ledger.num_resets
+        self.indexes = unpack_indexes(reply.indexes)
+        self.drawn, self.batch = drawn, batch
+
+    def undo(self) -> bool:
+        partition = self._state.find(self.partition, self.serial)
+        if partition is not None:
+            _give_back(partition, self)
+            self._state.touch(self.partition, self.task)
+        return True
 
 
-def give_back(partition: Partition, taken: Taken) -> None:
+def _give_back(partition: Partition, taken: Taken) -> None:
     """The batch came to nobody: its samples are drawn again, or the rank's share of a round is its next one again."""
-    consumer = partition.consumer(taken.task)
-    if consumer.ledger.num_resets != taken.num_resets:
+    consumer = partition.consumers.get(taken.task)
+    if consumer is None or consumer.ledger.num_resets != taken.num_resets:
         return  # it may be drawn again already
     drawn, number = taken.drawn, UNLEDGERED
     if taken.batch is not None:
@@ -132,11 +146,10 @@ class Service:
             return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed")
         return None
 
-    def taken(self, batch: Batch) -> Taken:
-        """What this batch, which the fetch didn't name, took from those who come after it."""
+    def taken(self, state: PlaneState, batch: Batch) -> Taken:
+        """What this batch, which the fetch didn't name, took from those that come after it."""
         key = None if batch.batch_index is None else (self._rank, batch.batch_index)
-        partition, consumer = self._partition, self._consumer
-        return Taken(partition.name, partition.incarnation, consumer.task, consumer.ledger.num_resets, self._drawn, key)
+        return Taken(state, batch, self._partition, self._consumer, self._drawn, key)
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Was this round a tail that ran out before it came to this rank?"""

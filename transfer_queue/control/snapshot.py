@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.control.draw import foreign
-from transfer_queue.control.indexes import IndexAllocator
+from transfer_queue.control.indexes import MAX_INDEX, IndexAllocator
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows, RowState, one_of
 from transfer_queue.control.saved import FORMAT, SavedPartition, SavedQueue, SavedSampler, SavedTask
@@ -107,7 +107,7 @@ def decode(data: bytes) -> SavedQueue:
         found = msgspec.msgpack.decode(data, type=_Format).format
         if found == FORMAT:
             return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"the saved state of the queue can't be read: {error}.") from error
     raise CheckpointError(
         f"the saved state of the queue has format {found}, this version reads {FORMAT}. Update lightning-tq, or save "
@@ -130,6 +130,8 @@ class Restored:
             StorageFullError: it holds more samples than the queue may.
         """
         first = max(state.allocator.next_index, saved.next_index + shift)
+        if not 0 <= first < MAX_INDEX:
+            raise CheckpointError(f"the saved state's next index is out of range: {saved.next_index}.")
         self.allocator = IndexAllocator(first)
         # A number that no token bears: those that were handed out since the state was saved must settle nothing here.
         self.incarnations = max(state.incarnations, saved.incarnations) + 1
@@ -143,7 +145,7 @@ class Restored:
             for each in saved.partitions:  # with new indexes, which must come after all others of their partition
                 self.partitions[each.name].make_free(each.missing_free)
             _check(self.partitions, self.allocator)
-        except (ValueError, LookupError, msgspec.DecodeError, AssertionError) as error:
+        except (ValueError, LookupError, msgspec.DecodeError, AssertionError, RecursionError) as error:
             raise CheckpointError(f"the saved state of the queue contradicts itself: {error}.") from error
         capacity = state.config.capacity
         if capacity is not None and self.allocator.num_used > capacity:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verbs of the plane share: partitions, tasks, parked requests, and which lanes a request touched."""
+"""What the verbs of the plane share: partitions, tasks, sessions, parked requests, and partitions to look at again."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.answered import Answered
+from transfer_queue.control.calls import Calls
 from transfer_queue.control.frozen import Frozen
 from transfer_queue.control.indexes import IndexAllocator
 from transfer_queue.control.partition import Partition
@@ -21,8 +21,11 @@ from transfer_queue.protocol import Indexes
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
-_MAX_STRANDED = 64
-"""Per writer: cleared reservations kept in mind. A writer has few puts under way, all of them recent."""
+
+class Chore(NamedTuple):
+    """Values that may lie in storage and belong to nobody any more: to be deleted there."""
+
+    indexes: Indexes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +55,10 @@ class PlaneState:
         self.producers = Producers(config.producer_grace_s)
         self.touched: dict[str, str | None] = {}
         self.cut_off: list[Parked] = []
-        self.orphans: list[Indexes] = []
-        self._holders: dict[str, int] = {}
-        self._num_holders = 0
-        self._stranded: dict[int, deque[Indexes]] = {}
+        self.chores: list[Chore] = []
         self.incarnations = 0
         self.frozen = Frozen()
-        self.answered = Answered()
-        self.staged: dict[str, list[Indexes]] = {}
-        """By client: indexes of samples whose values it stores for a restore."""
+        self.calls = Calls()
 
     def touch(self, partition: str, task: str | None = None) -> None:
         """Something in this partition may have decided a parked fetch, of this task (None: of any)."""
@@ -81,46 +79,24 @@ class PlaneState:
         self.partitions[name] = partition
         return partition
 
-    def find(self, name: str, incarnation: int) -> Partition | None:
-        """The very partition that was meant, None when it was cleared since."""
+    def find(self, name: str, serial: int) -> Partition | None:
+        """The very partition that was meant, None when it was cleared or replaced since."""
         partition = self.partitions.get(name)
-        return partition if partition is not None and partition.incarnation == incarnation else None
+        return partition if partition is not None and partition.serial == serial else None
 
     def get_or_create(self, name: str) -> Partition:
         return self.partitions.get(name) or self.create(name)
 
-    def holder(self, client: str) -> int:
-        """The client's number in the rows it reserves."""
-        if client not in self._holders:
-            self._num_holders += 1
-            self._holders[client] = self._num_holders
-        return self._holders[client]
-
-    def forget_holder(self, client: str) -> int | None:
-        return self._holders.pop(client, None)
-
-    def strand(self, unpublished: dict[int, Indexes]) -> None:
-        """Clearing took these from their writers, who may store values still; their end turns them into orphans."""
-        for holder, indexes in unpublished.items():
-            self._stranded.setdefault(holder, deque(maxlen=_MAX_STRANDED)).append(indexes)
-
-    def client_gone(self, client: str) -> None:
-        """What it kept from being dropped, or stored for a restore, is an orphan now."""
-        self.answered.forget(client)
-        self.orphans += [*self.frozen.client_gone(client), *self.staged.pop(client, ())]
-
-    def unstage(self, client: str, given_up: Indexes) -> None:
-        """These samples won't be restored."""
-        left = [part for part in self.staged.pop(client, ()) if not np.isin(part, given_up).all()]
-        if left:
-            self.staged[client] = left
-
-    def take_stranded(self, holder: int) -> list[Indexes]:
-        return list(self._stranded.pop(holder, ()))
+    def delete(self, indexes: Indexes) -> None:
+        """Values of these samples, none of which is in a partition now, are to be deleted in storage."""
+        if len(indexes):
+            self.chores.append(Chore(indexes))
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
         """Which of the indexes some partition has."""
         found = np.zeros(len(indexes), dtype=np.bool_)
+        if not len(indexes):
+            return found
         first, last = int(indexes.min()), int(indexes.max())
         for partition in self.partitions.values():
             if partition.table.spans(first, last):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from transfer_queue.control.rows import Rows, RowTable
 from transfer_queue.protocol import Indexes, Tags
@@ -38,6 +39,12 @@ class TagStore(Mapping[int, Tags]):
             return {}
         packed = self._table.column(_COLUMN)[rows].tolist()
         return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
+
+    def tagged(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """[len(rows)] does the row have tags?"""
+        if not self._table.has_column(_COLUMN):
+            return np.zeros(len(rows), dtype=np.bool_)
+        return self._table.column(_COLUMN)[rows].astype(np.bool_)
 
     def save(self, rows: Rows) -> tuple[Rows, list[bytes]]:
         """Which of these rows have tags, by their position; and the tags, packed."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,7 @@ class Waiters:
     def __init__(self) -> None:
         self._lanes: dict[str, dict[int, Parked]] = {}  # by arrival
         self._deadlines: list[tuple[float, int, Parked]] = []
+        self._by_call: dict[tuple[str, int], Parked] = {}
         self._arrivals = itertools.count()
         self._count = 0
 
@@ -42,12 +42,21 @@ class Waiters:
         arrival = next(self._arrivals)
         parked = Parked(client, request, now, deadline, lane, (order, arrival))
         self._lanes.setdefault(lane, {})[arrival] = parked
+        self._by_call[client, request.id] = parked
         self._count += 1
         heapq.heappush(self._deadlines, (deadline, arrival, parked))
         if len(self._deadlines) > 64 + 2 * self._count:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
             heapq.heapify(self._deadlines)
         return parked
+
+    def find(self, client: str, call: int) -> Parked | None:
+        """This call of the client, if it waits."""
+        return self._by_call.get((client, call))
+
+    def of(self, client: str) -> list[Parked]:
+        """All that wait for this client."""
+        return [parked for (name, _), parked in self._by_call.items() if name == client]
 
     def lane(self, lane: str) -> list[Parked]:
         """The requests of a lane in their order; a copy."""
@@ -73,14 +82,15 @@ class Waiters:
             return
         parked.done = True
         self._count -= 1
+        del self._by_call[parked.client, parked.request.id]
         waiting = self._lanes[parked.lane]
         del waiting[parked.rank[1]]
         if not waiting:
             del self._lanes[parked.lane]
 
-    def remove_where(self, condition: Callable[[Parked], bool]) -> list[Parked]:
-        """Remove and return every request that meets the condition."""
-        found = [parked for waiting in self._lanes.values() for parked in waiting.values() if condition(parked)]
+    def remove_lane(self, lane: str) -> list[Parked]:
+        """Remove and return every request of a lane, in order of arrival."""
+        found = list(self._lanes.get(lane, {}).values())
         for parked in found:
             self.remove(parked)
         return found

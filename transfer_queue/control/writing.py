@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of producers: reserve, insert, name by key, publish, cancel. Each returns a reply, or None while parked."""
+"""The verbs of producers: reserve, insert, name by key, check, publish. Each returns a reply, or None while parked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control import checkpoints
+from transfer_queue.control.calls import Record
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import RowState
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import InvalidRequestError, StorageFullError
@@ -20,6 +19,67 @@ WRITERS = "\0writers"
 """Lane of parked writers: one queue for the whole plane, since capacity is the plane's."""
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
+_MOST_AT_ONCE = 2**24
+"""Samples of one request: what is more is a mistake, and would take gigabytes before it failed."""
+
+
+class Reservation(Record):
+    """A write that has begun: the samples that it reserved, and maybe a leave to replace values. Publish ends it."""
+
+    holds = True
+    __slots__ = ("_state", "call", "client", "indexes", "partition", "serial")
+
+    def __init__(
+        self, state: PlaneState, client: str, request: p.Reserve | checkpoints.Rewrite, reply: p.Reply,
+        partition: Partition, indexes: p.Indexes,
+    ) -> None:  # fmt: skip
+        super().__init__(type(request), reply)
+        self._state = state
+        self.client, self.call = client, request.id
+        self.partition, self.serial, self.indexes = partition.name, partition.serial, indexes
+
+    def undo(self) -> bool:
+        self._state.frozen.end_leave(self.client, self.call)
+        self._give_back(self.indexes)
+        return True
+
+    def complete(self, published: p.Indexes) -> None:
+        """The write is visible; what it reserved and didn't publish is given back."""
+        self._state.frozen.end_leave(self.client, self.call)
+        if not np.array_equal(self.indexes, published):
+            self._give_back(self.indexes[~np.isin(self.indexes, published)])
+
+    def _give_back(self, indexes: p.Indexes) -> None:
+        """Values may have been stored for them, also after a clear; another writer may have published some."""
+        if not len(indexes):
+            return
+        state = self._state
+        partition = state.find(self.partition, self.serial)
+        if partition is not None:
+            rows, found = partition.table.find(indexes)
+            partition.give_back(rows[found])
+            state.touch(self.partition)
+        state.delete(indexes[~state.holds(indexes)])
+
+
+class Insertion(Record):
+    """New samples without values."""
+
+    __slots__ = ("_state", "indexes", "partition", "serial")
+
+    def __init__(
+        self, state: PlaneState, request: Writer, reply: p.Reply, partition: Partition, indexes: p.Indexes
+    ) -> None:
+        super().__init__(type(request), reply)
+        self._state = state
+        self.partition, self.serial, self.indexes = partition.name, partition.serial, indexes
+
+    def undo(self) -> bool:
+        partition = self._state.find(self.partition, self.serial)
+        if partition is not None:
+            partition.uninsert(self.indexes)
+            self._state.touch(self.partition)
+        return True
 
 
 def count_of(state: PlaneState, request: Writer) -> int:
@@ -34,6 +94,8 @@ def check(state: PlaneState, request: Writer) -> None:
     count = count_of(state, request)
     if not isinstance(request, p.ResolveKeys) and count < 1:
         raise InvalidRequestError(f"a put needs at least one sample, got {count}.")
+    if count > _MOST_AT_ONCE:
+        raise InvalidRequestError(f"a put takes at most {_MOST_AT_ONCE} samples at once, got {count}. Put fewer.")
     capacity = state.config.capacity
     if capacity is not None and count > capacity:
         raise StorageFullError(
@@ -59,18 +121,20 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
     if isinstance(request, p.ResolveKeys):
         return _bind_keys(state, client, request)
     partition = state.get_or_create(request.partition)
-    rows = partition.hold(request.count, state.holder(client))
+    rows = partition.hold(request.count)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
-        _may_be_undone(state, client, request, partition, indexes)
-        return p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
+        reserved = p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
+        state.calls.add(client, request.id, Reservation(state, client, request, reserved, partition, indexes))
+        state.producers.began(client, request.fields)
+        return reserved
     for name in request.fields:
         partition.schema.expect(name)
     partition.make_live(rows)
     state.touch(request.partition)
-    undo = partial(_undo_insert, state, partition.name, partition.incarnation, indexes)
-    state.answered.remember(client, request.id, indexes.nbytes, undo)
-    return describe(request.id, partition, indexes, request.fields, rows)
+    inserted = describe(request.id, partition, indexes, request.fields, rows)
+    state.calls.add(client, request.id, Insertion(state, request, inserted, partition, indexes))
+    return inserted
 
 
 def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
@@ -99,7 +163,7 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
         return p.Batch(request.id, request.partition, b"", {}, b"")
     held = np.empty(0, dtype=np.int64)
     if new:
-        rows = partition.hold(len(new), state.holder(client))
+        rows = partition.hold(len(new))
         held = partition.table.column("index")[rows]
         for key, index in zip(new, held.tolist(), strict=True):
             partition.keys.bind(key, index)
@@ -108,38 +172,13 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
             state.touch(request.partition)
     batch = describe_keys(partition, request.id, request.keys)
     if replaces:
-        state.frozen.give_leave(client, request.partition, batch.indexes)
-    if request.hold and (new or replaces):
-        _may_be_undone(state, client, request, partition, held, batch.indexes if replaces else None)
+        state.frozen.give_leave(client, request.id)
+    if replaces or (new and request.hold):
+        state.calls.add(client, request.id, Reservation(state, client, request, batch, partition, held))
+        state.producers.began(client, request.fields)
+    elif new:
+        state.calls.add(client, request.id, Insertion(state, request, batch, partition, held))
     return batch
-
-
-def _may_be_undone(
-    state: PlaneState, client: str, request: p.Request, partition: Partition, held: p.Indexes,
-    leave: bytes | None = None,
-) -> None:  # fmt: skip
-    """Should the client have given up already, these reservations and this leave are nobody's."""
-    undo = partial(_undo_hold, state, client, partition.name, partition.incarnation, held, leave)
-    state.answered.remember(client, request.id, held.nbytes + len(leave or b""), undo)
-
-
-def _undo_hold(
-    state: PlaneState, client: str, name: str, incarnation: int, held: p.Indexes, leave: bytes | None
-) -> None:
-    if leave is not None:
-        state.frozen.end_leave(client, name, leave)
-    partition = state.find(name, incarnation)
-    if partition is not None:
-        rows, found = partition.table.find(held)
-        partition.give_back(rows[found])  # another writer of the same key may have published it
-        state.touch(name)
-
-
-def _undo_insert(state: PlaneState, name: str, incarnation: int, indexes: p.Indexes) -> None:
-    partition = state.find(name, incarnation)
-    if partition is not None:
-        partition.uninsert(indexes)
-        state.touch(name)
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
@@ -153,55 +192,20 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
 
 def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
     """Make fields visible. Refused whole or done whole."""
-    if state.frozen.has_leaves:
-        state.frozen.end_leave(client, request.partition, request.indexes)
     partition = state.get(request.partition)
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, now)
-    state.producers.published(request.partition, client, request.fields)
+    state.producers.published(client, request.fields)
     state.touch(request.partition)
-    reply: p.Reply
+    reply: p.Reply = p.Published(request.id)
     if request.describe:
         reply = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
-    else:
-        reply = p.Published(request.id, _reserve_next(state, client, partition, request))
-    if request.unused:
-        partition.give_back_ahead(p.unpack_indexes(request.unused), state.holder(client))
+    begun = state.calls.get(client, request.begun)
+    if isinstance(begun, Reservation):
+        state.calls.take(client, request.begun)
+        begun.complete(indexes)
+    state.calls.add(client, request.id, Record(p.Publish, reply))
     return reply
-
-
-def _reserve_next(state: PlaneState, client: str, partition: Partition, request: p.Publish) -> bytes:
-    """A reservation for the writer's next puts, where that is free of charge: never under a capacity."""
-    count = request.reserve_next
-    if count < 1 or partition.sealed or partition.num_free or state.config.capacity is not None:
-        return b""
-    if partition.num_samples is not None and partition.num_published + count > partition.num_samples:
-        return b""
-    rows = partition.hold(count, state.holder(client), RowState.HELD_AHEAD)
-    indexes = partition.table.column("index")[rows]
-    _may_be_undone(state, client, request, partition, indexes)
-    return p.pack_indexes(indexes)
-
-
-def cancel(state: PlaneState, client: str, request: p.Cancel) -> p.Reply:
-    """Give back what this client reserved and did not publish; another writer may hold one of the same keys.
-
-    What was cleared since is named too: its values may have been stored after the clear.
-    """
-    state.frozen.end_leave(client, request.partition, request.indexes)
-    indexes = p.unpack_indexes(request.indexes)
-    state.unstage(client, indexes)
-    partition = state.partitions.get(request.partition)
-    given_back = np.empty(0, dtype=np.int64)
-    if partition is not None:
-        rows, found = partition.table.find(indexes)
-        rows = rows[found]
-        given_back = partition.give_back(rows[partition.table.column("holder")[rows] == state.holder(client)])
-        indexes = indexes[~found]
-        state.touch(request.partition)
-    if len(indexes):
-        given_back = np.concatenate([given_back, indexes[~state.holds(indexes)]])
-    return p.Cleared(request.id, p.pack_indexes(state.frozen.keep(given_back)))
 
 
 def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Reply:
@@ -209,6 +213,10 @@ def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Re
     partition = state.get(request.partition)
     partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition)
+    reply = p.Done(request.id, partition.schema.dtypes())
+    state.producers.began(client, request.fields)
     if len(checkpoints.replaced(state, request)):
-        state.frozen.give_leave(client, request.partition, request.indexes)
-    return p.Done(request.id, partition.schema.dtypes())
+        state.frozen.give_leave(client, request.id)
+        nothing = np.empty(0, dtype=np.int64)
+        state.calls.add(client, request.id, Reservation(state, client, request, reply, partition, nothing))
+    return reply

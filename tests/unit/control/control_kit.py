@@ -13,6 +13,8 @@ ROLLOUT, REWARDER, ACTOR, CRITIC = "rollout", "rewarder", "actor", "critic"
 INT = p.FieldSpec("int64", (4,))
 FLOAT = p.FieldSpec("float32", (1,))
 _ids = itertools.count(1)
+_begun: dict[tuple[str, int], int] = {}
+"""By client and sample: the call that reserved it last."""
 
 
 def fields(*names: str) -> dict[str, p.FieldSpec]:
@@ -37,14 +39,29 @@ def indexes(reply: Any) -> list[int]:
 
 
 def reserve(plane: ControlPlane, count: int, partition: str = "p", client: str = ROLLOUT, **kwargs: Any) -> list[int]:
-    return indexes(ask(plane, client, p.Reserve, partition, count, **kwargs))
+    reply = ask(plane, client, p.Reserve, partition, count, **kwargs)
+    reserved = indexes(reply)
+    _begun.update({(client, index): reply.id for index in reserved})
+    return reserved
+
+
+def cancel(plane: ControlPlane, client: str, reply: Any, now: float = 0.0) -> tuple[str, list[To]]:
+    """What became of the call that this answered, and the replies of others that the cancel brings about."""
+    own, *others = send(plane, client, p.Cancel, reply.id, now=now)
+    return own.reply.value, others
+
+
+def chores(plane: ControlPlane) -> list[int]:
+    """Samples whose values are to be deleted, since the last call of this."""
+    return [index for chore in plane.take_chores() for index in chore.indexes.tolist()]
 
 
 def publish(
     plane: ControlPlane, samples: list[int], *names: str, partition: str = "p", client: str = ROLLOUT, now: float = 0.0,
     tags: dict[int, dict[str, Any]] | None = None, **kwargs: Any,
 ) -> list[To]:  # fmt: skip
-    """All replies; the publish's own comes first."""
+    """All replies; the publish's own comes first. It completes the reservation of its first sample."""
+    kwargs.setdefault("begun", _begun.pop((client, samples[0]), 0) if samples else 0)
     packed = p.pack_indexes(samples)
     return send(plane, client, p.Publish, partition, packed, fields(*(names or ("x",))), tags or {}, now=now, **kwargs)
 
