@@ -84,7 +84,9 @@ async def _put_once(
     tags: Sequence[Tag | None] | None,
 ) -> p.Batch:
     specs = {} if rows is None else to_specs(extract_field_schema(rows))
-    return await client.put_by_key(names, partition, rows, specs, {row: tag for row, tag in enumerate(tags or ()) if tag})
+    return await client.put_by_key(
+        names, partition, rows, specs, {row: tag for row, tag in enumerate(tags or ()) if tag}
+    )
 
 
 def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:

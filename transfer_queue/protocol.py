@@ -138,7 +138,8 @@ class Fetch(Request, frozen=True):
     rows at the start of a batch given before that the caller doesn't need again; they may be cleared. ``pass_start``:
     the batch that the caller's pass over a finite stream began with; all who began before an end are told that end.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
-    ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too.
+    ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
+    ``mapped``: large ones as places in memory that the client has mapped.
     """
 
     partition: str
@@ -157,6 +158,7 @@ class Fetch(Request, frozen=True):
     pass_start: Position | None = None
     after: str | None = None
     with_values: bool = False
+    mapped: bool = False
 
 
 class Cancel(Request, frozen=True):
@@ -435,6 +437,11 @@ AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
     | Frozen
 )  # fmt: skip
+KEPT = (
+    Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
+    Thaw, Stage, Restore,
+)  # fmt: skip
+"""Requests whose answers a server may keep until the client says that it has them."""
 R = TypeVar("R")
 
 

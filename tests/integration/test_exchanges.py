@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from transfer_queue.storage.simple.routing import ROUTING_RUN
 
 import transfer_queue as tq
-from transfer_queue.storage.simple.routing import ROUTING_RUN
 
 SIZES = {"inline": 16, "in the arena": 256 * 1024}
 """float32 per row."""

@@ -10,12 +10,12 @@ import threading
 import pytest
 import torch
 from tensordict import TensorDict
+from transfer_queue.storage.simple.messages import Wish, encode
 
 import transfer_queue as tq
 from tests.integration.noticing import until
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.storage.simple.messages import Wish, encode
 from transfer_queue.transport.base import Call
 from transfer_queue.transport.modes import run_blocking
 

@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from transfer_queue.verbs.read_ahead import FetchedBatch
 
 import transfer_queue as tq
 from tests.integration.frames import Frames
-from transfer_queue.verbs.read_ahead import FetchedBatch
 
 WAIT_S = 30.0
 

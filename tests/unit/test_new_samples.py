@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+from transfer_queue.verbs.new_samples import Aside, NewSamples
 
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import to_specs
-from transfer_queue.verbs.new_samples import Aside, NewSamples
 
 
 def new(tags=None) -> NewSamples:

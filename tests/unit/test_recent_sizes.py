@@ -7,7 +7,6 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transfer_queue.utils.recent import RecentSizes
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transfer_queue.reservations import Ahead, Reservations
 
 NOTHING = Ahead(0, [])

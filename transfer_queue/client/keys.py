@@ -7,17 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue import protocol as p
+from transfer_queue.client.put import Puts, RowTags
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata_wire import to_meta
-from transfer_queue.client.put import Puts, RowTags
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-
-KEYS_PER_PAGE = 10_000
-"""More would hold up the server's other clients for too long."""
 
 
 class Keys(Puts):
@@ -36,7 +32,12 @@ class Keys(Puts):
         )
 
     async def put_by_key(
-        self, keys: Sequence[str], partition_id: str, rows: TensorDict | None, specs: Mapping[str, p.FieldSpec], tags: RowTags
+        self,
+        keys: Sequence[str],
+        partition_id: str,
+        rows: TensorDict | None,
+        specs: Mapping[str, p.FieldSpec],
+        tags: RowTags,
     ) -> p.Batch:
         """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then."""
         wait_s = await self.put_timeout_s()
@@ -59,18 +60,7 @@ class Keys(Puts):
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
         """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}."""
-        names = [partition_id] if partition_id is not None else await self.async_get_partition_list()
-        found: dict[str, dict[str, dict[str, Any]]] = {}
-        for name in names:
-            after: str | None = None
-            while True:
-                page = await self.session.ask(p.ListKeys, p.KeyList, name, after, KEYS_PER_PAGE)
-                for partition, keys in page.keys.items():
-                    found.setdefault(partition, {}).update(keys)
-                if not page.more:
-                    break
-                after = page.last
-        return found
+        return (await self.session.ask(p.ListKeys, p.KeyList, partition_id)).keys
 
 
 def check_keys(keys: Sequence[str] | str) -> list[str]:

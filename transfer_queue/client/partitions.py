@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transfer_queue import protocol as p
+from transfer_queue.client.keys import Keys
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.client.keys import Keys
 
 
 class Partitions(Keys):

@@ -138,9 +138,7 @@ class Puts(ClientBase):
         metadata.update_custom_meta(tags)
         return await self._put_existing(rows, metadata, data_parser)
 
-    async def _put_new(
-        self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any]] | None
-    ) -> BatchMeta:
+    async def _put_new(self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any]] | None) -> BatchMeta:
         schema, count = extract_field_schema(rows), int(rows.batch_size[0])
         wait_s = await self.put_timeout_s()
         begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s)

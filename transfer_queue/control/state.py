@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from transfer_queue.control.waiters import Parked, Waiters
 from transfer_queue.errors import UnknownPartitionError
 from transfer_queue.protocol import Indexes
 from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.sampler.registry import resolve
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
 
@@ -41,6 +43,18 @@ class PlaneConfig:
     capacity: int | None = None
     preallocate: int = 1
     producer_grace_s: float = 5.0
+
+
+def plane_config(conf: Mapping[str, Any], sampler: Any, preallocate: int) -> PlaneConfig:
+    """The plane's part of a queue's configuration. ``sampler``: a name, a spec, an instance or a class."""
+    controller = conf["controller"]
+    return PlaneConfig(
+        sampler=resolve(sampler, controller["sampler_modules"]),
+        sampler_modules=tuple(controller["sampler_modules"]),
+        capacity=conf["backend"]["SimpleStorage"]["total_storage_size"],
+        preallocate=preallocate,
+        producer_grace_s=controller["producer_grace_s"],
+    )
 
 
 class PlaneState:

@@ -89,9 +89,7 @@ class LocalQueue:
         for process, own in zip(processes, orders, strict=True):
             _tell(process, {**common, **own})
         if sampler is None:
-            self._serve_in_thread(
-                {**common, "controller": True, "unit": None}, as_sampler(conf.controller.sampler)
-            )
+            self._serve_in_thread({**common, "controller": True, "unit": None}, as_sampler(conf.controller.sampler))
         for process in processes:
             _await_ready(process)
         return conf

@@ -12,11 +12,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
-from transfer_queue.errors import InvalidRequestError, ProtocolError, TransferQueueError, to_wire
+from transfer_queue.errors import ProtocolError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.shm.messages import Commit, Delete, EndSession, Read, UnitRequest, Write, decode_columns
 from transfer_queue.storage.shm.unit import StorageUnit
@@ -24,7 +26,7 @@ from transfer_queue.transport.base import Buffer, Envelope, Outgoing
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
-_decode = p.message_decoder(UnitRequest)
+_decode = p.message_decoder(*get_args(UnitRequest))
 
 
 class Answer(NamedTuple):
@@ -77,7 +79,9 @@ class Front:
         self._now = 0.0
         composed: dict[type[p.Request], Callable[[str, Any, list[memoryview]], Steps]] = {p.Put: self._put}
         if plane is not None and unit is not None:
-            composed |= dict.fromkeys((p.ClearSamples, p.ClearConsumed, p.ClearPartition, p.Thaw, p.Restore), self._clear)
+            composed |= dict.fromkeys(
+                (p.ClearSamples, p.ClearConsumed, p.ClearPartition, p.Thaw, p.Restore), self._clear
+            )
         self._composed = composed
 
     # ---- a transport handler ----
@@ -85,13 +89,11 @@ class Front:
     def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
         try:
             message = _decode(header)
-        except ProtocolError as error:
+        except TransferQueueError as error:
+            self._received(envelope.client, _received_of(header))
             return [Outgoing(envelope, p.encode(p.Failed(0, *to_wire(error))))]
         client, request, self._now = envelope.client, message.request, now
-        if self.plane is not None and message.received:
-            self.plane.received(client, message.received)
-            if self._janitor is not None:
-                self._janitor.received(client, message.received)
+        self._received(client, message.received)
         call = self._calls.get((client, request.id))
         if call is not None:  # a retry of a call that is under way
             call.envelope = envelope
@@ -99,7 +101,9 @@ class Front:
         call = _Call(envelope)
         if envelope.request_id:
             self._calls[client, request.id] = call
-        return self._finish(self._guarded(client, request.id, lambda: self._start(client, call, request, frames, now)), now)
+        return self._finish(
+            self._guarded(client, request.id, lambda: self._start(client, call, request, frames, now)), now
+        )
 
     def expire(self, now: float) -> Iterable[Outgoing]:
         self._now = now
@@ -122,6 +126,13 @@ class Front:
 
     # ---- one call ----
 
+    def _received(self, client: str, calls: list[int]) -> None:
+        """The client has the answers of these calls: they can't be undone any more."""
+        if self.plane is not None and calls:
+            self.plane.received(client, calls)
+            if self._janitor is not None:
+                self._janitor.received(client, calls)
+
     def _start(
         self, client: str, call: _Call, request: p.Request, frames: list[memoryview], now: float
     ) -> Iterable[Answer]:
@@ -132,8 +143,6 @@ class Front:
         if isinstance(request, p.Goodbye):
             self._left.add(client)
             return [Answer(client, p.Done(request.id)), *self._end_session(client, False, now, but=request.id)]
-        if isinstance(request, p.EvictClient):
-            return self._evict(client, request, now)
         if isinstance(request, p.GetStats) and self.plane is not None:
             return self._stats(client, request, now)
         compose = self._composed.get(type(request))
@@ -291,13 +300,6 @@ class Front:
                 self._janitor.end_session(client)
         return answers
 
-    def _evict(self, client: str, request: p.EvictClient, now: float) -> Iterable[Answer]:
-        if request.client == client or self.disconnect is None:
-            raise InvalidRequestError(f"client {request.client!r} can't be evicted: it is the one that asks.")
-        self.disconnect(request.client)
-        assert self.plane is not None
-        return self._of_plane(self.plane.handle(client, request, now))
-
     def _chores(self, now: float) -> list[Answer]:
         """Delete values that belong to nobody any more."""
         answers, self._owed = self._owed, []
@@ -348,6 +350,15 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
     tags = {int(own[row]): tags for row, tags in put.tags.items()} if put.tags else {}
     by_key = isinstance(put.begin, p.ResolveKeys)
     return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id)
+
+
+def _received_of(header: bytes) -> list[int]:
+    """What a message says besides a request that can't be read."""
+    try:
+        received = msgspec.msgpack.decode(header)[0]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError):
+        return []
+    return [call for call in received if type(call) is int] if isinstance(received, list) else []
 
 
 def _encoded(reply: p.Reply) -> bytes:

@@ -19,8 +19,8 @@ _log = get_logger(__name__)
 class Janitor:
     """``storage``: the controller's own client of the storage. It is used in the janitor's thread alone.
 
-    A write to a unit of another process is committed by its client after the controller has published it. Where a client
-    ends between the two, the controller knows which of its writes were published; the unit commits them then.
+    A write to a unit of another process is committed by its client after the controller has published it. A client may
+    end between the two. The controller knows which of its writes were published, and the unit commits them then.
     """
 
     def __init__(self, storage: StorageManager) -> None:

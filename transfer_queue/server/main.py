@@ -56,7 +56,8 @@ def make_front(
 
     ``orders``: ``controller`` says whether it decides; ``unit`` is the name of the storage unit it hosts, or None.
     """
-    from transfer_queue.control.plane import ControlPlane, plane_config
+    from transfer_queue.control.plane import ControlPlane
+    from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
     from transfer_queue.server.watchdog import Watchdog
     from transfer_queue.storage.shm.host import host_unit
@@ -73,7 +74,7 @@ def make_front(
     plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
     if unit is None:
         janitor = _janitor(conf)
-    watchdog = Watchdog(lambda: plane.running)
+    watchdog = Watchdog(lambda: getattr(plane, "running", None))
     front = Front(conf, plane, unit, janitor)
     front.alarms, front.disconnect = watchdog.alarms, server.disconnect
 

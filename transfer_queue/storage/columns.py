@@ -65,9 +65,7 @@ def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
     return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
 
 
-def unpack(
-    parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False
-) -> TensorDict:
+def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False) -> TensorDict:
     """One batch of ``count`` rows in fresh memory, columns by name.
 
     Args:

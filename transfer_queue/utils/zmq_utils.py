@@ -10,9 +10,7 @@ from transfer_queue.transport.base import Peer
 
 
 class ZMQServerInfo:
-    """One server. ``ports`` maps the name of a socket to its full address.
-
-    """
+    """One server. ``ports`` maps the name of a socket to its full address."""
 
     # No dataclass: OmegaConf would take it apart when it is put into a configuration.
 

@@ -25,9 +25,9 @@ from control_kit import (
     seal,
     send,
 )
+from transfer_queue.control.answered import _MOST, _MOST_NBYTES, Answered
 
 from transfer_queue import protocol as p
-from transfer_queue.control.answered import _MOST, _MOST_NBYTES, Answered
 
 
 def give_up(plane: Any, client: str, reply: Any) -> list[Any]:

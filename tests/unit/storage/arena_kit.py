@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from transfer_queue.storage.pieces import Layout, Piece, dense_layout
 from transfer_queue.storage.simple.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.simple.messages import (
     Drop,
@@ -27,6 +25,8 @@ from transfer_queue.storage.simple.messages import (
 from transfer_queue.storage.simple.parts import unpack_parts
 from transfer_queue.storage.simple.unit import StorageUnit
 from transfer_queue.storage.simple.words import BEGIN, LET_GO, pack_word
+
+from transfer_queue.storage.pieces import Layout, Piece, dense_layout
 from transfer_queue.transport.base import Envelope, Outgoing
 
 PAGE = PAGE_NBYTES

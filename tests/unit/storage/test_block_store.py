@@ -8,10 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from transfer_queue.storage.simple.blocks import BlockStore
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
-from transfer_queue.storage.simple.blocks import BlockStore
 
 ROW = 1000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from transfer_queue.storage.simple.holds import Holds
 
 ME, OTHER = 1, 2

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
 from transfer_queue.storage.simple.messages import (
     Drop,
     Hold,
@@ -22,6 +19,9 @@ from transfer_queue.storage.simple.messages import (
     unpack_indexes,
 )
 from transfer_queue.storage.simple.parts import Packer, unpack_parts
+
+from transfer_queue.errors import ProtocolError
+from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
 
 INT = dense_layout("int64", 8, ())
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from tests.unit.storage.arena_kit import PAGE, Guest, indexes_of, of_arena, refused, row_layout, told, unit_of_pages
-from transfer_queue.storage.pieces import ragged_layout
 from transfer_queue.storage.simple.messages import (
     Dropped,
     Hold,
@@ -19,6 +16,9 @@ from transfer_queue.storage.simple.messages import (
     Written,
     pack_indexes,
 )
+
+from tests.unit.storage.arena_kit import PAGE, Guest, indexes_of, of_arena, refused, row_layout, told, unit_of_pages
+from transfer_queue.storage.pieces import ragged_layout
 
 
 @pytest.fixture

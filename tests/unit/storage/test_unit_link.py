@@ -6,6 +6,7 @@ from __future__ import annotations
 from transfer_queue.storage.simple.holds import AHEAD_S
 from transfer_queue.storage.simple.link import Place, UnitLink
 from transfer_queue.storage.simple.messages import Hold
+
 from transfer_queue.transport.base import Peer
 
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import pytest
-
-from tests.unit.storage.arena_kit import PAGE, Guest, indexes_of, of_arena, refused, unit_of_pages
 from transfer_queue.storage.simple.messages import (
     Dropped,
     Forsake,
@@ -18,6 +16,8 @@ from transfer_queue.storage.simple.messages import (
     Written,
 )
 from transfer_queue.storage.simple.unit import StorageUnit
+
+from tests.unit.storage.arena_kit import PAGE, Guest, indexes_of, of_arena, refused, unit_of_pages
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from transfer_queue.storage.simple.messages import Hold, Leased, Read, Written, encode
+from transfer_queue.storage.simple.unit import StorageUnit
 
 from tests.unit.storage.arena_kit import PAGE, Guest, of_arena, unit_of_pages
 from transfer_queue.storage.pieces import Piece
-from transfer_queue.storage.simple.messages import Hold, Leased, Read, Written, encode
-from transfer_queue.storage.simple.unit import StorageUnit
 from transfer_queue.transport.base import Envelope
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from tests.unit.storage.arena_kit import PAGE, Guest, indexes_of, refused, row_layout, told
 from transfer_queue.storage.simple.arena import Arena
 from transfer_queue.storage.simple.messages import (
     Drop,
@@ -23,6 +21,8 @@ from transfer_queue.storage.simple.messages import (
     Written,
 )
 from transfer_queue.storage.simple.unit import StorageUnit, Tell, Told
+
+from tests.unit.storage.arena_kit import PAGE, Guest, indexes_of, refused, row_layout, told
 
 
 class Controller:

@@ -230,8 +230,7 @@ class SharedMemoryManager(StorageManager, InFront):
         shares = self._shares(indexes)
         await decide_paths(self._units, [unit for unit, _ in shares])
         writes = [
-            UnitWrite(self._units[unit], as_run(at), _count(at), sources, self._inline_nbytes)
-            for unit, at in shares
+            UnitWrite(self._units[unit], as_run(at), _count(at), sources, self._inline_nbytes) for unit, at in shares
         ]
         packed = [pack_indexes(indexes[at]) for _, at in shares]
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A storage unit with its arena, behind a server: clients of the same host find the arena beside the server's socket."""
+"""A storage unit behind a server, and its arena, which clients of the same host find beside the server's socket."""
 
 from __future__ import annotations
 

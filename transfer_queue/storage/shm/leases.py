@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from transfer_queue.storage.pieces import ByteArray
 
-
 T = TypeVar("T")
 
 

@@ -24,7 +24,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """A column, or some rows of one. Its rows are ``start`` and following, or those in table ``positions``.
 
     Its values are the next frame. With an ``offset`` they are so many bytes of the arena instead, of which table
-    ``picks`` names the rows if they don't lie back to back. Shapes or offsets of rows, where needed, are the next frame.
+    ``picks`` names the rows if they don't lie back to back. Shapes or offsets of rows are one more frame.
     """
 
     field: str
@@ -53,7 +53,7 @@ class Lease(Request, frozen=True):
 
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
     indexes: bytes = b""
-    fields: list[str] = []
+    fields: list[str] = []  # noqa: RUF012 (msgspec copies it)
     wait_s: Seconds = 0.0
 
 
@@ -97,7 +97,7 @@ class Rows(Reply, frozen=True):
     """Every field asked for. ``pinned``: some lie in the arena, and stay there until the call is released."""
 
     parts: list[Part]
-    tables: list[bytes] = []
+    tables: list[bytes] = []  # noqa: RUF012 (msgspec copies it)
     pinned: bool = False
 
 
@@ -124,7 +124,7 @@ class EndSession(Request, frozen=True):
     """From the controller: this client has ended. Of its uncommitted writes these were published; delete the others."""
 
     client: str
-    published: list[int] = []
+    published: list[int] = []  # noqa: RUF012 (msgspec copies it)
 
 
 class AskUnitStats(Request, frozen=True):

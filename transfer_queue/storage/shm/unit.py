@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.errors import ProtocolError, SampleClearedError, StorageFullError, StorageKeyNotFoundError, to_wire
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import (
+    ProtocolError,
+    SampleClearedError,
+    StorageFullError,
+    StorageKeyNotFoundError,
+    TransferQueueError,
+    to_wire,
+)
 from transfer_queue.protocol import Done, Failed, Reply, Request
 from transfer_queue.storage.pieces import ByteArray, IntArray
 from transfer_queue.storage.selection import heap
@@ -256,9 +262,7 @@ class StorageUnit:
         keep = partial(self._keep, client, request, frames, None)
         return self._wait_for_room(client, request.id, indexes, fields, nbytes, request.wait_s, keep)
 
-    def _keep(
-        self, client: str, request: Write, frames: list[memoryview], lease: ByteArray | None
-    ) -> list[UnitReply]:
+    def _keep(self, client: str, request: Write, frames: list[memoryview], lease: ByteArray | None) -> list[UnitReply]:
         indexes = unpack_indexes(request.indexes)
         parts = self._parts(request.columns, len(indexes), frames, lease)
         if request.commit:
@@ -268,9 +272,7 @@ class StorageUnit:
         self._squeeze()
         return [UnitReply(client, Written(request.id))]
 
-    def _parts(
-        self, columns: Columns, count: int, frames: list[memoryview], lease: ByteArray | None
-    ) -> FieldParts:
+    def _parts(self, columns: Columns, count: int, frames: list[memoryview], lease: ByteArray | None) -> FieldParts:
         if any(part.picks >= 0 for part in columns.parts):
             raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if not columns.lease else self._carved(columns, lease)
@@ -309,13 +311,17 @@ class StorageUnit:
             self._uncommitted.forget(indexes)
             # What still waits to be written for these samples has lost its purpose.
             error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
-            lost = self._waiting.remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
+            lost = self._waiting.remove(
+                lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all())
+            )
             answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
         return answers + self._admit()
 
     def _stats(self, client: str, request: AskUnitStats, frames: list[memoryview]) -> list[UnitReply]:
         stats = self.stats()
-        return [UnitReply(client, UnitStats(request.id, *[getattr(stats, name) for name in stats.__struct_fields__[1:]]))]
+        return [
+            UnitReply(client, UnitStats(request.id, *[getattr(stats, name) for name in stats.__struct_fields__[1:]]))
+        ]
 
     def _check_alive(self, client: str) -> None:
         if self._uncommitted.has_ended(client):
