@@ -482,6 +482,8 @@ def encode(message: Any) -> bytes:
         return _encoder.encode(message)
     except RecursionError:
         raise UnsupportedValueError(_too_deep("a value")) from None
+    except OverflowError as error:
+        raise UnsupportedValueError(f"a number in a request needs more than 64 bits: {error}. Use a float.") from error
 
 
 def encode_request(request: Any, received: Sequence[int] = ()) -> bytes:
@@ -555,7 +557,10 @@ def _with_name(text: str, data: bytes | memoryview, kinds: dict[str, type[msgspe
     place = _PLACE.search(text)
     if place is None:
         return None
-    value, names, rest = msgspec.msgpack.decode(data)[1], [], ""
+    try:
+        value, names, rest = msgspec.msgpack.decode(data)[1], [], ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind the place there may be anything
+        return None
     for step in _STEP.findall(place[1]):
         kind = kinds.get(str(value[0])) if isinstance(value, list) and value and not rest else None
         if kind is not None and step.isdecimal() and int(step):

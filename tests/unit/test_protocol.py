@@ -12,25 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.errors import UnsupportedValueError
+from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 
 SPEC = {"x": p.FieldSpec("bfloat16", None, True, False, b"\1\0\0\0"), "y": p.FieldSpec(None, None, is_non_tensor=True)}
 TAGS = {7: {"a": 1, "b": 2.5, "c": "text", "d": None, "e": [True, {"f": []}]}}
 INDEXES = p.pack_indexes([0, 5, 2**40])
 
 REQUESTS = [
-    p.Hello(1, 99, 4026531836),
+    p.Hello(1, 99, 2),
     p.Goodbye(2),
     p.CreatePartition(3, "train@3", 64),
     p.SealPartition(4, "p"),
     p.RegisterTask(5, "t", {"class": "GRPOGroupNSampler", "args": [4], "kwargs": {}}, 2, "pad"),
     p.Reserve(6, "p", 8, SPEC, 1.5),
     p.CheckFields(7, "p", INDEXES, SPEC),
-    p.Cancel(8, "p", INDEXES),
-    p.Publish(9, "p", INDEXES, SPEC, TAGS, 8, True),
+    p.Publish(9, "p", INDEXES, SPEC, TAGS, True, 6),
     p.Insert(10, "p", 3, ["x"], 2.0),
-    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, ["token"], 0, 2),
-    p.Withdraw(12, 11),
+    p.Fetch(11, "p", "t", ["x", "y"], 4, 1, 2, 8, 30.0, True, {"temperature": 0.5}, ["token"], 0, 2, 1, "after", True),
+    p.Cancel(12, 11),
     p.Ack(13, "p", "t", ["token"], True),
     p.Describe(14, "p", ["x"], INDEXES),
     p.ConsumptionStatus(15, "p", "t"),
@@ -42,10 +41,11 @@ REQUESTS = [
     p.ClearPartition(20, "p"),
     p.ListPartitions(21),
     p.ResolveKeys(22, "p", ["k"], True, True, SPEC, 3.0),
+    p.Put(22, p.Reserve(22, "p", 8, SPEC, 1.5), TAGS, b"columns"),
     p.KeysOf(23, "p", INDEXES),
     p.ListKeys(24, "p"),
     p.GetStats(25),
-    p.Freeze(26, 1, 5.0),
+    p.Freeze(26, 5.0),
     p.Thaw(27, 1),
     p.Stage(28, p.pack_indexes([3, 4])),
     p.Restore(29, b"state", 7),
@@ -55,7 +55,7 @@ REPLIES = [
     p.Failed(2, "SamplerError", "text"),
     p.Welcome(3, b"{}"),
     p.Reserved(4, INDEXES, {"x": "int64", "y": None}),
-    p.Published(5, INDEXES),
+    p.Published(5),
     p.Batch(6, "p", INDEXES, SPEC, b"\1\1\0", TAGS, "token", 3, b"\0\0\1", ["k"]),
     p.NotReady(7, 8, 1, 3, {"x": 2}, 1.5, ["x"]),
     p.Ended(8, "sealed", 3),
@@ -71,11 +71,22 @@ def of(verb, messages):
     return [message for message in messages if type(message) is verb]
 
 
+def sent(request):
+    """The message that carries a request, decoded."""
+    return p.decode_message(p.encode_request(request))
+
+
 @pytest.mark.parametrize("verb", p.AnyRequest.__args__, ids=lambda verb: verb.__name__)
 def test_every_request_survives_the_trip(verb):
     (request,) = of(verb, REQUESTS)
-    assert p.decode_request(p.encode(request)) == request
-    assert p.decode_request(memoryview(p.encode(request))) == request
+    message = p.Message([3, 2**63 - 1], request)
+    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1])) == message
+    assert p.decode_message(memoryview(p.encode_request(request))) == p.Message([], request)
+
+
+@pytest.mark.parametrize("begin", [of(verb, REQUESTS)[0] for verb in (p.Reserve, p.CheckFields, p.ResolveKeys)])
+def test_a_put_may_begin_in_three_ways(begin):
+    assert sent(p.Put(1, begin)).request == p.Put(1, begin)
 
 
 @pytest.mark.parametrize("verb", p.AnyReply.__args__, ids=lambda verb: verb.__name__)
@@ -87,18 +98,20 @@ def test_every_reply_survives_the_trip(verb):
 def test_requests_and_replies_are_told_apart():
     with pytest.raises(msgspec.DecodeError):
         p.decode_reply(p.encode(p.GetStats(1)))
-    with pytest.raises(msgspec.DecodeError):
-        p.decode_request(p.encode(p.Done(1)))
+    with pytest.raises(ProtocolError, match="protocol version 2"):
+        p.decode_message(p.encode(p.Message([], p.Done(1))))
+
+
+def packed(*request):
+    return msgspec.msgpack.encode([[], list(request)])
 
 
 def test_fields_appended_since_may_be_missing_from_an_older_message():
-    older = msgspec.msgpack.encode(["Fetch", 1, "p", "t", ["x"], 4])
-    assert p.decode_request(older) == p.Fetch(1, "p", "t", ["x"], 4)
+    assert p.decode_message(packed("Fetch", 1, "p", "t", ["x"], 4)).request == p.Fetch(1, "p", "t", ["x"], 4)
 
 
 def test_fields_of_a_newer_message_are_ignored():
-    newer = msgspec.msgpack.encode(["SealPartition", 1, "p", "new"])
-    assert p.decode_request(newer) == p.SealPartition(1, "p")
+    assert p.decode_message(packed("SealPartition", 1, "p", "new")).request == p.SealPartition(1, "p")
 
 
 @pytest.mark.parametrize(
@@ -107,25 +120,46 @@ def test_fields_of_a_newer_message_are_ignored():
         b"",
         b"\xc1",
         b"GET / HTTP/1.1\r\n\r\n",
-        msgspec.msgpack.encode(["NoSuchVerb", 1]),
-        msgspec.msgpack.encode(["GetStats"]),
-        msgspec.msgpack.encode(["GetStats", "one"]),
-        msgspec.msgpack.encode(["Ack", 1, "p", "t", "token"]),
-        msgspec.msgpack.encode({"type": "GetStats", "id": 1}),
-        p.encode(p.ClearPartition(1, "p"))[:-1],
-        p.encode(p.GetStats(1)) + b"\0",
+        packed("NoSuchVerb", 1),
+        packed("GetStats"),
+        msgspec.msgpack.encode([["one"], ["GetStats", 1]]),
+        msgspec.msgpack.encode([[-1], ["GetStats", 1]]),
+        msgspec.msgpack.encode([[], {"type": "GetStats", "id": 1}]),
+        msgspec.msgpack.encode(["GetStats", 1]),
+        p.encode_request(p.ClearPartition(1, "p"))[:-1],
+        p.encode_request(p.GetStats(1)) + b"\0",
+        b"\x92\x90\x93\xa8GetStats\x01" + b"\x91" * 100_000 + b"\x01",
     ],
 )
-def test_what_is_no_request_of_ours_is_a_decode_error(data):
-    with pytest.raises(msgspec.DecodeError):
-        p.decode_request(data)
+def test_what_is_no_message_of_ours_is_a_protocol_error(data):
+    with pytest.raises(ProtocolError):
+        p.decode_message(data)
 
 
 @settings(max_examples=300, deadline=None, print_blob=True)
 @given(st.binary(max_size=60))
-def test_random_bytes_are_a_request_or_a_decode_error_and_nothing_else(data):
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):
-        assert isinstance(p.decode_request(data), p.Request)
+def test_random_bytes_are_a_message_or_a_typed_error_and_nothing_else(data):
+    with suppress(ProtocolError, InvalidRequestError):
+        assert isinstance(p.decode_message(data).request, p.Request)
+    with suppress(ProtocolError, InvalidRequestError):
+        assert isinstance(p.decode_message(b"\x92\x90" + data).request, p.Request)
+
+
+class Read(msgspec.Struct, frozen=True, tag="unit.read", array_like=True):
+    """A request of another server."""
+
+    id: int
+    rows: list[int]
+
+
+def test_a_decoder_may_know_the_requests_of_another_server_too():
+    decode = p.message_decoder(Read)
+    assert decode(p.encode_request(Read(1, [2]))).request == Read(1, [2])
+    assert decode(p.encode_request(p.GetStats(1))).request == p.GetStats(1)
+    with pytest.raises(InvalidRequestError, match=r"rows\[0\] of Read: Expected `int`, got `str`"):
+        decode(p.encode_request(Read(1, ["two"])))
+    with pytest.raises(ProtocolError):
+        p.decode_message(p.encode_request(Read(1, [2])))
 
 
 def test_messages_cannot_be_changed():
@@ -135,7 +169,7 @@ def test_messages_cannot_be_changed():
 
 def test_numpy_scalars_in_tags_travel_as_plain_numbers():
     request = p.SetTags(1, {"p": {0: {"reward": np.float32(0.5), "n": np.int64(3), "flag": np.bool_(True)}}})
-    assert p.decode_request(p.encode(request)) == p.SetTags(1, {"p": {0: {"reward": 0.5, "n": 3, "flag": True}}})
+    assert sent(request).request == p.SetTags(1, {"p": {0: {"reward": 0.5, "n": 3, "flag": True}}})
 
 
 @pytest.mark.parametrize("value", [object(), np.zeros(2)])
@@ -152,15 +186,87 @@ def test_indexes_survive_the_trip_as_eight_bytes_each(indexes):
     assert p.unpack_indexes(packed).dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    ("request_", "text"),
-    [
-        (p.SealPartition(1, 3), "partition of SealPartition: Expected `str`, got `int`"),
-        (p.Fetch(1, "p", "t", ["x"], 1.5, None, None, None, 1.0), "batch_size of Fetch: Expected `int`, got `float`"),
-        (p.Fetch(1, "p", "t", ["x", 2], 1, None, None, None, 1.0), "fields[1] of Fetch: Expected `str`, got `int`"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_told_by_its_name(request_, text):
-    with pytest.raises(msgspec.ValidationError) as caught:
-        p.decode_request(p.encode(request_))
+@pytest.mark.parametrize("data", [b"odd", bytes(9)])
+def test_bytes_that_can_be_no_indexes_are_a_protocol_error(data):
+    with pytest.raises(ProtocolError, match=f"8 bytes each, got {len(data)}"):
+        p.unpack_indexes(data)
+
+
+BOUNDED = {
+    "batch_index of Fetch: Expected `int` <= 9007199254740992": p.Fetch(1, "p", "t", ["x"], 4, 0, 2**64 - 1),
+    "batch_size of Fetch: Expected `int` <= 2147483647": p.Fetch(1, "p", "t", ["x"], 2**31),
+    "first_index of Fetch: Expected `int` <= 9007199254740992": p.Fetch(1, "p", "t", ["x"], 4, first_index=2**62),
+    "wait_s of Fetch: Expected `float` >= 0.0": p.Fetch(1, "p", "t", ["x"], 4, wait_s=float("nan")),
+    "wait_s of Reserve: Expected `float` <= 1000000000.0": p.Reserve(1, "p", 1, {}, float("inf")),
+    "wait_s of Insert: Expected `float` >= 0.0": p.Insert(1, "p", 1, [], -1.0),
+    "count of Insert: Expected `int` <= 2147483647": p.Insert(1, "p", 2**62),
+    "count of Reserve: Expected `int` <= 2147483647": p.Put(1, p.Reserve(1, "p", 2**40)),
+    "dp_size of RegisterTask: Expected `int` <= 65536": p.RegisterTask(1, "t", None, 20_000_000),
+    "call of Cancel: Expected `int` <= 9223372036854775807": p.Cancel(1, 2**63),
+    "id of Cancel: Expected `int` >= 0": p.Cancel(-1, 1),
+    "partition of SealPartition: Expected `str`, got `int`": p.SealPartition(1, 3),
+    "batch_size of Fetch: Expected `int`, got `float`": p.Fetch(1, "p", "t", ["x"], 1.5),
+    "fields[1] of Fetch: Expected `str`, got `int`": p.Fetch(1, "p", "t", ["x", 2], 1),
+    "tags[...] of Put: Expected `object`, got `int`": p.Put(1, p.Reserve(1, "p", 1), {0: 1}),
+}
+
+
+@pytest.mark.parametrize("text", BOUNDED)
+def test_a_value_of_the_wrong_type_or_out_of_range_is_told_by_its_name(text):
+    with pytest.raises(InvalidRequestError) as caught:
+        sent(BOUNDED[text])
     assert str(caught.value) == text
+
+
+def nested(depth):
+    value = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"in": value}
+    return value
+
+
+FREE = [
+    lambda value: p.SetTags(1, {"p": {0: {"a": value}}}),
+    lambda value: p.Publish(1, "p", b"", {}, {0: {"a": value}}),
+    lambda value: p.Put(1, p.Reserve(1, "p", 1), {0: {"a": value}}),
+    lambda value: p.Fetch(1, "p", "t", ["x"], 1, sampler_args={"a": value}),
+    lambda value: p.RegisterTask(1, "t", {"class": "X", "args": [value]}),
+]
+
+
+@pytest.mark.parametrize("make", FREE)
+def test_what_is_nested_too_deep_is_refused_by_its_sender_and_by_its_receiver(make):
+    assert sent(make(nested(p.MAX_DEPTH - 3))).request == make(nested(p.MAX_DEPTH - 3))
+    for depth in (p.MAX_DEPTH, 990, 5000):
+        with pytest.raises(UnsupportedValueError, match="nested deeper than 64 levels"):
+            p.encode_request(make(nested(depth)))
+    for depth in (p.MAX_DEPTH, 300):
+        with pytest.raises(ProtocolError, match="nested deeper than 64 levels"):
+            p.decode_message(p.encode(p.Message([], make(nested(depth)))))
+
+
+def test_a_tag_that_holds_itself_is_refused():
+    loop = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedValueError, match="nested deeper"):
+        p.encode_request(p.SetTags(1, {"p": {0: {"a": loop}}}))
+
+
+def test_a_message_nested_deeper_than_the_interpreter_allows_is_a_protocol_error():
+    head = msgspec.msgpack.encode([[], ["Fetch", 1, "p", "t", ["x"], 1, None, None, None, 0.0, False, {}]])
+    assert head.endswith(b"\x80")
+    for depth in (990, 100_000):
+        with pytest.raises(ProtocolError, match="nested deeper"):
+            p.decode_message(head[:-1] + b"\x81\xa1a" + b"\x91" * depth + b"\x01")
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
+def test_an_integer_that_no_message_can_hold_is_refused_by_its_sender(value):
+    with pytest.raises(UnsupportedValueError, match="64 bits"):
+        p.encode_request(p.SetTags(1, {"p": {0: {"a": value}}}))
+
+
+def test_a_hello_of_another_version_is_refused_with_both_versions():
+    p.check_version(p.Hello(1, 99, p.PROTOCOL_VERSION))
+    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 2"):
+        p.check_version(p.Hello(1, 99))

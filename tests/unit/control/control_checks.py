@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from control_model import Entry, PartitionModel, Sample
+from control_model import Entry, PartitionModel, ProducersModel, Sample
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane, To
@@ -17,7 +17,6 @@ from transfer_queue.control.state import PlaneConfig
 
 GRACE_S = 5.0
 MAX_TOKENS = 8
-MAX_ANSWERED = 20
 SPECS = {name: p.FieldSpec("int64", (2,)) for name in ("a", "b")}
 
 
@@ -58,6 +57,20 @@ CLIENTS = ("anna", "bert", "carl")
 PARTITIONS = ("p", "q")
 
 
+@dataclass
+class Answer:
+    """What a client was answered and has not said to have. ``reserved``: samples of a write that has begun."""
+
+    request: Any
+    reply: Any
+    partition: PartitionModel | None
+    undo: Callable[[PartitionModel], None] | None = None
+    reserved: tuple[int, ...] = ()
+    drawn: tuple[int, ...] = ()
+    cleared: tuple[int, ...] = ()
+    num_resets: int = 0
+
+
 class CheckedPlane:
     """Sends requests, and checks each reply when it comes, at once or later."""
 
@@ -70,10 +83,12 @@ class CheckedPlane:
         self.model: dict[str, PartitionModel] = {}
         self.open: dict[tuple[str, int], Any] = {}
         self.since: dict[tuple[str, int], float] = {}
-        self.orphans: set[int] = set()
-        self.stranded: dict[str, set[int]] = {}
+        self.producers = ProducersModel()
+        self.chores: list[int] = []
         self.tokens: list[tuple[str, str, str]] = []
-        self.answered: dict[tuple[str, int], Callable[[], None]] = {}
+        self.answered: dict[tuple[str, int], Answer] = {}
+        self.read: dict[tuple[str, str], list[int]] = {}
+        """By partition and task: samples of unnamed fetches whose answers were received."""
         for name, plan in TASKS.items():
             self.ask("anna", p.RegisterTask, name, plan.sampler, plan.dp_size, plan.tail)
 
@@ -90,6 +105,7 @@ class CheckedPlane:
         self.sound = False
         replies = self.plane.handle(client, request, self.now)
         self.absorb(replies)
+        self.check_chores()
         self.sound = True
         return next((to.reply for to in replies if to == (client, to.reply) and to.reply.id == request.id), None)
 
@@ -155,17 +171,20 @@ class CheckedPlane:
         self.check_first_writer(request)
         indexes = p.unpack_indexes(reply.indexes).tolist()
         assert len(indexes) == request.count
-        self.add(request.partition, client, indexes, "held")
-        return self.remember(client, request, PartitionModel.give_back, indexes)
+        self.add(request.partition, client, indexes)
+        self.producers.began(client, request.fields)
+        self.remember(client, request, reply, reserved=tuple(indexes))
+        return None
 
     def on_insert(self, client: str, request: Any, reply: Any, since: float) -> None:
         if isinstance(reply, p.Failed):
             return self.check_refused_writer(request, reply, since)
         self.check_first_writer(request)
         indexes = p.unpack_indexes(reply.indexes).tolist()
-        self.add(request.partition, client, indexes, "held")
+        self.add(request.partition, client, indexes)
         self.model[request.partition].make_live(indexes)
-        return self.remember(client, request, PartitionModel.uninsert, indexes)
+        self.remember(client, request, reply, lambda partition: partition.uninsert(indexes))
+        return None
 
     def on_resolvekeys(self, client: str, request: Any, reply: Any, since: float) -> None:
         if isinstance(reply, p.Failed):
@@ -179,37 +198,60 @@ class CheckedPlane:
         assert set(found) == (set(request.keys) & set(known)) | set(new)
         if new:
             self.check_first_writer(request)
-            self.add(request.partition, client, [found[key] for key in new], "held")
+            made = [found[key] for key in new]
+            self.add(request.partition, client, made)
             self.model[request.partition].keys.update({key: found[key] for key in new})
             if request.hold:
-                self.remember(client, request, PartitionModel.give_back, [found[key] for key in new])
+                self.producers.began(client, request.fields)
+                self.remember(client, request, reply, reserved=tuple(made))
             else:
-                self.model[request.partition].make_live([found[key] for key in new])
+                self.model[request.partition].make_live(made)
+                self.remember(client, request, reply, lambda partition: partition.uninsert(made))
         return None
 
-    def remember(self, client: str, request: Any, undo: Callable[..., None], *args: Any) -> None:
-        """The client may have given up before it got the answer."""
-        meant = self.model[request.partition]
+    def remember(
+        self, client: str, request: Any, reply: Any, undo: Callable[[PartitionModel], None] | None = None,
+        **parts: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Until the client says that it has the answer, a cancel undoes this."""
+        partition = self.model.get(request.partition)
+        answer = self.answered[client, request.id] = Answer(request, reply, partition, undo, **parts)
+        if isinstance(request, p.Fetch) and partition is not None:
+            answer.num_resets = partition.view(request.task).num_resets
 
-        def undo_if_there() -> None:
-            if self.model.get(request.partition) is meant:
-                undo(meant, *args)
+    def undo(self, key: tuple[str, int]) -> str:
+        """What a cancel of this call does to the model."""
+        answer = self.answered.pop(key, None)
+        if answer is None:
+            return "kept"
+        partition = answer.partition
+        there = partition is not None and self.model.get(answer.request.partition) is partition
+        if there and answer.undo is not None:
+            answer.undo(partition)  # type: ignore[arg-type]
+        if there:
+            partition.give_back(list(answer.reserved))  # type: ignore[union-attr]
+        known = {index for each in self.model.values() for index in each.samples}
+        self.chores += [index for index in (*answer.reserved, *answer.cleared) if index not in known]
+        return (
+            "kept"
+            if isinstance(answer.request, (p.Publish, p.ClearSamples, p.ClearPartition, p.ClearConsumed))
+            else "undone"
+        )
 
-        self.answered[client, request.id] = undo_if_there
-        while len(self.answered) > MAX_ANSWERED:
-            del self.answered[next(iter(self.answered))]
+    def check_chores(self) -> None:
+        given = [index for chore in self.plane.take_chores() for index in chore.indexes.tolist()]
+        assert sorted(given) == sorted(self.chores), "what belongs to nobody is deleted"
+        self.chores.clear()
 
-    def on_withdraw(self, client: str, request: Any, reply: Any, since: float) -> None:
-        undo = self.answered.pop((client, request.request), None)
-        if undo is not None:
-            undo()
+    def on_cancel(self, client: str, request: Any, reply: Any, since: float) -> None:
+        assert reply.value in (self.undo((client, request.call)), "removed")
 
-    def add(self, partition: str, client: str, indexes: list[int], state: str) -> None:
+    def add(self, partition: str, client: str, indexes: list[int]) -> None:
         assert indexes == sorted(indexes), "ascending"
         assert indexes[0] >= self.next_index, "never reused"
         self.next_index = indexes[-1] + 1
         samples = self.model.setdefault(partition, PartitionModel()).samples
-        samples.update({index: Sample(client, state) for index in indexes})
+        samples.update({index: Sample(client) for index in indexes})
         assert self.capacity is None or self.used() <= self.capacity
 
     def check_first_writer(self, request: Any) -> None:
@@ -226,7 +268,10 @@ class CheckedPlane:
     def on_fetch(self, client: str, request: Any, reply: Any, since: float) -> None:
         assert isinstance(reply, (p.Batch, p.NotReady, p.Ended, p.Failed))
         partition = self.model.get(request.partition)
-        if partition is None:
+        if partition is None and isinstance(reply, p.Failed):
+            assert reply.code == "ProducersGoneError"
+            assert self.producers.lost(request.fields, self.now, GRACE_S)
+        elif partition is None:
             assert isinstance(reply, p.Ended) or reply == p.NotReady(request.id, self.needed(request), 0, 0)
             assert isinstance(reply, p.Ended) or request.after is None
         elif request.after is not None and request.after not in partition.tokens:
@@ -280,11 +325,13 @@ class CheckedPlane:
             self.check_order(request)
             view.given.update(dict.fromkeys(indexes))
             view.consumed.update(indexes)
-            self.remember(client, request, lambda _: view.take_back(indexes, num_resets))
+            self.remember(
+                client, request, reply, lambda _: view.take_back(indexes, num_resets), drawn=tuple(indexes)
+            )  # fmt: skip
             return
         key = (request.dp_rank, reply.batch_index)
         if request.batch_index is None:
-            self.remember(client, request, lambda _: None)
+            self.remember(client, request, reply, drawn=tuple(indexes))
         assert request.batch_index in (None, reply.batch_index)
         if key not in view.ledger:
             self.take_round(partition, request, reply.batch_index)
@@ -376,7 +423,7 @@ class CheckedPlane:
     def check_failed_fetch(self, partition: PartitionModel, request: Any, reply: p.Failed) -> None:
         view = partition.view(request.task)
         if reply.code == "ProducersGoneError":
-            assert partition.abandoned(request.fields, self.now, GRACE_S)
+            assert self.producers.lost(request.fields, self.now, GRACE_S)
         elif reply.code == "SampleClearedError":
             keys = [(request.dp_rank, i) for i in range(99)]
             torn = [key for key in keys if key in view.ledger and self.is_torn(partition, view.ledger[key])]
@@ -391,29 +438,19 @@ class CheckedPlane:
     def on_publish(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model[request.partition]
         indexes = p.unpack_indexes(request.indexes).tolist()
-        if isinstance(reply, p.Failed):
-            assert reply.code == "SampleClearedError", reply
-            assert partition.sealed
-            assert any(partition.samples[index].state == "ahead" for index in indexes)
-            return
+        assert isinstance(reply, p.Published), reply
         for index in indexes:
             partition.samples[index].tags.update(request.tags[index])
-        partition.publish(client, indexes, list(request.fields), self.now)
-        ahead = p.unpack_indexes(reply.indexes).tolist()
-        assert len(ahead) in (0, request.reserve_next)
-        assert not ahead or (self.capacity is None and not partition.sealed)
-        if ahead:
-            self.add(request.partition, client, ahead, "ahead")
-            self.remember(client, request, PartitionModel.give_back, ahead)
-        named = [i for i in p.unpack_indexes(request.unused).tolist() if i in partition.samples]
-        unused = [i for i in named if (s := partition.samples[i]).state == "ahead" and s.holder == client]
-        assert not set(unused) & set(ahead), "nobody knows them yet"
-        partition.clear(unused)
-
-    def on_cancel(self, client: str, request: Any, reply: Any, since: float) -> None:
-        partition = self.model.get(request.partition, PartitionModel())
-        own = [i for i in p.unpack_indexes(request.indexes).tolist() if i in partition.samples]
-        partition.clear([i for i in own if (s := partition.samples[i]).state != "live" and s.holder == client])
+        partition.publish(indexes, list(request.fields), self.now)
+        self.producers.published(client, request.fields)
+        begun = self.answered.pop((client, request.begun), None)
+        if begun is not None:
+            left = [i for i in begun.reserved if i not in indexes]
+            if self.model.get(begun.request.partition) is begun.partition is not None:
+                begun.partition.give_back(left)
+            known = {index for each in self.model.values() for index in each.samples}
+            self.chores += [index for index in left if index not in known]
+        self.remember(client, request, reply)
 
     def on_resetconsumption(self, client: str, request: Any, reply: Any, since: float) -> None:
         assert reply.value == (request.partition in self.model)
@@ -443,27 +480,23 @@ class CheckedPlane:
     def on_clearsamples(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.get(request.partition, PartitionModel())
         indexes = p.unpack_indexes(request.indexes).tolist()
-        self.strand(partition, indexes)
-        assert p.unpack_indexes(reply.indexes).tolist() == partition.clear(indexes)
+        self.check_cleared(client, request, reply, partition.clear(indexes))
 
     def on_clearconsumed(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.get(request.partition, PartitionModel())
         there = self.plane.state.partitions.get(request.partition)
         readers = set() if there is None else set(there.consumers)
-        done = partition.done_with(readers) if readers and readers.issuperset(request.tasks) else []
-        assert p.unpack_indexes(reply.indexes).tolist() == partition.clear(done)
+        being_read = {i for a in self.answered.values() if a.partition is partition for i in a.drawn}
+        done = partition.done_with(readers, being_read) if readers and readers.issuperset(request.tasks) else []
+        self.check_cleared(client, request, reply, partition.clear(done))
 
     def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.pop(request.partition, None)
         self.was_there = partition is not None
         known = list(partition.samples) if partition else []
-        if partition is not None:
-            self.strand(partition, known)
-        assert p.unpack_indexes(reply.indexes).tolist() == known
+        self.check_cleared(client, request, reply, known)
 
-    def strand(self, partition: PartitionModel, indexes: list[int]) -> None:
-        """What a writer may be storing values for while it is cleared."""
-        for index in indexes:
-            sample = partition.samples.get(index)
-            if sample is not None and sample.state != "live":
-                self.stranded.setdefault(sample.holder, set()).add(index)
+    def check_cleared(self, client: str, request: Any, reply: Any, expected: list[int]) -> None:
+        assert p.unpack_indexes(reply.indexes).tolist() == expected
+        if expected:
+            self.remember(client, request, reply, cleared=tuple(expected))

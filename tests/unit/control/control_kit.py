@@ -89,9 +89,10 @@ def fetch(
 
 
 def batch(*args: Any, **kwargs: Any) -> list[int]:
-    """The samples of a fetch that must be answered with a batch."""
+    """The samples of a fetch that must be answered with a batch, which its client then says to have."""
     reply = fetch(*args, **kwargs)
     assert isinstance(reply, p.Batch), reply
+    args[0].received(kwargs.get("client", ACTOR), [reply.id])
     return indexes(reply)
 
 

@@ -14,7 +14,7 @@ class Sample:
     """One reserved or published row."""
 
     holder: str
-    state: str = "held"  # held, ahead, live
+    state: str = "held"  # held, live
     fields: set[str] = field(default_factory=set)
     tags: dict[str, int] = field(default_factory=dict)
 
@@ -40,6 +40,8 @@ class View:
     ended: bool = False
     num_resets: int = 0
     ends: set[int] = field(default_factory=set)
+    received: tuple[int, set[int]] = field(default_factory=lambda: (0, set()))
+    """Number of resets, and the samples of unnamed fetches since then whose answers were received."""
 
     def is_past_end(self, request: Any, batch_index: int | None) -> bool:
         start = request.pass_start
@@ -56,7 +58,7 @@ class View:
         return len(hit)
 
     def take_back(self, indexes: list[int], num_resets: int) -> None:
-        """An unnamed fetch got these, and its client had given up."""
+        """An unnamed fetch got these, and was cancelled."""
         back = [i for i in indexes if i in self.given and self.given[i] is None and num_resets == self.num_resets]
         for index in back:
             del self.given[index]
@@ -98,8 +100,6 @@ class PartitionModel:
     num_samples: int | None = None
     published: int = 0
     last_published: float | None = None
-    alive: dict[str, set[str]] = field(default_factory=dict)
-    died_at: dict[str, float] = field(default_factory=dict)
     tokens: set[str] = field(default_factory=set)
 
     def view(self, task: str) -> View:
@@ -137,19 +137,15 @@ class PartitionModel:
         if self.num_samples is not None and self.published >= self.num_samples:
             self.sealed = True
 
-    def publish(self, client: str, indexes: list[int], fields: list[str], now: float) -> None:
+    def publish(self, indexes: list[int], fields: list[str], now: float) -> None:
         for index in indexes:
             self.samples[index].fields.update(fields)
         self.make_live(indexes)
         self.last_published = now
-        for name in fields:
-            if not self.alive.setdefault(name, set()):
-                self.died_at.pop(name, None)
-            self.alive[name].add(client)
 
-    def done_with(self, tasks: set[str]) -> list[int]:
+    def done_with(self, tasks: set[str], being_read: set[int]) -> list[int]:
         views = [self.view(task) for task in tasks]
-        named = {index for view in views for entry in view.ledger.values() for index in entry.indexes}
+        named = {index for view in views for entry in view.ledger.values() for index in entry.indexes} | being_read
         return [i for i in self.live() if i not in named and all(i in view.consumed for view in views)]
 
     def clear(self, indexes: list[int]) -> list[int]:
@@ -165,18 +161,40 @@ class PartitionModel:
         self.clear([i for i in indexes if i in self.samples and self.samples[i].state != "live"])
 
     def uninsert(self, indexes: list[int]) -> None:
-        bare = [i for i in indexes if i in self.samples and not self.samples[i].fields]
+        samples = self.samples
+        bare = [i for i in indexes if i in samples and not samples[i].fields and not samples[i].tags]
         self.published -= len(bare)
         self.clear(bare)
 
-    def writer_gone(self, client: str, died: bool, now: float) -> None:
-        for name, alive in self.alive.items():
-            if client in alive:
-                alive.discard(client)
-                if died:
-                    self.died_at[name] = now
 
-    def abandoned(self, fields: list[str], now: float, grace_s: float) -> bool:
+@dataclass
+class ProducersModel:
+    """Every session that asked to write a field or published it, in the order in which those that ended did."""
+
+    alive: dict[str, dict[str, bool]] = field(default_factory=dict)
+    ends: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
+
+    def began(self, client: str, fields: Any) -> None:
+        for name in fields:
+            self.alive.setdefault(name, {}).setdefault(client, False)
+
+    def published(self, client: str, fields: Any) -> None:
+        for name in fields:
+            self.alive.setdefault(name, {})[client] = True
+
+    def gone(self, client: str, died: bool, now: float) -> None:
+        for name, alive in self.alive.items():
+            published = alive.pop(client, None)
+            if published or (died and published is not None):
+                self.ends.setdefault(name, []).append((now, died))
+
+    def lost(self, fields: list[str], now: float, grace_s: float) -> bool:
         return any(
-            name in self.died_at and not self.alive[name] and now >= self.died_at[name] + grace_s for name in fields
-        )
+            self.ends.get(name) and not self.alive[name] and self.ends[name][-1][1]
+            and now >= self.ends[name][-1][0] + grace_s
+            for name in fields
+        )  # fmt: skip
+
+    def clear(self) -> None:
+        self.alive.clear()
+        self.ends.clear()

@@ -12,6 +12,7 @@ from control_kit import (
     ask,
     batch,
     batches,
+    chores,
     clear,
     clear_consumed,
     fetch,
@@ -323,7 +324,7 @@ def test_a_long_run_with_acks_keeps_only_what_is_in_flight_in_the_ledger(plane):
     assert len(plane.state.partitions["p"].consumers["train"].ledger) == 1
 
 
-def test_clearing_a_partition_frees_what_samplers_and_producers_remember_of_it(plane):
+def test_clearing_a_partition_frees_what_samplers_remember_of_it(plane):
     register(plane, sampler="RankAwareSampler")
     sampler = plane.state.tasks.get("train").sampler
     put(plane, 2)
@@ -331,7 +332,7 @@ def test_clearing_a_partition_frees_what_samplers_and_producers_remember_of_it(p
     batch(plane, 2, sampler_args=arguments)
     assert sampler._states
     ask(plane, ACTOR, p.ClearPartition, "p")
-    assert (sampler._states, plane.state.producers._sources) == ({}, {})
+    assert sampler._states == {}
 
 
 def test_a_sampler_forgets_a_batch_once_the_ledger_has_it(plane):
@@ -349,12 +350,14 @@ def test_names_of_tasks_that_only_ask_cost_nothing(plane):
     assert plane.state.tasks._tasks == {}
 
 
-def test_reservations_of_cleared_partitions_do_not_pile_up(plane):
+def test_reservations_of_cleared_partitions_are_chores_once_their_writer_is_gone(plane):
     for step in range(300):
-        publish(plane, reserve(plane, 1, f"step {step}"), partition=f"step {step}", reserve_next=1)
-        ask(plane, ACTOR, p.ClearPartition, f"step {step}")
+        reserve(plane, 1, f"step {step}")
+        own = ask(plane, ACTOR, p.ClearPartition, f"step {step}")
+        plane.settle(ACTOR, own.id)
     plane.client_gone(ROLLOUT, now=1.0)
-    assert len(plane.take_orphans()) <= 64
+    assert len(chores(plane)) == 300
+    assert plane.state.calls.clients() == []
 
 
 def test_answered_waits_leave_no_deadline_behind(plane):

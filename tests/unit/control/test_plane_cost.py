@@ -7,7 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_kit import ACTOR, ROLLOUT, ack, ask, batch, clear, fetch, park, publish, put, register, reserve, seal
+from control_kit import (
+    ACTOR,
+    ROLLOUT,
+    ack,
+    ask,
+    batch,
+    cancel,
+    clear,
+    fetch,
+    park,
+    publish,
+    put,
+    register,
+    reserve,
+    seal,
+)
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
@@ -108,7 +123,7 @@ REQUESTS = {
     "put": lambda plane: put(plane, 1),
     "publish onto a sample": lambda plane: publish(plane, [5], "x"),
     "publish described": lambda plane: publish(plane, reserve(plane, 1), describe=True),
-    "cancel": lambda plane: ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(reserve(plane, 1))),
+    "cancel": lambda plane: cancel(plane, ROLLOUT, ask(plane, ROLLOUT, p.Reserve, "p", 1)),
     "insert": lambda plane: ask(plane, ROLLOUT, p.Insert, "p", 1, ["x"]),
     "fetch": lambda plane: batch(plane, 4, task="plain"),
     "fetch of another's round": lambda plane: batch(plane, 2, 3, 0, task="RankAwareSampler"),

@@ -41,7 +41,8 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     def put(self, client: str, partition: str, count: int, wait_s: float, fields: list[str]) -> None:
         reply = self.ask(client, p.Reserve, partition, count, SPECS, wait_s)
         if isinstance(reply, p.Reserved):
-            self.publish(client, partition, p.unpack_indexes(reply.indexes).tolist(), fields, 0, count % 3 + 1)
+            indexes = p.unpack_indexes(reply.indexes).tolist()
+            self.publish(client, partition, indexes, fields, count % 3 + 1, reply.id)
 
     @rule(client=clients, partition=partitions, count=st.integers(1, 3), wait_s=waits)
     def insert(self, client: str, partition: str, count: int, wait_s: float) -> None:
@@ -52,44 +53,105 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
             return []
         return data.draw(st.lists(st.sampled_from(indexes), min_size=1, max_size=5, unique=True), label)
 
-    @rule(data=st.data(), client=clients, partition=partitions, fields=field_sets, ahead=st.sampled_from([0, 0, 2]))
-    def publish_some(self, data: st.DataObject, client: str, partition: str, fields: list[str], ahead: int) -> None:
+    @rule(data=st.data(), client=clients, partition=partitions, fields=field_sets)
+    def publish_some(self, data: st.DataObject, client: str, partition: str, fields: list[str]) -> None:
         samples = self.model[partition].samples if partition in self.model else {}
         own = [i for i, s in samples.items() if s.state == "live" or s.holder == client]
         picked = self.pick(data, own, "samples")
         if picked:
-            unused = self.pick(data, list(samples), "unused") if data.draw(st.booleans(), "gives back") else []
-            self.publish(client, partition, picked, fields, ahead, data.draw(st.integers(1, 4), "length"), unused)
+            begun = data.draw(st.sampled_from([0, *self.writes(client)]), "completes")
+            self.publish(client, partition, picked, fields, data.draw(st.integers(1, 4), "length"), begun)
+
+    @rule(data=st.data(), client=clients, fields=field_sets)
+    def publish_what_was_reserved(self, data: st.DataObject, client: str, fields: list[str]) -> None:
+        begun = data.draw(st.sampled_from([0, *self.writes(client)]), "completes")
+        if not begun:
+            return
+        answer = self.answered[client, begun]
+        samples = {} if answer.partition is None else answer.partition.samples
+        left = [i for i in answer.reserved if i in samples]
+        if left and self.model.get(answer.request.partition) is answer.partition:
+            self.publish(client, answer.request.partition, left, fields, 1, begun)
+
+    def writes(self, client: str) -> list[int]:
+        """Calls of the client that reserved samples, and are neither published nor cancelled."""
+        return [call for (name, call), answer in self.answered.items() if name == client and answer.reserved]
 
     def publish(
-        self, client: str, partition: str, indexes: list[int], fields: list[str], ahead: int, length: int,
-        unused: list[int] | None = None,
-    ) -> None:  # fmt: skip
+        self, client: str, partition: str, indexes: list[int], fields: list[str], length: int, begun: int = 0
+    ) -> None:
         tags = {index: {"total_lengths": length} for index in indexes}
         specs = {name: SPECS[name] for name in fields}
-        given_back = p.pack_indexes(unused or [])
-        self.ask(client, p.Publish, partition, p.pack_indexes(indexes), specs, tags, ahead, False, given_back)
-
-    @rule(data=st.data(), client=clients, partition=partitions)
-    def cancel(self, data: st.DataObject, client: str, partition: str) -> None:
-        picked = self.pick(data, list(range(max(0, self.next_index - 12), self.next_index)), "indexes")
-        reply = self.ask(client, p.Cancel, partition, p.pack_indexes(picked))
-        known = {index for each in self.model.values() for index in each.samples}
-        # The reply may have admitted writers already, whose indexes are new ones.
-        assert {i for i in picked if i not in known} == set(p.unpack_indexes(reply.indexes).tolist())
+        self.ask(client, p.Publish, partition, p.pack_indexes(indexes), specs, tags, False, begun)
 
     @rule(client=clients, died=st.booleans())
     def client_gone(self, client: str, died: bool) -> None:
         for key in [key for key in self.open if key[0] == client]:
             del self.open[key], self.since[key]
-        self.answered = {key: undo for key, undo in self.answered.items() if key[0] != client}
-        lost = self.stranded.pop(client, set())
-        for partition in self.model.values():
-            held = [i for i, s in partition.samples.items() if s.holder == client and s.state != "live"]
-            lost.update(partition.clear(held))
-            partition.writer_gone(client, died, self.now)
+        for key in [key for key in self.answered if key[0] == client][::-1]:
+            self.undo(key)
+        self.producers.gone(client, died, self.now)
         self.absorb(self.plane.client_gone(client, self.now, died))
-        assert {i for orphans in self.plane.take_orphans() for i in orphans.tolist()} == lost
+        self.check_chores()
+        assert client not in self.plane.state.calls.clients()
+
+    # ---- calls ----
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.answered)
+    def receive(self, data: st.DataObject) -> None:
+        """The client has some answers; what a call reserved stays its own all the same."""
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.answered)), max_size=4, unique=True), "calls")
+        for client, call in keys:
+            self.plane.received(client, [call])
+            answer = self.answered[client, call]
+            if isinstance(answer.request, p.Fetch) and answer.reply.batch_index is None:
+                self.check_read_once(answer)
+            if not answer.reserved:
+                del self.answered[client, call]
+
+    def check_read_once(self, answer: Any) -> None:
+        view = self.model.get(answer.request.partition, PartitionModel()).view(answer.request.task)
+        if answer.partition is self.model.get(answer.request.partition):
+            read = {i for i in view.received[1] if i in answer.partition.samples}
+            if view.received[0] == view.num_resets == answer.num_resets:
+                assert read.isdisjoint(answer.drawn), "no sample is given twice to answers that were received"
+                view.received[1].update(answer.drawn)
+            elif answer.num_resets == view.num_resets:
+                view.received = view.num_resets, set(answer.drawn)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open)
+    def cancel_parked(self, data: st.DataObject) -> None:
+        client, call = data.draw(st.sampled_from(sorted(self.open)), "call")
+        del self.open[client, call], self.since[client, call]
+        assert self.ask(client, p.Cancel, call).value == "removed"
+        assert self.ask(client, p.Cancel, call).value == "kept"
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.answered)
+    def cancel_answered(self, data: st.DataObject) -> None:
+        client, call = data.draw(st.sampled_from(sorted(self.answered)), "call")
+        answer = self.answered[client, call]
+        final = isinstance(answer.request, (p.Publish, p.ClearSamples, p.ClearConsumed, p.ClearPartition))
+        assert self.ask(client, p.Cancel, call).value == ("kept" if final else "undone")
+        assert self.ask(client, p.Cancel, call).value == "kept"
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.answered)
+    def retry(self, data: st.DataObject) -> None:
+        """The same call again: the same answer, once."""
+        client, call = data.draw(st.sampled_from(sorted(self.answered)), "call")
+        if self.plane.answered(client, call) is not None:
+            answer = self.answered[client, call]
+            (to,) = self.plane.handle(client, answer.request, self.now)
+            assert to == (client, answer.reply)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open)
+    def retry_parked(self, data: st.DataObject) -> None:
+        client, call = data.draw(st.sampled_from(sorted(self.open)), "call")
+        assert self.plane.handle(client, self.open[client, call], self.now) == []
 
     # ---- keys and tags ----
 
@@ -133,21 +195,6 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
             [token for where, who, token in acks if (where, who) == (partition, task)], 0 if from_first else None,
             0, pass_start if plan.finite else None, after,
         )  # fmt: skip
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.open)
-    def withdraw(self, data: st.DataObject) -> None:
-        client, request_id = data.draw(st.sampled_from(sorted(self.open)), "request")
-        del self.open[client, request_id], self.since[client, request_id]
-        assert self.ask(client, p.Withdraw, request_id).value == 1
-        assert self.ask(client, p.Withdraw, request_id).value == 0
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.answered)
-    def withdraw_too_late(self, data: st.DataObject) -> None:
-        client, request_id = data.draw(st.sampled_from(sorted(self.answered)), "request")
-        assert self.ask(client, p.Withdraw, request_id).value == 1
-        assert self.ask(client, p.Withdraw, request_id).value == 0
 
     @rule(data=st.data(), task=tasks, partition=partitions)
     @precondition(lambda self: self.tokens)
@@ -217,7 +264,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
                 waiting = self.parked(name, task)
                 assert not waiting or not self.could_draw(partition, plan, waiting[0][2])
                 fetches = [request for _, _, request in waiting]
-                assert not any(partition.abandoned(request.fields, self.now, GRACE_S) for request in fetches)
+                assert not any(self.producers.lost(request.fields, self.now, GRACE_S) for request in fetches)
 
     def could_draw(self, partition: PartitionModel, plan: TaskPlan, request: Any) -> bool:
         known = self.known_batch(partition, request)
@@ -267,12 +314,31 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         self.now += 1e6
         self.absorb(self.plane.expire(self.now))
         assert not self.open, "each request is answered exactly once"
+        for client in CLIENTS:
+            self.client_gone(client, died=False)
+        assert not any(partition.held() for partition in self.model.values()), "all reservations are given back"
+        self.plane.check_invariants()
+        self.check_nothing_is_lost()
         for name in PARTITIONS:
             self.ask("anna", p.ClearPartition, name)
+        self.now += 1e6
+        assert self.plane.expire(self.now) == []
         state = self.plane.state
         assert (state.allocator.num_used, state.partitions, state.waiters.all()) == (0, {}, [])
         assert self.plane.next_deadline() is None
         assert not any(sampler._states for sampler in state.tasks.samplers())
+
+    def check_nothing_is_lost(self) -> None:
+        """Every sample was received by a reader, is named by the ledger, is still to draw, or was dropped by a tail."""
+        for name, partition in self.model.items():
+            for task, view in partition.views.items():
+                unread = set(partition.live()) - set(view.given)
+                consumer = self.plane.state.partitions[name].consumers.get(task)
+                assert consumer is None or consumer.num_undrawn == len(unread)
+                unnamed = {index for index, key in view.given.items() if key is None}
+                known = view.received[1] if view.received[0] == view.num_resets else set()
+                assert unnamed <= known | set(partition.live()), "what nobody received is to be drawn again"
+                assert unnamed - known == set(), "what nobody received is to be drawn again"
 
 
 HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -103,8 +103,8 @@ def test_cleared_samples_of_a_writer_who_left_cost_nothing(grown):
     plane = used_before()
     grown()
     fill(plane)
-    ask(plane, ACTOR, p.ClearPartition, "p")
-    plane.client_gone(ROLLOUT, now=0.0)  # with it goes what it was answered of late, which it might have missed
+    plane.settle(ACTOR, ask(plane, ACTOR, p.ClearPartition, "p").id)
+    plane.client_gone(ROLLOUT, now=0.0)
     assert grown() < 0.1
 
 

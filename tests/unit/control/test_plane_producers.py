@@ -3,7 +3,23 @@
 
 from __future__ import annotations
 
-from control_kit import ACTOR, REWARDER, ROLLOUT, ask, batch, batches, fetch, park, publish, put, refused, reserve, seal
+import pytest
+from control_kit import (
+    ACTOR,
+    REWARDER,
+    ROLLOUT,
+    ask,
+    batch,
+    batches,
+    fetch,
+    fields,
+    park,
+    publish,
+    put,
+    refused,
+    reserve,
+    seal,
+)
 
 from transfer_queue import protocol as p
 
@@ -71,11 +87,10 @@ def test_one_living_producer_of_a_field_is_enough(make_plane):
     refused(plane.expire(65.0)[0].reply, "ProducersGoneError")
 
 
-def test_the_dead_producer_of_another_field_or_partition_is_no_reason_to_give_up(make_plane):
+def test_the_dead_producer_of_another_field_is_no_reason_to_give_up(make_plane):
     plane = grace(make_plane)
     samples = put(plane, 1, "x")
     publish(plane, samples, "rewards", client=REWARDER)
-    put(plane, 1, partition="q", client=REWARDER)
     park(plane, 2, names=("x",))
     park(plane, 2, names=("x", "rewards"), task="judge")
     plane.client_gone(REWARDER, now=1.0)
@@ -95,14 +110,53 @@ def test_two_deaths_are_told_each_at_its_time(make_plane):
     assert (plane.next_deadline(), len(plane.expire(18.0))) == (18.0, 1)
 
 
-def test_the_goodbye_of_the_last_after_the_death_of_another_is_told(make_plane):
+def test_when_the_last_one_leaves_on_purpose_an_earlier_death_is_no_reason_to_give_up(make_plane):
     plane = grace(make_plane)
     put(plane, 1)
     put(plane, 1, client="second")
     park(plane, 3, wait_s=600.0)
     plane.client_gone(ROLLOUT, now=1.0)
     plane.client_gone("second", now=2.0, died=False)
+    assert plane.expire(50.0) == []
+
+
+def test_a_death_after_the_last_goodbye_is_told(make_plane):
+    plane = grace(make_plane)
+    put(plane, 1)
+    put(plane, 1, client="second")
+    park(plane, 3, wait_s=600.0)
+    plane.client_gone("second", now=1.0, died=False)
+    plane.client_gone(ROLLOUT, now=2.0)
     refused(plane.expire(7.0)[0].reply, "ProducersGoneError", "field 'x'")
+
+
+def test_a_session_that_only_reserved_is_a_living_producer(make_plane):
+    plane = grace(make_plane)
+    put(plane, 1)
+    park(plane, 2, wait_s=600.0)
+    ask(plane, "second", p.Reserve, "q", 1, fields("x"))
+    plane.client_gone(ROLLOUT, now=1.0)
+    assert plane.expire(50.0) == []
+    plane.client_gone("second", now=60.0)
+    refused(plane.expire(65.0)[0].reply, "ProducersGoneError")
+
+
+def test_a_session_that_only_reserved_and_left_says_nothing_about_those_that_published(make_plane):
+    plane = grace(make_plane)
+    put(plane, 1)
+    park(plane, 2, wait_s=600.0)
+    ask(plane, "second", p.Reserve, "q", 1, fields("x"))
+    plane.client_gone(ROLLOUT, now=1.0)
+    plane.client_gone("second", now=60.0, died=False)
+    refused(plane.expire(60.0)[0].reply, "ProducersGoneError")
+
+
+def test_a_producer_that_dies_in_its_first_put_is_told(make_plane):
+    plane = grace(make_plane)
+    ask(plane, ROLLOUT, p.Reserve, "p", 1, fields("x"))
+    park(plane, 1, wait_s=600.0)
+    plane.client_gone(ROLLOUT, now=1.0)
+    refused(plane.expire(6.0)[0].reply, "ProducersGoneError")
 
 
 def test_a_sealed_stream_ends_whether_its_producers_live_or_not(make_plane):
@@ -114,11 +168,34 @@ def test_a_sealed_stream_ends_whether_its_producers_live_or_not(make_plane):
     assert isinstance(fetch(plane, 2, now=100.0), p.Ended)
 
 
-def test_a_partition_made_anew_knows_nothing_of_the_dead(make_plane):
+@pytest.mark.parametrize("parks_first", [True, False])
+def test_producers_that_died_before_the_next_partition_was_filled_are_told_to_those_who_wait_for_it(
+    make_plane, parks_first
+):
     plane = grace(make_plane)
     put(plane, 1)
-    plane.client_gone(ROLLOUT, now=1.0)
     ask(plane, ACTOR, p.ClearPartition, "p")
-    park(plane, 1, wait_s=600.0)
+    if parks_first:
+        park(plane, 1, partition="q", wait_s=600.0)
+    plane.client_gone(ROLLOUT, now=1.0)
+    if parks_first:
+        refused(plane.expire(6.0)[0].reply, "ProducersGoneError", "partition 'q'")
+    refused(fetch(plane, 1, partition="q", now=6.0), "ProducersGoneError", "partition 'q'")
+    assert fetch(plane, 1, partition="q", now=7.0, names=("y",), wait_s=9.0) is None, "nobody knows of that field"
+
+
+def test_a_producer_alive_in_another_partition_is_one_for_all(make_plane):
+    plane = grace(make_plane)
+    put(plane, 1)
+    put(plane, 1, partition="q", client="second")
+    park(plane, 2, wait_s=600.0)
+    plane.client_gone(ROLLOUT, now=1.0)
     assert plane.expire(50.0) == []
-    assert batches(publish(plane, reserve(plane, 1))) == [(ACTOR, [1])]
+
+
+def test_what_is_known_of_fields_does_not_grow_with_sessions_that_leave(make_plane):
+    plane = grace(make_plane)
+    for i in range(50):
+        put(plane, 1, f"field {i}", client=f"client {i}")
+        plane.client_gone(f"client {i}", now=0.0, died=False)
+    assert plane.state.producers._fields == {}

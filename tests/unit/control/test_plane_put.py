@@ -13,6 +13,8 @@ from control_kit import (
     ask,
     batch,
     batches,
+    cancel,
+    chores,
     clear,
     fetch,
     fields,
@@ -31,10 +33,6 @@ from transfer_queue import protocol as p
 
 def status(plane, partition="p"):
     return indexes(ask(plane, ACTOR, p.ConsumptionStatus, partition, "train"))
-
-
-def orphans(plane):
-    return [index for found in plane.take_orphans() for index in found.tolist()]
 
 
 def test_indexes_ascend_over_all_partitions_and_are_never_reused(plane):
@@ -62,7 +60,7 @@ def test_a_sample_is_ready_only_when_every_field_asked_for_is_there(plane):
 def test_a_parked_fetch_is_answered_by_the_publish_that_completes_it(plane):
     samples = reserve(plane, 2)
     park(plane, 2)
-    assert batches(publish(plane, samples[:1])) == []
+    assert batches(publish(plane, samples[:1], begun=0)) == []
     assert batches(publish(plane, samples[1:])) == [(ACTOR, [0, 1])]
     assert plane.next_deadline() is None
 
@@ -165,98 +163,72 @@ def test_check_fields_says_that_samples_were_cleared(plane):
 # ---- cancel ----
 
 
-def test_cancel_gives_back_what_the_client_reserved_and_nothing_else(plane):
-    own, other, live = reserve(plane, 2), reserve(plane, 1, client=REWARDER), put(plane, 1)
-    reply = ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes([*own, *other, *live]))
-    assert indexes(reply) == own
+def test_a_cancelled_reservation_is_given_back_and_its_values_are_a_chore(plane):
+    own = ask(plane, ROLLOUT, p.Reserve, "p", 2)
+    other, live = reserve(plane, 1, client=REWARDER), put(plane, 1)
+    assert cancel(plane, ROLLOUT, own) == ("undone", [])
+    assert chores(plane) == indexes(own)
     publish(plane, other, client=REWARDER)
     assert status(plane) == other + live
+    assert cancel(plane, ROLLOUT, own) == ("kept", [])
 
 
-def test_cancel_names_what_was_cleared_meanwhile_for_values_may_have_come_later(plane):
-    samples, live = reserve(plane, 2), put(plane, 1, partition="q")
-    clear(plane, samples[:1])
-    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(samples))) == [1, 0]
-    assert indexes(ask(plane, ROLLOUT, p.Cancel, "gone", p.pack_indexes([0, *live]))) == [0]
+def test_a_call_of_another_client_is_not_cancelled(plane):
+    own = ask(plane, ROLLOUT, p.Reserve, "p", 1)
+    assert cancel(plane, REWARDER, own) == ("kept", [])
+    assert isinstance(publish(plane, indexes(own), begun=own.id)[0].reply, p.Published)
 
 
-def test_cancel_in_an_empty_partition_is_harmless(plane):
-    ask(plane, ROLLOUT, p.CreatePartition, "p")
-    (live,) = put(plane, 1, partition="q")
-    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes([live]))) == []
+def test_what_was_cleared_meanwhile_is_a_chore_again_for_values_may_have_come_later(plane):
+    own = ask(plane, ROLLOUT, p.Reserve, "p", 2)
+    clear(plane, [0])
+    cancel(plane, ROLLOUT, own)
+    assert chores(plane) == [0, 1]
+    own = ask(plane, ROLLOUT, p.Reserve, "q", 1)
+    ask(plane, ACTOR, p.ClearPartition, "q")
+    put(plane, 1, partition="q")
+    cancel(plane, ROLLOUT, own)
+    assert chores(plane) == [2]
+    assert batch(plane, 1, partition="q") == [3]
 
 
 def test_a_cancelled_write_ends_a_sealed_stream_that_waited_for_it(plane):
-    held = reserve(plane, 1)
+    held = ask(plane, ROLLOUT, p.Reserve, "p", 1)
     seal(plane)
     park(plane, 1)
-    replies = send(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(held))
-    assert [type(to.reply) for to in replies] == [p.Cleared, p.Ended]
+    done, (told,) = cancel(plane, ROLLOUT, held)
+    assert (done, type(told.reply)) == ("undone", p.Ended)
 
 
 def test_tags_and_keys_of_a_cancelled_sample_are_forgotten(plane):
-    (sample,) = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["k"], create=True, hold=True))
-    ask(plane, ROLLOUT, p.SetTags, {"p": {sample: {"v": 1}}})
-    ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes([sample]))
+    reply = ask(plane, ROLLOUT, p.ResolveKeys, "p", ["k"], create=True, hold=True)
+    ask(plane, ROLLOUT, p.SetTags, {"p": {indexes(reply)[0]: {"v": 1}}})
+    cancel(plane, ROLLOUT, reply)
     partition = plane.state.partitions["p"]
     assert (partition.tags, len(partition.keys)) == ({}, 0)
 
 
 def test_cancelled_reservations_do_not_pile_up(plane):
     for _ in range(500):
-        ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(reserve(plane, 3)))
+        cancel(plane, ROLLOUT, ask(plane, ROLLOUT, p.Reserve, "p", 3))
     assert plane.state.partitions["p"].table.size < 200
+    assert plane.state.calls.clients() == []
 
 
-# ---- reservations ahead ----
-
-
-def test_a_publish_may_reserve_for_the_next_put(plane):
-    (own,) = publish(plane, reserve(plane, 2), reserve_next=2)
-    assert indexes(own.reply) == [2, 3]
-    assert status(plane) == [0, 1]
-    publish(plane, [2, 3])
-    assert batch(plane, 4) == [0, 1, 2, 3]
-
-
-def test_a_publish_gives_back_what_was_reserved_ahead_for_its_writer_and_nothing_else(plane):
-    ahead = [index for _ in range(2) for index in indexes(publish(plane, reserve(plane, 1), reserve_next=3)[0].reply)]
-    assert ahead == [1, 2, 3, 5, 6, 7]
-    under_way, foreign = reserve(plane, 1), reserve(plane, 1, client=REWARDER)
-    (theirs,) = publish(plane, foreign, client=REWARDER, reserve_next=2)
-    others = [0, *under_way, *indexes(theirs.reply), 99]
-    (own,) = publish(plane, [1, 2], unused=p.pack_indexes([2, 3, 5, *others]))
-    assert isinstance(own.reply, p.Published)
-    publish(plane, [6, 7, *under_way])
-    publish(plane, indexes(theirs.reply), client=REWARDER)
-    assert batch(plane, 10) == [0, 1, 2, 4, 6, 7, 8, 9, 10, 11]
-
-
-def test_a_reservation_ahead_neither_delays_the_end_nor_survives_the_seal(plane):
-    (own,) = publish(plane, reserve(plane, 1), reserve_next=2)
+def test_what_a_publish_leaves_of_the_reservation_that_it_completes_is_given_back(plane):
+    own = ask(plane, ROLLOUT, p.Reserve, "p", 4)
+    publish(plane, [1, 2], begun=own.id)
+    assert (status(plane), chores(plane)) == ([1, 2], [0, 3])
     seal(plane)
-    assert batch(plane, 1) == [0]
-    assert isinstance(fetch(plane, 1), p.Ended)
-    (late,) = publish(plane, indexes(own.reply))
-    refused(late.reply, "SampleClearedError", "was sealed")
-    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", own.reply.indexes)) == [1, 2]
+    assert batch(plane, 3) == [1, 2]
 
 
-def test_nothing_is_reserved_ahead_where_it_would_take_room_or_samples_of_others(make_plane):
-    limited = make_plane(capacity=8)
-    (own,) = publish(limited, reserve(limited, 1), reserve_next=1)
-    assert indexes(own.reply) == []
-    counted = make_plane()
-    ask(counted, ACTOR, p.CreatePartition, "p", 3)
-    (own,) = publish(counted, reserve(counted, 2), reserve_next=2)
-    assert indexes(own.reply) == []
-
-
-def test_the_death_of_a_writer_gives_back_what_it_reserved_ahead_even_after_the_seal(plane):
-    publish(plane, reserve(plane, 1), reserve_next=2)
-    seal(plane)
-    plane.client_gone(ROLLOUT, now=1.0)
-    assert orphans(plane) == [1, 2]
+def test_a_published_write_cannot_be_undone(plane):
+    own = ask(plane, ROLLOUT, p.Reserve, "p", 2)
+    publish(plane, indexes(own), begun=own.id)
+    assert cancel(plane, ROLLOUT, own)[0] == "kept"
+    plane.client_gone(ROLLOUT, 1.0)
+    assert (status(plane), chores(plane)) == ([0, 1], [])
 
 
 # ---- sealed partitions ----
@@ -306,7 +278,7 @@ def test_preallocated_samples_cannot_be_published_without_being_reserved(make_pl
 
 def test_a_cancelled_put_leaves_as_many_preallocated_samples_under_new_indexes(make_plane):
     plane = make_plane(preallocate=3)
-    ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(reserve(plane, 2)))
+    cancel(plane, ROLLOUT, ask(plane, ROLLOUT, p.Reserve, "p", 2))
     assert status(plane) == [2, 3, 4]
     assert put(plane, 3) == [2, 3, 4]
 
@@ -434,12 +406,12 @@ def test_inserted_samples_count_at_once_and_show_the_fields_asked_for_as_placeho
 # ---- writers that die ----
 
 
-def test_a_producer_killed_in_a_put_leaves_nothing_visible_and_its_values_are_orphans(plane):
+def test_a_producer_killed_in_a_put_leaves_nothing_visible_and_its_values_are_a_chore(plane):
     reserve(plane, 2)
     kept = put(plane, 1)
     assert plane.client_gone(ROLLOUT, now=1.0) == []
-    assert orphans(plane) == [0, 1]
-    assert orphans(plane) == []
+    assert chores(plane) == [0, 1]
+    assert chores(plane) == []
     assert status(plane) == kept
     (late,) = publish(plane, [0])
     refused(late.reply, "SampleClearedError", "[0]")
@@ -462,16 +434,16 @@ def test_reservations_of_a_dead_writer_make_room(make_plane):
     assert (woken.client, indexes(woken.reply)) == (REWARDER, [2, 3])
 
 
-def test_what_a_writer_held_when_it_was_cleared_is_an_orphan_once_the_writer_is_dead(plane):
+def test_what_a_writer_held_when_it_was_cleared_is_a_chore_once_the_writer_is_dead(plane):
     first, second = reserve(plane, 2), reserve(plane, 1, partition="q")
     clear(plane, first[:1])
     ask(plane, ACTOR, p.ClearPartition, "q")
     ask(plane, ACTOR, p.ClearPartition, "p")
     plane.client_gone(ROLLOUT, now=1.0)
-    assert sorted(orphans(plane)) == first + second
+    assert sorted(chores(plane)) == first + second
 
 
 def test_a_client_that_never_wrote_may_vanish_unnoticed(plane):
     put(plane, 1)
     assert plane.client_gone("stranger", now=1.0) == []
-    assert orphans(plane) == []
+    assert chores(plane) == []

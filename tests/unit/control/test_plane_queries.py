@@ -257,6 +257,7 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
 @pytest.mark.parametrize(
     "request_",
     [
+        p.Hello(7, pid=1, version=p.PROTOCOL_VERSION),
         p.Hello(7, pid=1),
         p.Goodbye(7),
         p.CreatePartition(7, "p", -1),
@@ -264,14 +265,13 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
         p.Reserve(7, "p", 1, {"x": p.FieldSpec("float16", (1,))}),
         p.Insert(7, "p", -2),
         p.CheckFields(7, "nowhere", b"", {}),
-        p.Cancel(7, "p", p.pack_indexes([77])),
-        p.Cancel(7, "p", b"odd"),
+        p.Cancel(7, 3),
+        p.Put(7, p.Reserve(7, "p", 1)),
         p.Publish(7, "p", b"odd", {}),
         p.Publish(7, "p", p.pack_indexes([]), {"x": INT}),
         p.Publish(7, "p", p.pack_indexes([0, 77]), {"new": INT}, {0: {"v": 1}}),
         p.Fetch(7, "p", "t", [], 1),
         p.Fetch(7, "p", "t", ["x"], 0, wait_s=9.0),
-        p.Withdraw(7, 99),
         p.Ack(7, "p", "t", ["?"]),
         p.Describe(7, "nowhere"),
         p.ConsumptionStatus(7, "p", "t"),
@@ -310,27 +310,27 @@ def fingerprint(plane):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", sorted(p.AnyRequest.__args__, key=lambda verb: verb.__name__))
+@pytest.mark.parametrize("verb", sorted(set(p.AnyRequest.__args__) - {p.Put}, key=lambda verb: verb.__name__))
 def test_the_plane_knows_every_request_of_the_protocol(plane, verb):
     assert verb in plane._verbs
 
 
-def test_a_withdrawn_request_is_neither_carried_out_nor_answered_and_makes_way(plane):
+def test_a_cancelled_request_is_neither_carried_out_nor_answered_and_makes_way(plane):
     large = p.Fetch(1001, "p", "train", ["x"], 3, wait_s=9.0)
     assert plane.handle(ACTOR, large, 0.0) == []
     park(plane, 1, client="small")
     put(plane, 2)
-    assert ask(plane, CRITIC, p.Withdraw, 1001).value == 0
-    own, served = plane.handle(ACTOR, p.Withdraw(1002, 1001), 0.0)
-    assert own == To(ACTOR, p.Done(1002, 1))
+    assert ask(plane, CRITIC, p.Cancel, 1001).value == "kept"
+    own, served = plane.handle(ACTOR, p.Cancel(1002, 1001), 0.0)
+    assert own == To(ACTOR, p.Done(1002, "removed"))
     assert batches([served]) == [("small", [0])]
     assert plane.next_deadline() is None
 
 
-def test_a_withdrawn_put_reserves_nothing(make_plane):
+def test_a_cancelled_put_reserves_nothing(make_plane):
     plane = make_plane(capacity=1)
     samples = put(plane, 1)
     assert plane.handle(REWARDER, p.Reserve(1001, "p", 1), 0.0) == []
-    plane.handle(REWARDER, p.Withdraw(1002, 1001), 0.0)
+    plane.handle(REWARDER, p.Cancel(1002, 1001), 0.0)
     assert len(send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples))) == 1
     assert plane.state.allocator.num_used == 0

@@ -11,7 +11,6 @@ from control_kit import (
     batches,
     clear,
     fetch,
-    indexes,
     not_ready,
     park,
     publish,
@@ -68,15 +67,6 @@ def test_a_group_split_between_preallocated_and_new_samples_is_whole(make_plane)
     put(plane, 1, partition="other")
     assert put(plane, 2) == [2, 6]
     assert [batch(plane, 2) for _ in range(2)] == [[0, 1], [2, 6]]
-
-
-def test_each_publish_out_of_one_reservation_ahead_is_a_put_of_its_own(plane):
-    grpo(plane, 3)
-    (own,) = publish(plane, reserve(plane, 3), reserve_next=10)
-    ahead = indexes(own.reply)
-    publish(plane, ahead[:4])
-    publish(plane, ahead[4:10])
-    assert [batch(plane, 3) for _ in range(4)] == [[0, 1, 2], ahead[:3], ahead[4:7], ahead[7:10]]
 
 
 @pytest.mark.parametrize("dp_size", [2, 3, 4])

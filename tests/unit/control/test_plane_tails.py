@@ -11,6 +11,7 @@ from control_kit import (
     ask,
     batch,
     batches,
+    cancel,
     clear,
     fetch,
     indexes,
@@ -304,7 +305,7 @@ def test_a_cancelled_put_does_not_end_a_finite_stream_early(make_plane):
     plane = make_plane(preallocate=2)
     put(plane, 1)
     batch(plane, 1, finite=True)
-    ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(reserve(plane, 1)))
+    cancel(plane, ROLLOUT, ask(plane, ROLLOUT, p.Reserve, "p", 1))
     park(plane, 1, finite=True)
     assert batches(publish(plane, reserve(plane, 1))) == [(ACTOR, [2])]
 

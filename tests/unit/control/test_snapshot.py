@@ -19,6 +19,8 @@ from control_kit import (
     ask,
     batch,
     batches,
+    cancel,
+    chores,
     clear,
     clear_consumed,
     fetch,
@@ -48,9 +50,9 @@ SAVER = "saver"
 
 
 def save(plane: ControlPlane, now: float = 0.0) -> bytes:
-    frozen = ask(plane, SAVER, p.Freeze, 1, now=now)
+    frozen = ask(plane, SAVER, p.Freeze, now=now)
     assert isinstance(frozen, p.Frozen), frozen
-    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == []
+    assert indexes(ask(plane, SAVER, p.Thaw, frozen.id)) == []
     return frozen.state
 
 
@@ -74,18 +76,19 @@ class RestoredMachine(PlaneMachine):
     def restart(self) -> None:
         for client in CLIENTS:
             self.client_gone(client, died=False)
-        state = self.ask("anna", p.Freeze, 1).state
-        assert self.ask("anna", p.Thaw, 1).indexes == b""
+        state = self.frozen()
         self.plane = ControlPlane(PlaneConfig(capacity=self.capacity, producer_grace_s=GRACE_S))
         (answer,) = self.plane.handle("anna", p.Restore(1, state), self.now)
         assert answer.reply == p.Cleared(1, b"")
         self.plane.check_invariants()
-        again = self.ask("anna", p.Freeze, 1).state
-        assert lasting(again) == lasting(state), "nothing was lost on the way"
-        self.ask("anna", p.Thaw, 1)
-        for partition in self.model.values():  # who produces what isn't saved: processes are others then
-            partition.alive.clear()
-            partition.died_at.clear()
+        assert lasting(self.frozen()) == lasting(state), "nothing was lost on the way"
+        self.producers.clear()  # who produces what isn't saved: processes are others then
+
+    def frozen(self) -> bytes:
+        reply = self.ask("anna", p.Freeze)
+        assert self.ask("anna", p.Thaw, reply.id).indexes == b""
+        state: bytes = reply.state
+        return state
 
 
 @pytest.mark.timeout(600)
@@ -201,7 +204,7 @@ class Forgetful(BaseSampler):
 
 def test_a_sampler_that_remembers_what_no_file_can_hold_is_named(make_plane):
     plane = make_plane(sampler=Forgetful())
-    refused(ask(plane, SAVER, p.Freeze, 1), "CheckpointError", "save_checkpoint() must return plain data")
+    refused(ask(plane, SAVER, p.Freeze), "CheckpointError", "save_checkpoint() must return plain data")
     put(plane, 1)
     assert clear(plane, [0]) == [0]
 
@@ -256,7 +259,7 @@ def test_a_writer_that_reserved_before_the_restore_is_refused_and_its_values_are
     load(other, save(plane))
     refused(publish(other, mine)[0].reply, "SampleClearedError")
     other.client_gone(ROLLOUT, 0.0)
-    assert [part.tolist() for part in other.take_orphans()] == [mine]
+    assert chores(other) == mine
 
 
 def test_a_checkpoint_larger_than_the_queue_is_refused(plane, make_plane):
@@ -276,15 +279,37 @@ def test_indexes_in_use_are_refused_unless_others_were_set_aside(plane, make_pla
     assert batch(other, 1, partition="q") == [0]
 
 
-def test_what_was_stored_for_a_restore_is_dropped_when_its_client_ends_or_gives_up(plane):
+def test_what_was_stored_for_a_restore_is_deleted_when_its_client_ends_or_cancels(plane):
     assert ask(plane, SAVER, p.Stage, p.pack_indexes([4, 6])).value == 0
-    assert ask(plane, CRITIC, p.Stage, p.pack_indexes([4, 6])).value == 3
+    staged = ask(plane, CRITIC, p.Stage, p.pack_indexes([4, 6]))
+    assert staged.value == 3
     assert put(plane, 1) == [10]
+    plane.received(CRITIC, [staged.id])
     plane.client_gone(SAVER, 0.0)
-    assert [part.tolist() for part in plane.take_orphans()] == [[4, 6]]
-    assert indexes(ask(plane, CRITIC, p.Cancel, "", p.pack_indexes([7, 9]))) == [7, 9]
+    assert chores(plane) == [4, 6]
+    assert cancel(plane, CRITIC, staged)[0] == "undone"
+    assert chores(plane) == [7, 9]
     plane.client_gone(CRITIC, 0.0)
-    assert plane.take_orphans() == []
+    assert chores(plane) == []
+
+
+def test_what_was_staged_and_not_restored_is_deleted(plane):
+    put(plane, 2)
+    state = save(plane)
+    ask(plane, SAVER, p.Stage, p.pack_indexes([50, 51]))
+    shift = ask(plane, SAVER, p.Stage, p.pack_indexes([0, 1])).value
+    restored = ask(plane, SAVER, p.Restore, state, shift)
+    assert (indexes(restored), chores(plane)) == ([0, 1], [50, 51])
+    plane.settle(SAVER, restored.id)
+    plane.client_gone(SAVER, 0.0)
+    assert chores(plane) == []
+    assert batch(plane, 2) == [52, 53]
+
+
+@pytest.mark.parametrize("wrong", [[-1, 3], [2**62], [2**63 - 1]])
+def test_indexes_that_no_queue_hands_out_are_not_staged(plane, wrong):
+    refused(ask(plane, SAVER, p.Stage, p.pack_indexes(wrong)), "CheckpointError", "out of range")
+    assert put(plane, 1) == [0]
 
 
 def corrupted(state: bytes, change: Any) -> bytes:
@@ -333,58 +358,56 @@ def test_bytes_that_are_no_state_are_refused(plane):
 def test_what_is_cleared_meanwhile_is_hidden_at_once_and_dropped_afterwards(plane):
     put(plane, 4)
     put(plane, 2, partition="q")
-    ask(plane, SAVER, p.Freeze, 1)
+    frozen = ask(plane, SAVER, p.Freeze)
     late = put(plane, 1)
     assert clear(plane, [0, 1, *late]) == late
     assert indexes(ask(plane, ACTOR, p.ClearPartition, "q")) == []
     assert batch(plane, 2) == [2, 3]
     assert clear_consumed(plane) == []
-    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == [0, 1, 2, 3, 4, 5]
-    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == []
+    assert indexes(ask(plane, SAVER, p.Thaw, frozen.id)) == [0, 1, 2, 3, 4, 5]
+    assert indexes(ask(plane, SAVER, p.Thaw, frozen.id)) == []
 
 
-@pytest.mark.parametrize("other", [(SAVER, 2), (CRITIC, 1)])
-def test_two_may_save_at_a_time(plane, other):
-    client, number = other
+@pytest.mark.parametrize("client", [SAVER, CRITIC])
+def test_two_may_save_at_a_time(plane, client):
     put(plane, 3)
-    ask(plane, SAVER, p.Freeze, 1)
-    ask(plane, client, p.Freeze, number)
+    first, second = ask(plane, SAVER, p.Freeze), ask(plane, client, p.Freeze)
     assert clear(plane, [0]) == []
-    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == []
+    assert indexes(ask(plane, SAVER, p.Thaw, first.id)) == []
     assert clear(plane, [1]) == []
-    assert indexes(ask(plane, client, p.Thaw, number)) == [0, 1]
+    assert indexes(ask(plane, client, p.Thaw, second.id)) == [0, 1]
 
 
 def test_what_a_saver_kept_is_dropped_when_it_ends(plane):
     put(plane, 2)
-    ask(plane, SAVER, p.Freeze, 1)
+    ask(plane, SAVER, p.Freeze)
     clear(plane, [1])
     plane.client_gone(SAVER, 0.0)
-    assert [part.tolist() for part in plane.take_orphans()] == [[1]]
+    assert chores(plane) == [1]
     assert clear(plane, [0]) == [0]
 
 
 def test_a_put_that_replaces_values_waits_until_they_are_read(plane):
     mine = p.pack_indexes(put(plane, 2))
-    ask(plane, SAVER, p.Freeze, 1)
+    frozen = ask(plane, SAVER, p.Freeze)
     other = p.pack_indexes(put(plane, 1))
     assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", other, {"x": INT}, 9.0), p.Done), "not being saved"
     assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", mine, {"r": INT}, 9.0), p.Done), "replaces nothing"
     assert ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None
-    assert [type(to.reply) for to in send(plane, SAVER, p.Thaw, 1)] == [p.Cleared, p.Done]
+    assert [type(to.reply) for to in send(plane, SAVER, p.Thaw, frozen.id)] == [p.Cleared, p.Done]
     refused(ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": FLOAT}), "SchemaConflictError")
 
 
 def test_a_put_by_key_that_replaces_values_waits_and_new_keys_and_tags_do_not(plane):
     samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
     publish(plane, samples, "x")
-    ask(plane, SAVER, p.Freeze, 1)
+    frozen = ask(plane, SAVER, p.Freeze)
     keyed = {"create": True, "hold": True, "wait_s": 9.0}
     assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["x"]) is None
     assert len(indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["v"], **keyed, writes=["x"]))) == 1
     assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed)) == samples
     assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["r"])) == samples
-    (_, answer) = send(plane, SAVER, p.Thaw, 1)
+    (_, answer) = send(plane, SAVER, p.Thaw, frozen.id)
     assert indexes(answer.reply) == samples
 
 
@@ -392,41 +415,53 @@ def test_a_put_that_waits_for_a_save_holds_up_no_other_put(make_plane):
     plane = make_plane(capacity=3)
     samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", ["u"], True, True))
     publish(plane, samples, "x")
-    ask(plane, SAVER, p.Freeze, 1)
+    ask(plane, SAVER, p.Freeze)
     assert ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], True, True, {}, 9.0, ["x"]) is None
     assert reserve(plane, 2) == [1, 2]
 
 
 def test_a_put_that_waits_for_a_save_in_vain_is_told_so(plane):
     mine = p.pack_indexes(put(plane, 2))
-    ask(plane, SAVER, p.Freeze, 1)
+    ask(plane, SAVER, p.Freeze)
     assert ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None
     assert plane.expire(8.5) == []
     (late,) = plane.expire(9.0)
     refused(late.reply, "CheckpointError", "'p'", "waited 9.0 s", "put_timeout_s")
 
 
-def leave(plane: ControlPlane) -> bytes:
+def leave(plane: ControlPlane) -> tuple[bytes, Any]:
     """REWARDER got leave to replace "x" of a sample."""
     mine = p.pack_indexes(put(plane, 1))
-    assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT}), p.Done)
-    return mine
+    reply = ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT})
+    assert isinstance(reply, p.Done)
+    return mine, reply
 
 
 @pytest.mark.parametrize("how", ["publish", "cancel", "end"])
 def test_a_save_waits_for_writers_that_are_replacing_values(plane, how):
-    mine = leave(plane)
-    assert ask(plane, SAVER, p.Freeze, 1, 9.0) is None
+    mine, checked = leave(plane)
+    plane.received(REWARDER, [checked.id])  # says nothing about the write
+    assert ask(plane, SAVER, p.Freeze, 9.0) is None
     assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None, "a save that waits goes first"
     if how == "publish":
-        replies = send(plane, REWARDER, p.Publish, "p", mine, {"x": INT})[1:]
+        replies = send(plane, REWARDER, p.Publish, "p", mine, {"x": INT}, begun=checked.id)[1:]
     elif how == "cancel":
-        replies = send(plane, REWARDER, p.Cancel, "p", mine)[1:]
+        replies = send(plane, REWARDER, p.Cancel, checked.id)[1:]
     else:
         replies = plane.client_gone(REWARDER, 0.0)
-    assert [(to.client, type(to.reply)) for to in replies] == [(SAVER, p.Frozen)]
-    thawed = send(plane, SAVER, p.Thaw, 1)
+    ((client, frozen),) = replies
+    assert (client, type(frozen)) == (SAVER, p.Frozen)
+    thawed = send(plane, SAVER, p.Thaw, frozen.id)
     assert [(to.client, type(to.reply)) for to in thawed] == [(SAVER, p.Cleared), (CRITIC, p.Done)]
+
+
+def test_a_save_that_is_cancelled_ends_and_what_it_kept_is_deleted(plane):
+    put(plane, 1)
+    frozen = ask(plane, SAVER, p.Freeze)
+    plane.received(SAVER, [frozen.id])
+    clear(plane, [0])
+    assert cancel(plane, SAVER, frozen)[0] == "undone"
+    assert chores(plane) == [0]
 
 
 def test_a_put_that_replaces_nothing_holds_up_no_save(plane):
@@ -436,25 +471,16 @@ def test_a_put_that_replaces_nothing_holds_up_no_save(plane):
     assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["u"], **keyed, writes=["r"])) == samples
     assert indexes(ask(plane, REWARDER, p.ResolveKeys, "p", ["v"], **keyed, writes=["x"])) == [1]
     assert isinstance(ask(plane, REWARDER, p.CheckFields, "p", p.pack_indexes(samples), {"r": INT}), p.Done)
-    assert isinstance(ask(plane, SAVER, p.Freeze, 1), p.Frozen)
+    assert isinstance(ask(plane, SAVER, p.Freeze), p.Frozen)
 
 
 def test_a_writer_that_never_says_what_became_of_its_put_holds_up_a_save_for_so_long_only(plane):
-    mine = leave(plane)
-    assert ask(plane, SAVER, p.Freeze, 1, 9.0) is None
+    mine, _ = leave(plane)
+    assert ask(plane, SAVER, p.Freeze, 9.0) is None
     (answer,) = plane.expire(9.0)
     assert isinstance(answer.reply, p.Frozen)
     assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 99.0) is None
     assert plane.next_deadline() == 99.0
-
-
-def test_what_is_being_saved_is_not_taken_back_from_a_writer_that_died(plane):
-    samples = put(plane, 2)
-    ask(plane, SAVER, p.Freeze, 1)
-    clear(plane, [0])
-    assert plane.unpublished(p.unpack_indexes(p.pack_indexes(samples)), ["x"]).tolist() == []
-    assert indexes(ask(plane, ROLLOUT, p.Cancel, "p", p.pack_indexes(samples))) == []
-    assert indexes(ask(plane, SAVER, p.Thaw, 1)) == [0]
 
 
 def everything_saved() -> bytes:

@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from transfer_queue.control.waiters import Waiters
+
+
+class Named(NamedTuple):
+    """A request of which only the number matters."""
+
+    id: str
 
 
 @pytest.fixture
@@ -14,11 +22,11 @@ def waiters():
 
 
 def park(waiters, name, deadline=10.0, lane="p", order=0.0):
-    return waiters.park("client", name, 0.0, deadline, lane, order)
+    return waiters.park("client", Named(name), 0.0, deadline, lane, order)
 
 
 def requests(parked):
-    return [each.request for each in parked]
+    return [each.request.id for each in parked]
 
 
 def test_a_lane_is_in_order_of_rank_then_of_arrival(waiters):
@@ -52,11 +60,19 @@ def test_an_answered_request_does_not_expire_and_may_be_removed_twice(waiters):
     assert (waiters.expired(2.0), waiters.next_deadline()) == ([], None)
 
 
-def test_requests_are_removed_by_condition_from_every_lane(waiters):
+def test_the_requests_of_a_lane_are_removed_together(waiters):
     for name, lane in (("a", "p"), ("b", "q"), ("c", "p")):
         park(waiters, name, lane=lane)
-    assert requests(waiters.remove_where(lambda parked: parked.request != "c")) == ["a", "b"]
-    assert requests(waiters.all()) == ["c"]
+    assert requests(waiters.remove_lane("p")) == ["a", "c"]
+    assert requests(waiters.all()) == ["b"]
+    assert waiters.remove_lane("p") == []
+
+
+def test_a_request_is_found_by_its_client_and_its_number(waiters):
+    parked = park(waiters, "a")
+    assert (waiters.find("client", "a"), waiters.find("other", "a"), waiters.of("client")) == (parked, None, [parked])
+    waiters.remove(parked)
+    assert (waiters.find("client", "a"), waiters.of("client")) == (None, [])
 
 
 def test_deadlines_of_answered_requests_do_not_pile_up(waiters):
