@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from transfer_queue import protocol as p
 from transfer_queue.client.keys import Keys
 from transfer_queue.metadata import BatchMeta
@@ -78,4 +80,5 @@ class Partitions(Keys):
         ``SimpleStorage.arena: false``, or where no mapping is to be had), or "undecided" until its first put or get
         there, which decides it once, by trying.
         """
-        return [dict(unit) for unit in await self.storage_manager.stats()]
+        units = [msgspec.structs.asdict(unit) for unit in await self.storage_manager.stats()]
+        return [{name: value for name, value in unit.items() if name != "id"} for unit in units]

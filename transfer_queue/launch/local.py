@@ -73,12 +73,6 @@ class LocalQueue:
         if _together(conf):  # units that share a process are one: they share its memory as they need it
             count, capacity = 1, None if capacity is None else capacity * count
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
-        infos = {
-            name: local_server(Role.STORAGE.value, name, "put_get_socket", address) for name, address in units.items()
-        }
-        controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address)
-        conf = _with_servers(conf, self.address, controller, infos)
-        common = self._orders(conf, sampler, capacity)
         if together:
             orders = [{"address": self.address, "controller": True, "unit": next(iter(units))}]
         else:
@@ -86,6 +80,15 @@ class LocalQueue:
             if sampler is not None:
                 orders.append({"address": self.address, "controller": True, "unit": None})
         processes = [self._spawn() for _ in orders]
+        pids = {own["address"]: process.pid for own, process in zip(orders, processes, strict=True)}
+        infos = {
+            name: local_server(Role.STORAGE.value, name, "put_get_socket", address, pids[address])
+            for name, address in units.items()
+        }
+        pid = pids.get(self.address, self._owner)
+        controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
+        conf = _with_servers(conf, self.address, controller, infos)
+        common = self._orders(conf, sampler, capacity)
         for process, own in zip(processes, orders, strict=True):
             _tell(process, {**common, **own})
         if sampler is None:

@@ -12,6 +12,7 @@ from transfer_queue.storage.pieces import Piece, Positions
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
+    import msgspec
     from tensordict import TensorDict
 
 DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -163,7 +164,7 @@ class StorageManager(ABC):
         data = columns.unpack(parts, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
         await self.put_data(data, RowsOf(indexes, sorted(pieces)))
 
-    async def stats(self) -> Sequence[Mapping[str, Any]]:
+    async def stats(self) -> Sequence[msgspec.Struct]:
         """Numbers of each process that holds values; none where a backend has no such processes."""
         return []
 

@@ -20,11 +20,13 @@ class ZMQServerInfo:
         id: str,
         ip: str = "localhost",
         ports: Mapping[str, str] | None = None,
+        pid: int | None = None,
     ) -> None:
         self.role = role
         self.id = id
         self.ip = ip
         self.ports = dict(ports or {})
+        self.pid = pid
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ZMQServerInfo) and self.to_dict() == other.to_dict()
@@ -42,7 +44,7 @@ class ZMQServerInfo:
         return self.ports[port_name]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"role": self.role, "id": self.id, "ip": self.ip, "ports": dict(self.ports)}
+        return {"role": self.role, "id": self.id, "ip": self.ip, "ports": dict(self.ports), "pid": self.pid}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ZMQServerInfo:
@@ -53,6 +55,6 @@ class ZMQServerInfo:
         return Peer(f"{self.role} {self.id}", next(iter(self.ports.values())))
 
 
-def local_server(role: str, server_id: str, socket_name: str, address: str) -> ZMQServerInfo:
+def local_server(role: str, server_id: str, socket_name: str, address: str, pid: int) -> ZMQServerInfo:
     """A server that is a process of this host."""
-    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address})
+    return ZMQServerInfo(role, server_id, "localhost", {socket_name: address}, pid)

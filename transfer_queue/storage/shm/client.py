@@ -15,7 +15,7 @@ from transfer_queue.protocol import Cancel, Done, Request
 from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run
-from transfer_queue.storage.shm.connection import UnitConnection, decide_paths
+from transfer_queue.storage.shm.connection import SeenStats, UnitConnection, decide_paths
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Columns,
@@ -185,7 +185,7 @@ class SharedMemoryManager(StorageManager, InFront):
         names = None if fields is None else sorted(set(fields))
         await self._ask_shares(indexes, lambda unit, own: Delete(self.session.number(), own, names), Deleted)
 
-    async def stats(self) -> list[dict[str, Any]]:
+    async def stats(self) -> list[SeenStats]:
         """What every unit holds, in the order of the configuration, and which way this client's values go there."""
         asks = [(unit.peer, AskUnitStats(self.session.number()), ()) for unit in self._units]
         answers = await self.session.call_many(asks, self._timeout_s)

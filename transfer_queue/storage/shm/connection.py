@@ -18,6 +18,16 @@ from transfer_queue.transport.modes import is_blocking
 Path: TypeAlias = Literal["arena", "frames", "undecided"]
 
 
+class SeenStats(UnitStats, frozen=True):
+    """A unit's numbers, and how the values of the client that asked go there.
+
+    ``path``: "arena", through memory that both map, but for small values; "frames", in messages; "undecided" before the
+    client's first put or get there.
+    """
+
+    path: Path = "undecided"
+
+
 class UnitConnection:
     """Any thread may use it."""
 
@@ -44,11 +54,9 @@ class UnitConnection:
             return "undecided"
         return "frames" if self._arena is None else "arena"
 
-    def stats(self, stats: UnitStats) -> dict[str, object]:
+    def stats(self, stats: UnitStats) -> SeenStats:
         """The unit's numbers, and how this client's values go there."""
-        numbers = msgspec.structs.asdict(stats)
-        del numbers["id"]
-        return {**numbers, "path": self.path}
+        return SeenStats(**msgspec.structs.asdict(stats), path=self.path)
 
     def close(self) -> None:
         """Unmap the arena once nothing refers to it."""
