@@ -10,27 +10,30 @@ from typing import Any, NamedTuple, Protocol
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a NumPy array."""
 
+NOBODY_WAITS = 0
+"""The request id of a message that expects no answer: of ``tell``, and of a cancel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server that can be called.
-
-    ``pid`` and ``pid_namespace`` let a caller on the same host notice its death at once; None when unknown.
-    """
+    """A server that can be called. ``address``: ``ipc://PATH`` or ``tcp://HOST:PORT``."""
 
     name: str
     address: str
-    pid: int | None = None
-    pid_namespace: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to one peer: a short encoded header and the values' buffers beside it, sent without copying them."""
+    """One request to one peer: a short encoded header and the values' buffers beside it.
+
+    ``cancel`` is the header that revokes the call. It is sent on the same connection, after the call, when the call
+    fails or is given up; empty: the call is only not waited for any more.
+    """
 
     peer: Peer
     header: bytes
     frames: Sequence[Buffer] = ()
+    cancel: bytes = b""
 
 
 class Reply(NamedTuple):
@@ -46,16 +49,29 @@ class Caller(Protocol):
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         """Send each as soon as it is made, then wait for all, ``timeout_s`` from the last one on.
 
-        What making a call raises is raised here; the answers to those before it are lost.
+        Either all answers are returned, or the cancel of every call that was sent is sent, too. That holds for a
+        deadline, a cancelled task, Ctrl-C, a closed ``Begun``, and for an error of one call or of making it.
 
         Raises:
-            QueueUnreachableError: a peer is gone, or did not answer within ``timeout_s``.
+            QueueUnreachableError: a peer has ended, or did not answer within ``timeout_s``.
+        """
+        ...
+
+    async def tell(self, call: Call) -> None:
+        """Send a message that expects no answer; never waits. What can't be sent at once goes before the next message
+        of its connection. An event loop sends it as soon as there is room.
+
+        Raises:
+            QueueUnreachableError: the peer has ended.
         """
         ...
 
 
 class Envelope(NamedTuple):
-    """Who asked and where the answer goes. ``client`` is the asking process' client id; the rest is the transport's."""
+    """The client that asked, and the way back to it. ``request_id`` is ``NOBODY_WAITS`` where none is expected.
+
+    The name is the one that the client's connection gave when it was opened.
+    """
 
     client: str
     request_id: int
@@ -64,7 +80,7 @@ class Envelope(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One answer on its way to ``envelope``."""
+    """One answer on its way to ``envelope``. It is dropped where nobody waits."""
 
     envelope: Envelope
     header: bytes
@@ -72,10 +88,10 @@ class Outgoing:
 
 
 class Handler(Protocol):
-    """The deciding side of a server. Answers each envelope exactly once, at once or later."""
+    """The deciding side of a server. It answers each envelope at most once, at once or later."""
 
     def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
-        """Answers this request lets go, its own or parked ones. ``now`` is monotonic seconds."""
+        """The answers that this request makes possible, its own or parked ones. ``now`` is monotonic seconds."""
         ...
 
     def expire(self, now: float) -> Iterable[Outgoing]:
@@ -87,5 +103,52 @@ class Handler(Protocol):
         ...
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
-        """The client said goodbye or its process died."""
+        """The last connection of this client has closed, and all that came on it has been handled."""
+        ...
+
+
+class Service(Protocol):
+    """What a listener tells the server that it belongs to."""
+
+    def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
+        """A request has come."""
+        ...
+
+    def joined(self, client: str, route: Route) -> None:
+        """A connection has said to which client it belongs."""
+        ...
+
+    def left(self, client: str, route: Route) -> None:
+        """Such a connection has closed."""
+        ...
+
+
+class Route(Protocol):
+    """The server's end of one connection of a client."""
+
+    def send(self, answer: Outgoing) -> None:
+        """Dropped when the client is there no more. Calls nothing of the server."""
+        ...
+
+    def disconnect(self) -> None:
+        """End the connection soon: the server is told by ``left``, but not within this call."""
+        ...
+
+
+class Listener(Protocol):
+    """Where clients of one address come in."""
+
+    address: str
+    """Where it listens; for ``tcp://HOST:0`` with the port that was free."""
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` must be called next, in monotonic seconds."""
+        ...
+
+    def expire(self, now: float) -> None:
+        """Do what was due."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection without a word to the server, and leave no file."""
         ...

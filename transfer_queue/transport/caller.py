@@ -1,59 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling side over sockets: a blocked thread borrows a line per call, the calls of an event loop share one."""
+"""The calling side over sockets: a blocked thread borrows connections, the calls of an event loop share one per peer.
+
+A connection that a server has seen is kept until the caller is closed, whatever becomes of the calls on it: with the
+last one that closes the client is gone for the server, and so is all that it holds there.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import errno
+import contextlib
 import itertools
 import os
 import threading
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from transfer_queue.errors import ClosedError
-from transfer_queue.transport.base import Call, Peer, Reply
-from transfer_queue.transport.blocked import AllSent, Asked, wait_for_some
+from transfer_queue.transport.base import NOBODY_WAITS, Call, Peer, Reply
+from transfer_queue.transport.connection import Connection, closed, gone, silent
 from transfer_queue.transport.descriptors import Descriptors
-from transfer_queue.transport.line import Line, closed, gone, silent, unconnected
-from transfer_queue.transport.loop_line import LoopLine
+from transfer_queue.transport.loop_connection import LoopConnection, revoke
 from transfer_queue.transport.modes import is_blocking, pause
-from transfer_queue.transport.plain_line import PlainLine
-from transfer_queue.transport.zmq_line import ZmqLine
+from transfer_queue.transport.unix import UnixConnection
+from transfer_queue.transport.waiting import AllSent, wait_for_some
 
-_NOBODY_THERE = (errno.ENOENT, errno.ECONNREFUSED)
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LAST = (-1,)
+
+
+class _Asked(NamedTuple):
+    connection: Connection
+    call: Call
 
 
 class SocketCaller:
-    """Calls peers from any thread and any event loop of the process that made it.
-
-    Whether a peer is called over a plain Unix socket or over ZMQ is found out by trying, once.
-    """
+    """Calls peers from any thread and any event loop of the process that made it."""
 
     def __init__(self, client_id: str) -> None:
         self._client = client_id
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(NOBODY_WAITS + 1)
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._plain: dict[Peer, bool] = {}
-        self._idle: dict[tuple[str, int | None], list[Line]] = {}
-        self._lines: dict[tuple[int, Peer], LoopLine] = {}
-        self._num_blocked = 0
-        self._wake: Descriptors | None = None
+        self._made: set[Connection] = set()  # held here, so that none is closed because a Ctrl-C lost it elsewhere
+        self._idle: dict[str, list[Connection]] = {}
+        self._of_loops: dict[tuple[int, str], LoopConnection] = {}
+        self._blocked: set[object] = set()
+        self._wake = Descriptors(self, *os.pipe())
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         """See ``Caller``. Raises ClosedError after ``close``, also where that came while the call waited."""
-        if self._pid != os.getpid():
-            raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
+        self._check_process()
         if is_blocking():
-            wake = self._enter()
-            try:
-                return await self._call_blocking(calls, timeout_s, wake)
-            finally:
-                self._leave()
+            return await self._call_blocking(calls, timeout_s)
         return await self._call_on_loop(calls, timeout_s)
+
+    async def tell(self, call: Call) -> None:
+        """See ``Caller``. Raises ClosedError after ``close``."""
+        self._check_process()
+        if not is_blocking():
+            self._of_loop(call.peer, asyncio.get_running_loop()).tell(call)
+            return
+        borrowed: list[Connection] = []
+        try:
+            connection = self._borrow(call.peer, borrowed)
+            connection.send(NOBODY_WAITS, call.header, call.frames)
+            connection.own()
+        finally:
+            self._give_back(borrowed)
 
     def for_this_process(self, client_id: str) -> SocketCaller:
         """After a fork: the child's own caller, under another name."""
@@ -65,126 +79,158 @@ class SocketCaller:
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
-            lines = list(self._lines.values())
-            self._lines.clear()
-            if self._num_blocked and self._wake is not None:
+            of_loops = list(self._of_loops.values())
+            self._of_loops.clear()
+            if self._blocked:
                 os.write(self._wake.at(1), b"x")
-            elif self._wake is not None:
+            else:
                 self._wake.close()
-            for line in itertools.chain.from_iterable(self._idle.values()):
-                line.close()
-            self._idle.clear()
-        for loop_line in lines:
-            loop_line.close_from_anywhere(closed)
+        self._close_idle()
+        self._made.clear()  # those that are borrowed are closed when they are given back
+        for of_loop in of_loops:
+            of_loop.close_from_anywhere(closed)
 
-    def _connect(self, peer: Peer) -> Line:
-        plain = self._plain.get(peer)
-        if plain is False:
-            return ZmqLine(peer, self._client)
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
+
+    # ---- connections: without a lock, which a Ctrl-C could leave locked ----
+
+    def _borrow(self, peer: Peer, borrowed: list[Connection]) -> Connection:
+        """A connection for this thread alone: one that it has borrowed already, or one more."""
+        for connection in borrowed:
+            if connection.peer.address == peer.address:
+                return connection
+        if self._closed:
+            raise closed()
+        idle = self._idle.setdefault(peer.address, [])
         try:
-            line = PlainLine(peer, self._client)
-        except BlockingIOError:  # too many newcomers at once: over ZMQ they wait for each other
-            return ZmqLine(peer, self._client)
-        except OSError as error:
-            if error.errno in _NO_ROOM or (plain and error.errno not in _NOBODY_THERE):
-                raise unconnected(peer, error) from error
-            if plain:
-                raise gone(peer) from error
-            self._plain[peer] = False
-            return ZmqLine(peer, self._client)
-        self._plain[peer] = True
-        return line
+            borrowed.extend(map(idle.pop, _LAST))  # one step of Python: it is always in one of the two
+        except IndexError:
+            borrowed.append(UnixConnection(peer, self._client))
+            self._made.add(borrowed[-1])
+        return borrowed[-1]
+
+    def _give_back(self, borrowed: list[Connection]) -> None:
+        while borrowed:
+            if borrowed[-1].broken:
+                self._discard(borrowed.pop())
+            else:
+                self._idle.setdefault(borrowed[-1].peer.address, []).extend(map(borrowed.pop, _LAST))
+        if self._closed:
+            self._close_idle()
+
+    def _discard(self, connection: Connection) -> None:
+        """It is broken, and so are those that wait for use: the same server was at their other end."""
+        self._made.discard(connection)
+        connection.close()
+        self._close_all(self._idle.get(connection.peer.address, []))
+
+    def _close_idle(self) -> None:
+        for idle in list(self._idle.values()):
+            self._close_all(idle)
+
+    def _close_all(self, connections: list[Connection]) -> None:
+        while connections:
+            with contextlib.suppress(IndexError):  # another thread does the same
+                connection = connections.pop()
+                self._made.discard(connection)
+                connection.close()
 
     # ---- in a blocked thread ----
 
-    def _enter(self) -> int:
+    def _enter(self, waiter: object) -> int:
         """One more thread that waits; gives what becomes readable when the caller is closed meanwhile."""
-        with self._lock:
-            if self._closed:
-                raise closed()
-            if self._wake is None:
-                self._wake = Descriptors(self, *os.pipe())
-            self._num_blocked += 1
-            return self._wake.at(0)
+        self._blocked.add(waiter)
+        if self._closed:
+            raise closed()
+        return self._wake.at(0)
 
-    def _leave(self) -> None:
-        with self._lock:
-            self._num_blocked -= 1
-            if self._closed and not self._num_blocked and self._wake is not None:
-                self._wake.close()
+    def _leave(self, waiter: object) -> None:
+        self._blocked.discard(waiter)
+        if self._closed:
+            with self._lock:
+                if not self._blocked:
+                    self._wake.close()
 
-    def _borrow(self, peer: Peer) -> Line:
-        with self._lock:
-            idle = self._idle.get((peer.address, peer.pid))
-            if idle:
-                return idle.pop()
-        return self._connect(peer)
-
-    def _give_back(self, line: Line) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.setdefault((line.peer.address, line.peer.pid), []).append(line)
-                return
-        line.close()
-
-    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float, wake: int) -> list[Reply]:
-        waiting: dict[int, Asked] = {}
+    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
+        borrowed: list[Connection] = []
+        asked: dict[int, _Asked] = {}
         replies: dict[int, Reply] = {}
+        waiter = object()
         try:
-            for position, call in enumerate(calls):
-                asked = waiting[position] = Asked(self._borrow(call.peer), next(self._ids))
-                asked.line.send(asked.request_id, call)
-            may_be_here = await pause(AllSent(waiting))
+            wake = self._enter(waiter)
+            for call in calls:
+                request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
+                asked[request_id] = _Asked(connection, call)
+                connection.send(request_id, call.header, call.frames)
+            await pause(AllSent(borrowed))
             deadline = time.monotonic() + timeout_s
-            while waiting:
-                for position, reply in wait_for_some(waiting, wake, deadline, timeout_s, may_be_here):
-                    replies[position] = reply
-                    self._give_back(waiting.pop(position).line)
-                may_be_here = False
+            while late := [each.connection for request_id, each in asked.items() if request_id not in replies]:
+                waiting = set(late)
+                arrived = wait_for_some(waiting, wake, deadline)
+                for request_id, header, frames in arrived:
+                    if request_id in asked:
+                        replies[request_id] = Reply(header, frames)
+                if not arrived and time.monotonic() >= deadline:
+                    raise silent(late[0].peer, timeout_s)
+            return [replies[request_id] for request_id in asked]
+        except BaseException:
+            for connection, call in asked.values():
+                revoke(connection, call.cancel)
+            raise
         finally:
-            for asked in waiting.values():
-                asked.line.close()  # with it goes the late answer to a call that was given up
-        return [replies[position] for position in sorted(replies)]
+            self._leave(waiter)
+            self._give_back(borrowed)
 
     # ---- on an event loop ----
 
     async def _call_on_loop(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         loop = asyncio.get_running_loop()
-        sent: list[tuple[LoopLine, int]] = []
-        peers: list[Peer] = []
+        asked: list[tuple[LoopConnection, int, Peer]] = []
         futures: list[asyncio.Future[Reply]] = []
         try:
             for call in calls:
-                line, request_id = self._line(call.peer, loop), next(self._ids)
-                sent.append((line, request_id))
-                peers.append(call.peer)
-                futures.append(line.send(request_id, call))
+                connection, request_id = self._of_loop(call.peer, loop), next(self._ids)
+                asked.append((connection, request_id, call.peer))
+                futures.append(connection.send(request_id, call))
             if futures:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            done = [future for future in futures if future.done()]
-            replies = [future.result() for future in done]  # raises what one of them failed with
-            if len(done) < len(futures):
-                late = (peer for peer, future in zip(peers, futures, strict=True) if not future.done())
+            replies = [future.result() for future in futures if future.done()]  # raises what one of them failed with
+            if len(replies) < len(futures):
+                late = (peer for (*_, peer), future in zip(asked, futures, strict=True) if not future.done())
                 raise silent(next(late), timeout_s)
-            return replies
+        except BaseException:
+            for connection, request_id, _ in asked:
+                connection.cancel(request_id)
+            raise
+        for connection, request_id, _ in asked:
+            connection.done(request_id)
+        return replies
+
+    def _of_loop(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:
+        key = (id(loop), peer.address)  # a connection keeps its loop alive, so the id stays its own
+        found = self._of_loops.get(key)
+        if found is not None and not found.broken:
+            return found
+        if found is not None:
+            self._of_loops.pop(key).close(lambda: gone(peer))
+            self._discard(found.retire())
+        self._retire_those_of_closed_loops()
+        borrowed: list[Connection] = []
+        try:
+            made = LoopConnection(self._borrow(peer, borrowed), loop)
+            with self._lock:
+                if self._closed:
+                    raise closed()
+                self._of_loops[key] = made
+                borrowed.clear()
+            return made
         finally:
-            for line, request_id in sent:
-                line.forget(request_id)
+            self._give_back(borrowed)
 
-    def _line(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopLine:
+    def _retire_those_of_closed_loops(self) -> None:
         with self._lock:
-            if self._closed:
-                raise closed()
-            key = (id(loop), peer)  # a line keeps its loop alive, so the id stays its own
-            line = self._lines.get(key)
-            if line is not None and line.broken:
-                self._lines.pop(key).close(lambda: gone(peer))
-                line = None
-            if line is None:
-                self._drop_closed_loops()
-                line = self._lines[key] = LoopLine(self._connect(peer), loop)
-            return line
-
-    def _drop_closed_loops(self) -> None:
-        for key in [key for key, line in self._lines.items() if line.loop.is_closed()]:
-            self._lines.pop(key).close(closed)
+            keys = [key for key, of_loop in self._of_loops.items() if of_loop.loop.is_closed()]
+            connections = [self._of_loops.pop(key).retire() for key in keys]
+        self._give_back(connections)

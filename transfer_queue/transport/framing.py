@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from array import array
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,9 +20,10 @@ _SIZE = 8
 _MAX_HEADER = 1 << 31
 _MAX_FRAMES = 1 << 24
 _MAX_FRAME = 1 << 40
-_CHUNK = 1 << 15
+_ONE_CHUNK = (1 << 15,)
 _OWN_MEMORY = 1 << 14
-_MAX_PIECES = 1024  # the kernel's limit on buffers per call
+_MAX_BUFFERS = 1024  # the kernel's limit per call
+_COUNT = operator.itemgetter(0)
 
 
 class FramingError(Exception):
@@ -61,67 +62,108 @@ def encode(request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> lis
     return [head, *(view.cast("B") for view in flat if view.nbytes)]
 
 
-class Outbound:
+class _Buffers:
+    """Buffers that are sent or filled one after the other, and how far that has come."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        # What was left, and what has been moved since then: replaced together, by one assignment.
+        self._state: tuple[list[Buffer], list[int]] = (buffers, [])
+
+    def left(self) -> list[Buffer]:
+        buffers, moved = self._state
+        if moved:
+            buffers = _after(buffers, sum(moved))
+            self._state = (buffers, [])
+        return buffers
+
+    def replace(self, buffers: list[Buffer]) -> None:
+        """These are left."""
+        self._state = (buffers, [])
+
+    def move(self, some: Callable[[list[Buffer]], Iterator[int]]) -> int:
+        """Move some bytes. Returns how many; raises what the attempt raises.
+
+        ``some`` must be made of C alone. A Ctrl-C is raised between two steps of Python: there is none between moving
+        bytes and noting how many.
+        """
+        buffers = self.left()
+        _, moved = self._state
+        moved.extend(some(buffers if len(buffers) <= _MAX_BUFFERS else buffers[:_MAX_BUFFERS]))
+        return moved[0]
+
+
+def _after(buffers: list[Buffer], nbytes: int) -> list[Buffer]:
+    """What is left of them behind so many bytes."""
+    for position, buffer in enumerate(buffers):
+        if len(buffer) > nbytes:
+            return [memoryview(buffer)[nbytes:] if nbytes else buffer, *buffers[position + 1 :]]
+        nbytes -= len(buffer)
+    return []
+
+
+class Outbound(_Buffers):
     """What could not be sent yet."""
 
+    __slots__ = ("num_messages",)
+
     def __init__(self) -> None:
-        self._parts: deque[Buffer] = deque()
+        super().__init__([])
+        self.num_messages = 0
+        """Roughly how many messages wait: those that came since nothing waited."""
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._state[0]) and bool(self.left())
 
-    def send(self, sink: Sink, parts: Sequence[Buffer]) -> None:
+    def send(self, sink: Sink, parts: list[Buffer]) -> None:
         """Send after what waits already, as far as it goes now; the buffers are kept until they are sent.
 
         Raises:
             OSError: the other side has closed.
         """
-        waiting = self._parts
-        if not waiting and len(parts) <= _MAX_PIECES:
-            try:
-                sent = sink.sendmsg(parts)
-            except BlockingIOError:
-                sent = 0
-            if sent == sum(map(len, parts)):
-                return
-            waiting.extend(parts)
-            self._take(sent)
+        if self:
+            self.replace([*self.left(), *parts])
+            self.num_messages += 1
             return
-        waiting.extend(parts)
-        if len(waiting) == len(parts):
+        moved: list[int] = []
+        self._state = (parts, moved)
+        self.num_messages = 1
+        if len(parts) > _MAX_BUFFERS:
             self.flush(sink)
+            return
+        try:
+            moved.extend(map(sink.sendmsg, (parts,)))  # see ``move``
+        except BlockingIOError:
+            return
+        if moved[0] == sum(map(len, parts)):
+            self._state = ([], [])
 
     def flush(self, sink: Sink) -> None:
         """Send what goes now."""
-        parts = self._parts
-        some = list(parts) if len(parts) <= _MAX_PIECES else [parts[i] for i in range(_MAX_PIECES)]
         try:
-            sent = sink.sendmsg(some)
+            self.move(lambda some: map(sink.sendmsg, (some,)))
         except BlockingIOError:
             return
-        self._take(sent)
 
     def own(self) -> None:
         """Copy what waits: its buffers may be changed by their owners from now on."""
-        self._parts = deque(part if isinstance(part, bytes) else bytes(part) for part in self._parts)
+        if self:
+            self.replace([part if isinstance(part, bytes) else bytes(part) for part in self.left()])
 
-    def _take(self, sent: int) -> None:
-        parts = self._parts
-        while sent and (size := len(parts[0])) <= sent:
-            sent -= size
-            parts.popleft()
-        if sent:
-            parts[0] = memoryview(parts[0])[sent:]
+    def clear(self) -> None:
+        """The other side has closed."""
+        self.replace([])
 
 
 class Inbound:
     """Cuts what arrives into messages, however it was split on its way."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._size = 0
+        # Chunks of no whole message, how many of them are measured and their bytes; frames on their way. Replaced
+        # together, by one assignment: a Ctrl-C between two steps must lose nothing that was read.
+        self._state: tuple[list[bytes], tuple[int, int], _Body | None] = ([], (0, 0), None)
         self._need = 1
-        self._body: _Body | None = None
 
     def receive(self, source: Source) -> list[Message]:
         """Read once; the messages that are whole now.
@@ -131,25 +173,29 @@ class Inbound:
             EOFError: the other side has closed.
             FramingError: a stranger.
         """
-        if self._body is not None:
-            message = self._body.receive(source)
+        chunks, (measured, size), body = self._state
+        if body is not None:
+            message = body.receive(source)
             if message is None:
                 return []
-            self._body = None
+            self._state = ([], (0, 0), None)
             return [message]
-        chunk = source.recv(_CHUNK)
+        chunks.extend(map(source.recv, _ONE_CHUNK))  # in one step of Python: see ``_Buffers.move``
+        chunk = chunks[-1]
         if not chunk:
             raise EOFError
-        if not self._pieces and (message := _whole(chunk)) is not None:
+        if len(chunks) == 1 and (message := _whole(chunk)) is not None:
+            chunks.clear()
             return [message]
-        self._pieces.append(chunk)
-        self._size += len(chunk)
-        if self._size < self._need:
+        size += sum(map(len, chunks[measured:]))
+        self._state = (chunks, (len(chunks), size), None)
+        if size < self._need:
             return []
-        return self._cut(chunk if len(self._pieces) == 1 else b"".join(self._pieces))
+        return self._cut(chunk if len(chunks) == 1 else b"".join(chunks))
 
     def _cut(self, data: bytes) -> list[Message]:
         messages = []
+        body = None
         at, self._need = 0, 1
         while at < len(data) and (head := self._head(data, at)) is not None:
             request_id, header, sizes, body_at = head
@@ -159,10 +205,9 @@ class Inbound:
                 messages.append(Message(request_id, header, _views(memoryview(own), begin, sizes)))
                 at = end
             else:
-                self._body = _Body(request_id, header, sizes, memoryview(data)[body_at:])
+                body = _Body(request_id, header, sizes, memoryview(data)[body_at:])
                 at = len(data)
-        self._pieces = [data[at:]] if at < len(data) else []
-        self._size = len(data) - at
+        self._state = ([data[at:]] if at < len(data) else [], (0, 0), body)
         return messages
 
     def _head(self, data: bytes, at: int) -> tuple[int, bytes, Sequence[int], int] | None:
@@ -220,7 +265,7 @@ class _Body:
         if max(sizes) > _MAX_FRAME:
             raise FramingError(f"a frame of {max(sizes)} bytes.")
         frames: list[memoryview] = []
-        self._missing: deque[memoryview] = deque()
+        missing: list[Buffer] = []
         for run in _runs(sizes):
             try:
                 memory = memoryview(np.empty(sum(run), np.uint8).data)
@@ -228,31 +273,25 @@ class _Body:
                 raise FramingError(f"no memory for {sum(run)} bytes.") from None
             frames += _views(memory, 0, run)
             if memory.nbytes:
-                self._missing.append(memory)
+                missing.append(memory)
         self._message = Message(request_id, header, [frame.toreadonly() for frame in frames])
-        while begun:
-            taken = min(len(begun), len(self._missing[0]))
-            self._missing[0][:taken] = begun[:taken]
-            begun = begun[taken:]
-            self._advance(taken)
+        self._missing = _Buffers(_after_filling(missing, begun))
 
     def receive(self, source: Source) -> Message | None:
         """Read once; the message when it is whole."""
-        missing = self._missing
-        some = list(missing) if len(missing) <= _MAX_PIECES else [missing[i] for i in range(_MAX_PIECES)]
-        taken = source.recvmsg_into(some)[0]
-        if not taken:
+        if self._missing.left() and not self._missing.move(lambda some: map(_COUNT, map(source.recvmsg_into, (some,)))):
             raise EOFError
-        self._advance(taken)
-        return None if missing else self._message
+        return None if self._missing.left() else self._message
 
-    def _advance(self, taken: int) -> None:
-        missing = self._missing
-        while taken and (size := len(missing[0])) <= taken:
-            taken -= size
-            missing.popleft()
-        if taken:
-            missing[0] = missing[0][taken:]
+
+def _after_filling(buffers: list[Buffer], begun: memoryview) -> list[Buffer]:
+    """What is left of them when these bytes are in the first ones."""
+    left = begun
+    for buffer in buffers:
+        taken = min(len(left), len(buffer))
+        buffer[:taken] = left[:taken]
+        left = left[taken:]
+    return _after(buffers, len(begun))
 
 
 def _runs(sizes: Sequence[int]) -> Iterable[list[int]]:

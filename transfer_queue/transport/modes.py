@@ -53,12 +53,10 @@ class Sent(Protocol):
 
 
 @types.coroutine
-def pause(sent: Sent) -> Generator[Sent, None, bool]:
-    """All is sent: in a call that was only begun, wait for the answers when it is finished. Was that so?"""
-    begun = _beginning.get()
-    if begun:
+def pause(sent: Sent) -> Generator[Sent, None, None]:
+    """All is sent: in a call that was only begun, wait for the answers when it is finished."""
+    if _beginning.get():
         yield sent
-    return begun
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:

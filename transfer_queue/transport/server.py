@@ -1,62 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving side of one address: a handler behind ZMQ and plain Unix sockets, and all else that it waits for."""
+"""The serving side of one address: a handler behind a listener, its clients, and all else that it waits for."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from transfer_queue.transport.base import Buffer, Envelope, Handler, Outgoing, Reply
-from transfer_queue.transport.plain_port import Connection, PlainPort
-from transfer_queue.transport.plain_sockets import line_path
-from transfer_queue.transport.serving_loop import ServingLoop
-from transfer_queue.transport.zmq_port import ZmqPort
-from transfer_queue.utils.logging_utils import get_logger
+from transfer_queue.transport.base import Envelope, Handler, Listener, Outgoing, Route, Service
+from transfer_queue.transport.loop import Readiness, ServingLoop, guarded
+from transfer_queue.transport.unix import UnixListener
 from transfer_queue.utils.processes import close_descriptor, open_process
 
-_log = get_logger(__name__)
-_MESSAGES_PER_TURN = 64
-
-Ended = Callable[[float], Iterable[Outgoing]]
 Ready = Callable[[float], Iterable[Outgoing]]
 
 
 class SocketServer:
     """Binds at once, so that a client may connect as soon as the constructor returns."""
 
-    def __init__(self, address: str, plain: bool = True, loop: ServingLoop | None = None) -> None:
+    def __init__(self, address: str, loop: ServingLoop | None = None) -> None:
         """Args:
-            plain: Clients on this host may use a plain Unix socket beside that of an ``ipc://`` address.
+            address: ``ipc://PATH``, a Unix socket of this host.
             loop: Whose thread serves it, with the loop's other servers; None: one of its own.
         Raises:
-            zmq.ZMQError: the address can't be bound.
+            OSError: the address can't be bound.
         """
-        self.address = address
         self._loop = loop or ServingLoop()
         self._readiness = self._loop.readiness
         self._handler: Handler | None = None
-        self._watched: dict[int, Ended] = {}
+        self._routes: dict[str, set[Route]] = {}
+        self._watched: dict[int, Ready] = {}
         self._attended: dict[int, Ready] = {}
         self._last_acts: list[Callable[[], None]] = []
-        # Before the ZMQ socket: whoever sees that one finds this one, too.
-        self._plain = self._plain_port(line_path(address) if plain else None)
         try:
-            self._zmq = ZmqPort(address)
+            self._listener = _listener(address, self._readiness, self)
         except BaseException:
-            self._close_plain()
             if loop is None:
                 self._loop.close()
             raise
-        self._readiness.add(self._zmq.descriptor, self._zmq.told)
+        self.address = self._listener.address
         self._loop.add(self)
 
-    def _plain_port(self, path: str | None) -> PlainPort | None:
-        with contextlib.suppress(OSError):  # too long for a Unix socket, say: then clients use ZMQ
-            return None if path is None else PlainPort(path, self._readiness, self._deliver)
-        return None
+    # ---- what else it waits for ----
 
-    def watch(self, pid: int, namespace: int | None, ended: Ended) -> Callable[[], None]:
+    def watch(self, pid: int, namespace: int | None, ended: Ready) -> Callable[[], None]:
         """Call ``ended(now)`` once when that process ends; never, where it can't be watched from here.
 
         Returns what stops watching: call it in the serving thread when the process is of no interest any more.
@@ -65,7 +51,7 @@ class SocketServer:
         if descriptor is None:
             return lambda: None
         if descriptor < 0:
-            self._send(ended(time.monotonic()))
+            self._act(ended)
             return lambda: None
 
         def end(_: int) -> None:
@@ -76,7 +62,7 @@ class SocketServer:
         self._readiness.add(descriptor, end)
         return lambda: self._unwatch(descriptor, ended)
 
-    def _unwatch(self, descriptor: int, ended: Ended) -> None:
+    def _unwatch(self, descriptor: int, ended: Ready) -> None:
         if self._watched.get(descriptor) is ended:  # else it ended, and the number may mean another file by now
             del self._watched[descriptor]
             self._readiness.remove(descriptor)
@@ -87,11 +73,7 @@ class SocketServer:
 
         Returns what stops attending: call it in the serving thread, before the descriptor is closed. Idempotent.
         """
-
-        def act(_: int) -> None:
-            self._act(ready)
-
-        self._readiness.add(descriptor, act)
+        self._readiness.add(descriptor, lambda _: self._act(ready))
         self._attended[descriptor] = ready
         return lambda: self._dismiss(descriptor, ready)
 
@@ -103,7 +85,7 @@ class SocketServer:
     # ---- serving ----
 
     def open(self, handler: Handler) -> None:
-        """Who answers; the loop may run from then on."""
+        """The handler that answers; the loop may run from then on."""
         self._handler = handler
 
     def serve(self, handler: Handler) -> None:
@@ -116,73 +98,82 @@ class SocketServer:
         self._loop.stop()
 
     def next_deadline(self) -> float | None:
-        return None if self._handler is None else self._handler.next_deadline()
+        """Of the handler or the listener, whichever is earlier."""
+        own, listeners = self._opened().next_deadline(), self._listener.next_deadline()
+        return own if listeners is None else listeners if own is None else min(own, listeners)
 
     def expire(self, now: float) -> None:
-        if self._handler is not None:
-            self._act(self._handler.expire)
+        """Do what was due."""
+        handler = self._opened()
+        at = handler.next_deadline()
+        if at is not None and at <= now:
+            self._act(handler.expire)
+        self._listener.expire(now)
 
-    def unread(self) -> bool:
-        return self._zmq.unread()
+    def _opened(self) -> Handler:
+        assert self._handler is not None, "the loop runs, and nobody has said who answers"
+        return self._handler
 
-    def take(self) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
-            if not self._zmq.unread():
-                return
-            request = self._zmq.receive()
-            if request is not None:
-                self._deliver(*request)
+    def _answer(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
+        self._send(self._opened().handle(envelope, header, frames, time.monotonic()))
 
-    def ask(self, client: str, header: bytes, frames: Sequence[Buffer] = ()) -> Reply | None:
-        """A request from within the serving thread: its answer, None when it is parked, which then gets none."""
-        assert self._handler is not None
-        inside, own = Envelope(client, 0, self), None
-        views = [memoryview(frame) for frame in frames]
-        for answer in self._handler.handle(inside, header, views, time.monotonic()):
-            if answer.envelope is inside:
-                own = Reply(answer.header, [memoryview(frame) for frame in answer.frames])
-            else:
-                self._send([answer])
-        return own
-
-    def _deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
-        assert self._handler is not None  # connections are read from while serving only
-        self._send(self._handler.handle(envelope, header, frames, time.monotonic()))
-
-    def _act(self, act: Callable[[float], Iterable[Outgoing]]) -> None:
-        """What no request asked for: nobody can be told what goes wrong, and all that are served here must go on."""
-        try:
-            self._send(act(time.monotonic()))
-        except Exception:
-            _log.exception("the server at %s could not finish something, and goes on", self.address)
+    def _act(self, act: Ready) -> None:
+        guarded(lambda: self._send(act(time.monotonic())))
 
     def _send(self, answers: Iterable[Outgoing]) -> None:
+        # One by one, as they are made: what comes before an error goes out.
         for answer in answers:
-            route = answer.envelope.route
-            if isinstance(route, Connection):
-                route.send(answer)
-            elif route is not self:  # else nobody waits for it any more
-                self._zmq.send(answer)
+            guarded(answer.envelope.route.send, answer)
+
+    # ---- its clients ----
+
+    def clients(self) -> dict[str, int]:
+        """How many connections each client has."""
+        return {client: len(routes) for client, routes in self._routes.items()}
+
+    def disconnect(self, client: str) -> None:
+        """Close all connections of a client. What it had sent is still handled, then ``client_gone`` is called."""
+        for route in list(self._routes.get(client, ())):
+            route.disconnect()
+
+    def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
+        """See ``Service``."""
+        guarded(self._answer, envelope, header, frames)
+
+    def joined(self, client: str, route: Route) -> None:
+        """See ``Service``."""
+        self._routes.setdefault(client, set()).add(route)
+
+    def left(self, client: str, route: Route) -> None:
+        """See ``Service``. With the last connection the client is gone."""
+        routes = self._routes[client]
+        routes.discard(route)
+        if not routes:
+            del self._routes[client]
+            handler = self._opened()
+            self._act(lambda now: handler.client_gone(client, now))
+
+    # ---- the end ----
 
     def at_close(self, act: Callable[[], None]) -> None:
         """Do this when everything is closed, in the thread that serves, while ``attend`` still works."""
         self._last_acts.append(act)
-
-    def _close_plain(self) -> None:
-        if self._plain is not None:
-            self._plain.close()
 
     def close(self) -> None:
         """Close everything of the loop, in the thread that served or instead of serving. Idempotent."""
         self._loop.close()
 
     def release(self) -> None:
+        """The loop closes."""
         for act in self._last_acts:
             act()
         for descriptor in self._watched:
             close_descriptor(descriptor)
         self._watched.clear()
         self._attended.clear()
-        self._close_plain()
-        self._readiness.remove(self._zmq.descriptor)
-        self._zmq.close()
+        self._routes.clear()
+        self._listener.close()
+
+
+def _listener(address: str, readiness: Readiness, service: Service) -> Listener:
+    return UnixListener(address, readiness, service)

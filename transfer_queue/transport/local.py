@@ -15,30 +15,35 @@ from typing import NamedTuple
 import numpy as np
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import Buffer, Call, Envelope, Handler, Outgoing, Reply
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Envelope, Handler, Outgoing, Peer, Reply
 from transfer_queue.transport.modes import is_blocking, pause
 
 # An answer may be let go by another caller's request, so callers find each other by the route in the envelope.
-_callers: weakref.WeakValueDictionary[bytes, InprocCaller] = weakref.WeakValueDictionary()
+_callers: weakref.WeakValueDictionary[bytes, LocalCaller] = weakref.WeakValueDictionary()
 _routes = itertools.count()
 _one_at_a_time = threading.RLock()  # handlers expect a single server thread
 
 
-class InprocCaller:
+class LocalCaller:
     """Handlers by peer name. Like a network it gives the other side memory of its own, and parks what has no answer."""
 
     def __init__(self, handlers: Mapping[str, Handler], client_id: str) -> None:
         self._handlers = handlers
         self._client_id = client_id
         self._route = next(_routes).to_bytes(8, "little")
-        self._request_ids = itertools.count()
+        self._request_ids = itertools.count(NOBODY_WAITS + 1)
         self._waiting: dict[int, concurrent.futures.Future[Reply]] = {}
+        self._known: dict[str, Handler] = {}
         _callers[self._route] = self
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
-        with _one_at_a_time:
-            pending = [self._send(call) for call in calls]
+        """See ``Caller``."""
+        asked: dict[int, Call] = {}
+        pending: list[concurrent.futures.Future[Reply]] = []
         try:
+            with _one_at_a_time:
+                for call in calls:
+                    pending.append(self._send(call, asked))
             await pause(_AllSent(pending))
             deadline = time.monotonic() + timeout_s
             while waiting := [future for future in pending if not future.done()]:
@@ -50,24 +55,43 @@ class InprocCaller:
                 await _first_of(waiting, self._next_deadline(deadline) - now)
                 self._expire()
             return [future.result() for future in pending]
+        except BaseException:
+            for call in asked.values():
+                self._tell(call, call.cancel)
+            raise
         finally:
-            self._waiting = {number: future for number, future in self._waiting.items() if future not in pending}
+            for number in asked:
+                self._waiting.pop(number, None)
+
+    async def tell(self, call: Call) -> None:
+        """See ``Caller``."""
+        self._tell(call, call.header)
 
     def close(self) -> None:
-        """Say goodbye to all handlers."""
+        """The client is gone for all handlers that it has called."""
         with _one_at_a_time:
-            for handler in self._handlers.values():
-                _deliver(handler.client_gone(self._client_id, time.monotonic()))
+            while self._known:
+                _deliver(self._known.popitem()[1].client_gone(self._client_id, time.monotonic()))
 
-    def _send(self, call: Call) -> concurrent.futures.Future[Reply]:
-        handler = self._handlers.get(call.peer.name)
-        if handler is None:
-            raise QueueUnreachableError(f"no peer {call.peer.name!r} at {call.peer.address!r}")
+    def _send(self, call: Call, asked: dict[int, Call]) -> concurrent.futures.Future[Reply]:
         number = next(self._request_ids)
         future = self._waiting[number] = concurrent.futures.Future()
-        envelope = Envelope(self._client_id, number, self._route)
-        _deliver(handler.handle(envelope, call.header, [_received(f) for f in call.frames], time.monotonic()))
+        asked[number] = call
+        self._hand_over(call.peer, number, call.header, call.frames)
         return future
+
+    def _tell(self, call: Call, header: bytes) -> None:
+        if header:
+            with _one_at_a_time:
+                self._hand_over(call.peer, NOBODY_WAITS, header, call.frames if header is call.header else ())
+
+    def _hand_over(self, peer: Peer, number: int, header: bytes, frames: Sequence[Buffer]) -> None:
+        handler = self._handlers.get(peer.name)
+        if handler is None:
+            raise QueueUnreachableError(f"can't connect to {peer.name!r} at {peer.address!r}: no such peer.")
+        self._known[peer.name] = handler
+        envelope = Envelope(self._client_id, number, self._route)
+        _deliver(handler.handle(envelope, header, [_received(frame) for frame in frames], time.monotonic()))
 
     def _next_deadline(self, own: float) -> float:
         with _one_at_a_time:

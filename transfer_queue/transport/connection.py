@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection to one peer as callers use it, whatever it is made of; and what is said when there is none."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Protocol
+
+from transfer_queue.errors import ClosedError, QueueUnreachableError
+from transfer_queue.transport.base import Buffer, Peer
+from transfer_queue.transport.framing import Message
+
+
+class Connection(Protocol):
+    """Used by one thread at a time; never waits. Its first message says which client it belongs to.
+
+    A Ctrl-C between any two steps leaves it usable: whatever was sent or read has been noted in the same step.
+    """
+
+    peer: Peer
+    descriptor: int
+    """Readable when ``receive`` is due, writable when ``flush`` is."""
+    broken: bool
+    """The connection has ended; make another."""
+
+    @property
+    def unsent(self) -> bool:
+        """Something waits for ``flush``."""
+        ...
+
+    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+        """Raises QueueUnreachableError: the peer has ended."""
+        ...
+
+    def flush(self) -> None:
+        """Send more of what could not be sent at once. Raises QueueUnreachableError: the peer has ended."""
+        ...
+
+    def own(self) -> None:
+        """Copy what is unsent: the owners of the frames may change them from now on."""
+        ...
+
+    def receive(self) -> list[Message]:
+        """What is here now, if anything. Raises QueueUnreachableError: the peer has ended."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent. Drops what is unsent."""
+        ...
+
+
+def gone(peer: Peer) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"{peer.name} at {peer.address} has ended. What it held is lost; look at its output and start the queue again."
+    )
+
+
+def absent(peer: Peer) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"{peer.name} at {peer.address} has ended, or the address is wrong: nothing listens there. Is the process that "
+        f"started the queue still running?"
+    )
+
+
+_ADVICE = {
+    errno.EMFILE: "Close some files, or raise this process' limit (ulimit -n).",
+    errno.ENFILE: "All processes of this machine together have too many files open.",
+    errno.ENOMEM: "This machine is short of memory.",
+    errno.ENOBUFS: "This machine is short of memory.",
+    errno.EACCES: "This socket belongs to another user: a queue serves the user that started it.",
+    errno.EPERM: "This socket belongs to another user: a queue serves the user that started it.",
+    errno.EAGAIN: "Too many connect at once, or the server hangs: look at its output, and try again.",
+}
+
+
+def unconnected(peer: Peer, error: OSError) -> QueueUnreachableError:
+    """The peer may live, but this process can't reach it."""
+    if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+        return absent(peer)
+    advice = _ADVICE.get(error.errno or 0, "Is the address right?")
+    return QueueUnreachableError(f"can't connect to {peer.name} at {peer.address}: {error}. {advice}")
+
+
+def no_address(peer: Peer) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"can't connect to {peer.name} at {peer.address!r}: an address is ipc://PATH or tcp://HOST:PORT."
+    )
+
+
+def silent(peer: Peer, timeout_s: float) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"{peer.name} at {peer.address} did not answer within {timeout_s:.1f} s. Is the address right and the queue "
+        f"still running?"
+    )
+
+
+def closed() -> ClosedError:
+    return ClosedError("this client was closed; make a new one, or call init() again.")

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread's loop in front of one or more servers: the descriptors and deadlines they wait for, and how they end."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from transfer_queue.transport.spinning import Spin, longest_s
+from transfer_queue.utils.logging_utils import get_logger
+
+_log = get_logger(__name__)
+
+READ, WRITE = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
+
+LONGEST_WAIT_S = 3600.0
+"""A deadline may be infinitely far; the system counts milliseconds, and not that many. Every wait looks again."""
+
+Act = Callable[[int], None]
+"""Told what is ready: ``READ``, ``WRITE``, or neither where the other side hung up."""
+
+
+def guarded(step: Callable[..., None], *args: Any) -> None:
+    """Do this. Whatever goes wrong is logged: it ends neither the loop nor what others are served by it."""
+    try:
+        step(*args)
+    # The guard of all servers. Samplers and parsers are foreign code, which may even call sys.exit().
+    except (Exception, SystemExit):
+        _log.exception("a server could not finish something, and goes on")
+
+
+class Readiness:
+    """Which descriptors have something to do. Level triggered: what is left undone is told again."""
+
+    def __init__(self, poller: Any = None) -> None:
+        """``poller``: what to use instead of the best there is, which is epoll."""
+        self._poller: Any = poller or (select.epoll() if hasattr(select, "epoll") else select.poll())
+        self._is_epoll = hasattr(self._poller, "fileno")
+        self._acts: dict[int, Act] = {}
+        self._spin = Spin(longest_s())
+
+    def add(self, descriptor: int, act: Act, wanted: int = READ) -> None:
+        self._poller.register(descriptor, wanted)
+        self._acts[descriptor] = act
+
+    def want(self, descriptor: int, wanted: int) -> None:
+        """Wait for something else from now on."""
+        self._poller.modify(descriptor, wanted)
+
+    def remove(self, descriptor: int) -> None:
+        """Before it is closed: a copy of it in a forked child would go on reporting."""
+        del self._acts[descriptor]
+        self._poller.unregister(descriptor)
+
+    def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
+        """What to do for those that are ready, nothing after ``LONGEST_WAIT_S``; None waits without end."""
+        left_s = math.inf if timeout_s is None else timeout_s
+        events = self._spin.wait(self._poller.poll, lambda: self._sleep(timeout_s), left_s)
+        found = [(descriptor, self._acts.get(descriptor), ready) for descriptor, ready in events]
+        for descriptor, act, ready in found:
+            # What was done for the one before it may have ended this one, and a newcomer may have its number.
+            if act is not None and self._acts.get(descriptor) is act:
+                yield act, ready
+
+    def _sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, LONGEST_WAIT_S)
+            timeout_s = timeout_s if self._is_epoll else math.ceil(timeout_s * 1000)
+        events: list[tuple[int, int]] = self._poller.poll(timeout_s)
+        return events
+
+    def close(self) -> None:
+        """Forget all; closes none of them."""
+        self._acts.clear()
+        if self._is_epoll:
+            self._poller.close()
+
+
+class Server(Protocol):
+    """What the loop serves."""
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` must be called, in monotonic seconds."""
+        ...
+
+    def expire(self, now: float) -> None:
+        """Do what was due."""
+        ...
+
+    def release(self) -> None:
+        """Close everything; the loop's descriptors can still be taken out."""
+        ...
+
+
+class ServingLoop:
+    """Nothing of the servers of one loop runs at the same time."""
+
+    def __init__(self) -> None:
+        self.readiness = Readiness()
+        self._servers: list[Server] = []
+        self._stopping = False
+        self._closed = False
+        self._lock = threading.RLock()
+        self._wake_read, self._wake_write = os.pipe()
+        self.readiness.add(self._wake_read, _nothing)
+
+    def add(self, server: Server) -> None:
+        """Serve this one, too; before ``run``."""
+        self._servers.append(server)
+
+    def stop(self) -> None:
+        """Make ``run`` return; from any thread, or a signal handler."""
+        self._stopping = True
+        with self._lock:  # else the serving thread might close the pipe between the two lines
+            if not self._closed:
+                os.write(self._wake_write, b"x")
+
+    def run(self) -> None:
+        """Serve until ``stop``, then close everything."""
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self.close()
+
+    def _turn(self) -> None:
+        due = [(at, server) for server in self._servers if (at := server.next_deadline()) is not None]
+        earliest = min(due, key=_time)[0] if due else None
+        for act, ready in self.readiness.wait(None if earliest is None else max(0.0, earliest - time.monotonic())):
+            guarded(act, ready)
+        if earliest is not None and earliest <= (now := time.monotonic()):
+            for at, server in due:
+                if at <= now:
+                    guarded(server.expire, now)
+
+    def close(self) -> None:
+        """Close everything, in the thread that served or instead of serving. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for server in self._servers:
+            server.release()
+        self.readiness.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _time(due: tuple[float, Server]) -> float:
+    return due[0]
+
+
+def _nothing(_: int) -> None:
+    """To be woken is enough."""

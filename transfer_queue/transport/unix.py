@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unix stream sockets of one host: a caller's connections, a server's listener, and directories short enough for them.
+
+No thread lies between the two processes, and the end of a connection tells that the process at its other end has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import struct
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+
+from transfer_queue.config import environment_text
+from transfer_queue.errors import LaunchError, QueueUnreachableError
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer, Service
+from transfer_queue.transport.connection import gone, no_address, unconnected
+from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
+from transfer_queue.transport.loop import READ, WRITE, Readiness
+
+SCHEME = "ipc://"
+_BUFFER_NBYTES = 1 << 20  # the kernel gives less where its limit is lower
+_CONNECT_S = 1
+_BACKLOG = 4096
+_NEWCOMERS_PER_TURN = 64
+_MAX_UNREAD_ANSWERS = 8
+_MAX_PATH_NBYTES = 107
+_NAME_NBYTES = 24
+_RANDOM_NBYTES = 8  # what mkdtemp adds
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+class UnixConnection:
+    """See ``Connection``."""
+
+    def __init__(self, peer: Peer, client: str) -> None:
+        """Raises QueueUnreachableError: nobody listens there, or not for this user."""
+        path = peer.address.removeprefix(SCHEME)
+        if path == peer.address or not path:
+            raise no_address(peer)
+        self.peer = peer
+        self.broken = False
+        try:
+            self._socket = _prepared(lambda new: _connect(new, path))
+        except OSError as error:
+            raise unconnected(peer, error) from error
+        weakref.finalize(self, self._socket.close)  # a caller may be dropped, or the process end, without closing it
+        self.descriptor = self._socket.fileno()
+        self._greeting: list[Buffer] = encode(NOBODY_WAITS, client.encode())
+        self._inbound = Inbound()
+        self._outbound = Outbound()
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._outbound)
+
+    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+        parts = encode(request_id, header, frames)
+        if self._greeting:
+            parts = [*self._greeting, *parts]
+        try:
+            self._outbound.send(self._socket, parts)
+        except OSError as error:
+            raise self._broken() from error
+        self._greeting = []
+
+    def flush(self) -> None:
+        try:
+            self._outbound.flush(self._socket)
+        except OSError as error:
+            raise self._broken() from error
+
+    def own(self) -> None:
+        self._outbound.own()
+
+    def receive(self) -> list[Message]:
+        try:
+            return self._inbound.receive(self._socket)
+        except BlockingIOError:
+            return []
+        except FramingError as error:
+            self.broken = True
+            raise QueueUnreachableError(f"{self.peer.name} at {self.peer.address} sent {error}") from error
+        except (EOFError, OSError) as error:
+            raise self._broken() from error
+
+    def _broken(self) -> QueueUnreachableError:
+        self.broken = True
+        return gone(self.peer)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class _Route:
+    """The server's end of a connection. See ``base.Route``.
+
+    A client that is slow to take its answers is read from again when it has taken some: its own queue stays short, and
+    nobody else notices.
+    """
+
+    def __init__(self, listener: UnixListener, accepted: socket.socket) -> None:
+        self._listener = listener
+        self._socket = accepted
+        self._descriptor = accepted.fileno()
+        self._client: str | None = None
+        self._inbound = Inbound()
+        self._outbound = Outbound()
+        self._wanted = READ
+        listener.readiness.add(self._descriptor, self._act)
+
+    def _act(self, ready: int) -> None:
+        try:
+            if ready & WRITE:
+                self._flush()
+            if ready & ~WRITE:  # also where the other end has closed: what it had sent before is read until its end
+                self._take(self._inbound.receive(self._socket))
+        except BlockingIOError:
+            pass
+        except (OSError, EOFError, FramingError, MemoryError):  # it has left, or never was a client
+            self.close()
+
+    def _take(self, messages: list[Message]) -> None:
+        service = self._listener.service
+        for request_id, header, frames in messages:
+            if self._client is None:
+                self._client = header.decode(errors="replace")
+                service.joined(self._client, self)
+            else:
+                service.deliver(Envelope(self._client, request_id, self), header, frames)
+
+    def send(self, answer: Outgoing) -> None:
+        if answer.envelope.request_id == NOBODY_WAITS or self._socket.fileno() < 0:
+            return
+        parts = encode(answer.envelope.request_id, answer.header, answer.frames)
+        try:
+            self._outbound.send(self._socket, parts)
+        except OSError:
+            self._deaf()
+        if self._outbound or self._wanted != READ:
+            self._choose()
+
+    def _flush(self) -> None:
+        try:
+            self._outbound.flush(self._socket)
+        except OSError:
+            self._deaf()
+        self._choose()
+
+    def _deaf(self) -> None:
+        """The client has closed its end, and takes no answers. What it sent before is still to be read."""
+        self._outbound.clear()
+
+    def _choose(self) -> None:
+        waiting = self._outbound.num_messages if self._outbound else 0
+        wanted = READ if not waiting else READ | WRITE if waiting <= _MAX_UNREAD_ANSWERS else WRITE
+        if wanted != self._wanted:
+            self._listener.readiness.want(self._descriptor, wanted)
+            self._wanted = wanted
+
+    def disconnect(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self, quietly: bool = False) -> None:
+        """Idempotent. Half a message goes with it."""
+        if self._socket.fileno() < 0:
+            return
+        self._listener.readiness.remove(self._descriptor)
+        self._socket.close()
+        self._listener.left(self)
+        if self._client is not None and not quietly:
+            self._listener.service.left(self._client, self)
+
+
+class UnixListener:
+    """See ``Listener``."""
+
+    def __init__(self, address: str, readiness: Readiness, service: Service) -> None:
+        """Raises OSError: the path can't be bound."""
+        self.address = address
+        self.readiness = readiness
+        self.service = service
+        self._path = address.removeprefix(SCHEME)
+        self._routes: set[_Route] = set()
+        self._socket = _prepared(lambda new: _bind(new, self._path))
+        self._listen(True)
+
+    def _listen(self, wanted: bool) -> None:
+        self._listening = wanted
+        if wanted:
+            self.readiness.add(self._socket.fileno(), self._accept)
+        else:
+            self.readiness.remove(self._socket.fileno())
+
+    def _accept(self, _: int) -> None:
+        try:
+            for _ in range(_NEWCOMERS_PER_TURN):
+                self._routes.add(_Route(self, _accepted(self._socket)))
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:  # out of descriptors: newcomers wait until somebody leaves
+            if self._routes:
+                self._listen(False)
+
+    def left(self, route: _Route) -> None:
+        """It has closed."""
+        self._routes.discard(route)
+        if not self._listening:
+            self._listen(True)
+
+    def next_deadline(self) -> None:
+        return None
+
+    def expire(self, now: float) -> None:
+        """Nothing is ever due."""
+
+    def close(self) -> None:
+        for route in list(self._routes):
+            route.close(quietly=True)
+        self._listen(False)
+        self._socket.close()
+        with contextlib.suppress(OSError):  # its directory has gone
+            os.unlink(self._path)
+
+
+def short_directory(prefix: str) -> str:
+    """A new directory of this user alone, in which sockets with names of up to 24 characters can be bound.
+
+    The system's directory for temporary files where that is short enough, else $XDG_RUNTIME_DIR, /tmp or /var/tmp.
+
+    Raises:
+        LaunchError: none of them will do.
+    """
+    longest = _MAX_PATH_NBYTES - len(os.fsencode(f"/{prefix}/")) - _RANDOM_NBYTES - _NAME_NBYTES
+    tried: dict[str, str] = {}
+    for parent in (tempfile.gettempdir(), environment_text("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"):
+        if not parent or parent in tried:
+            continue
+        if len(os.fsencode(os.path.abspath(parent))) > longest:
+            tried[parent] = f"longer than {longest} bytes"
+            continue
+        try:
+            return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))  # 0700
+        except OSError as error:
+            tried[parent] = error.strerror or str(error)
+    found = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
+    raise LaunchError(
+        f"there is no directory for the queue's sockets ({found}). Set TMPDIR to a short path that is writable."
+    )
+
+
+# ---- sockets ----
+
+
+def _prepared(start: Callable[[socket.socket], None]) -> socket.socket:
+    new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
+        start(new)
+    except BaseException:
+        new.close()
+        raise
+    new.setblocking(False)
+    _open.add(new)
+    return new
+
+
+def _connect(new: socket.socket, path: str) -> None:
+    # Where too many connect at once it waits a little for the server to let some in.
+    new.setblocking(True)
+    new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _CONNECT_S, 0))
+    new.connect(path)
+
+
+def _bind(new: socket.socket, path: str) -> None:
+    if _is_stale(path):
+        os.unlink(path)
+    new.bind(path)
+    new.listen(_BACKLOG)
+
+
+def _is_stale(path: str) -> bool:
+    """Is this the socket of a server that was killed?"""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return False
+        probe.setblocking(False)
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+    return False
+
+
+def _accepted(listener: socket.socket) -> socket.socket:
+    connection, _ = listener.accept()
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
+    _open.add(connection)
+    return connection
+
+
+def _after_fork() -> None:
+    # Else the other side would not notice the parent's end while this child lives.
+    for copy in list(_open):
+        copy.close()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
