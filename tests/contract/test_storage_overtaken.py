@@ -8,11 +8,11 @@ import itertools
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.simple.manager import SimpleStorageManager
-from transfer_queue.storage.simple.unit import StorageUnit
 
 from tests.contract.storage_kit import meta
 from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.storage.simple.manager import SimpleStorageManager
+from transfer_queue.storage.simple.unit import StorageUnit
 from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import run_blocking
 
