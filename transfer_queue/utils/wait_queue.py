@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait for room, each of some size: who may go next, so that a large one is neither starved nor in the way.
+"""Requests that wait for room: which may go next, so that a large one is neither starved nor holds up all others.
 
 They go in order of arrival. One that fits may overtake those that don't, as long as what has overtaken each of them is
 together no more than its own size. So a large request waits for at most twice its size to come free.
@@ -52,13 +52,15 @@ class WaitQueue(Generic[T]):
         """Remove and return those that may go now, in order; together they are no larger than ``free``."""
         admitted: list[T] = []
         in_front: list[_Waiting[T]] = []
+        allowed = free  # what may still overtake all of those in front
         for key, each in list(self._waiting.items()):
-            if each.size > free or any(other.overtaken + each.size > other.size for other in in_front):
+            if each.size > min(free, allowed):
                 in_front.append(each)
+                allowed = min(allowed, each.size - each.overtaken)
                 continue
             for other in in_front:
                 other.overtaken += each.size
-            free -= each.size
+            free, allowed = free - each.size, allowed - each.size
             del self._waiting[key]
             admitted.append(each.item)
         return admitted
