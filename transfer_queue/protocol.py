@@ -376,7 +376,8 @@ class NotReady(Reply, frozen=True):
     """No batch yet; try again. Of ``samples`` that the task has still to get, ``lacking`` counts those without a field.
 
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
-    Where the batch was drawn before, for other fields, the numbers are about its samples.
+    Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
+    partition are being written, by the clients ``owed_by`` (five at most are named).
     """
 
     wanted: int
@@ -385,6 +386,8 @@ class NotReady(Reply, frozen=True):
     lacking: dict[str, int] = {}
     last_published_s: float | None = None
     known_fields: list[str] = []
+    reserved: int = 0
+    owed_by: list[str] = []
 
 
 class Ended(Reply, frozen=True):

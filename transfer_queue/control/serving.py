@@ -48,7 +48,7 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         )
     if dp_size is not None and dp_size > 1 and fetch.dp_rank is None:
         raise InvalidRequestError(f"task {task.name!r} has dp_size {dp_size}: a fetch must name its dp_rank.")
-    with foreign(task.sampler):
+    with foreign(task.sampler, task.name):
         task.sampler.check(fetch.batch_size, dp_size)
 
 

@@ -22,6 +22,7 @@ from transfer_queue.protocol import Indexes
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import resolve
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
+from transfer_queue.utils.wait_queue import WaitQueue
 
 
 class Chore(NamedTuple):
@@ -66,6 +67,8 @@ class PlaneState:
         self.tasks = Tasks(config.sampler, config.sampler_modules)
         self.allocator = IndexAllocator()
         self.waiters = Waiters()
+        self.writers: WaitQueue[Parked] = WaitQueue()
+        """Those of the waiters that need room for samples."""
         self.producers = Producers(config.producer_grace_s)
         self.touched: dict[str, str | None] = {}
         self.cut_off: list[Parked] = []
