@@ -335,7 +335,7 @@ class StorageUnit:
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
                 f"Put fewer samples at once, or give the queue more memory."
             )
-        if self._capacity is None:
+        if self._capacity is None or (not len(self._waiting) and self._taken_nbytes + nbytes <= self._capacity):
             return carry_out()
         deadline = self._now + wait_s
         parked = _Parked(client, call, indexes, fields, nbytes, self._now, deadline, carry_out)
