@@ -91,18 +91,19 @@ def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
 def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
     """A page of the keys of published samples and their tags; unknown partition: nothing."""
     names = list(state.partitions) if request.partition is None else [request.partition]
-    room, more = _page(request.limit), False
+    room, more, last = _page(request.limit), False, request.after
     keys: dict[str, dict[str, p.Tags]] = {}
     for name in names:
         partition = state.partitions.get(name)
         if partition is None:
             continue
         if not room:
-            return p.KeyList(request.id, keys, more=True)
+            return p.KeyList(request.id, keys, True, last)
         items, others = partition.keys.page(request.after, room)
         keys[name] = _published_keys(partition, items)
         room, more = room - len(items), more or others
-    return p.KeyList(request.id, keys, more)
+        last = items[-1][0] if items else last
+    return p.KeyList(request.id, keys, more, last)
 
 
 def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[str, p.Tags]:
