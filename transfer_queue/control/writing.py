@@ -143,12 +143,12 @@ def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
     text = (
         f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
-        f"{_held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
+        f"{held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
     )
     return p.Failed(request.id, StorageFullError.__name__, text)
 
 
-def _held_up_by(state: PlaneState) -> str:
+def held_up_by(state: PlaneState) -> str:
     """The tasks that keep most samples from being cleared, in a sentence."""
     consumed: Counter[str] = Counter()
     acked: Counter[str] = Counter()

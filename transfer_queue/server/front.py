@@ -18,7 +18,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
-from transfer_queue.errors import InvalidRequestError, ProtocolError, TransferQueueError, to_wire
+from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.shm.messages import Commit, Delete, EndSession, Read, UnitRequest, Write, decode_columns
 from transfer_queue.storage.shm.unit import StorageUnit
@@ -186,7 +186,14 @@ class Front:
                     continue
                 answer = final
             del self._calls[key]
-            outgoing.append(Outgoing(call.envelope, _encoded(answer.reply), answer.frames))
+            outgoing.append(Outgoing(call.envelope, _encoded(self._explained(answer.reply)), answer.frames))
+
+    def _explained(self, reply: p.Reply) -> p.Reply:
+        """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
+        if self.plane is None or not isinstance(reply, p.Failed) or reply.code != StorageFullError.__name__:
+            return reply
+        held_up_by = self.plane.held_up_by()
+        return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
 
     def _next_step(self, answer: Answer, steps: Steps, work: deque[Answer], now: float) -> Answer | None:
         """None: the call goes on."""
@@ -340,6 +347,7 @@ class Front:
         for answer in answers:
             if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
                 answer.reply.value["alarms"] = self.alarms()
+                answer.reply.value["waiting"] += [] if self.unit is None else self.unit.waiting(now)
                 clients = answer.reply.value["clients"]
                 for name, count in self.connections().items():
                     clients.setdefault(name, {})["connections"] = count

@@ -166,6 +166,16 @@ class StorageUnit:
         """Per client, how many leases and how many pins it holds."""
         return self._leases.held_by()
 
+    def waiting(self, now: float) -> list[dict[str, Any]]:
+        """The requests that wait for room, as the controller's statistics show waiting requests."""
+        return [
+            {
+                "partition": None, "task": None, "client": parked.client, "waited_s": now - parked.since,
+                "writer": True, "wanted": None, "wanted_nbytes": parked.nbytes,
+            }
+            for parked in self._waiting.items()
+        ]  # fmt: skip
+
     def stats(self) -> UnitStats:
         store, arena = self._store, self._arena
         return UnitStats(
