@@ -193,19 +193,29 @@ class Describe(Request, frozen=True):
 
 
 class ConsumptionStatus(Request, frozen=True):
-    """Which samples of the partition ``task`` has consumed; with ``summary`` only whether it has all, as Done."""
+    """Which samples of the partition ``task`` has consumed; with ``summary`` only whether it has all, as Done.
+
+    Given in pages, as Describe gives all samples.
+    """
 
     partition: str
     task: str
     summary: bool = False
+    after: Position | None = None
+    limit: Count = 0
 
 
 class ProductionStatus(Request, frozen=True):
-    """Which of the fields each sample of the partition has; with ``summary`` only whether all have all, as Done."""
+    """Which of the fields each sample of the partition has; with ``summary`` only whether all have all, as Done.
+
+    Given in pages, as Describe gives all samples.
+    """
 
     partition: str
     fields: list[str]
     summary: bool = False
+    after: Position | None = None
+    limit: Count = 0
 
 
 class ResetConsumption(Request, frozen=True):
@@ -427,12 +437,16 @@ class Ended(Reply, frozen=True):
 
 
 class Status(Reply, frozen=True):
-    """``status`` is int8 [samples] or [samples, columns]; ``known`` False for an unknown partition or field."""
+    """``status`` is int8 [samples] or [samples, columns]; ``known`` False for an unknown partition or field.
+
+    ``more``: there are samples behind these.
+    """
 
     known: bool
     indexes: bytes = b""
     status: bytes = b""
     columns: int = 1
+    more: bool = False
 
 
 class Cleared(Reply, frozen=True):

@@ -236,13 +236,11 @@ class Partition:
         """Is it the token of a batch of this very partition, also from before a restore?"""
         return token.startswith((f"{self._tokens(task)}/", f"{self._tokens(task)}."))
 
-    def counted(self) -> Rows:
-        """Rows that status calls report: samples and pre-allocated ones."""
-        rows: Rows = _COUNTED[self.table.column("state")].nonzero()[0]
-        return rows
-
     def page(self, after: int | None, limit: int) -> tuple[Rows, bool]:
-        """The first rows behind this index that status calls report, and whether there are more."""
+        """The first rows behind this index that status calls report, and whether there are more.
+
+        These are samples and pre-allocated ones.
+        """
         state = self.table.column("state")
         start = 0 if after is None else int(self.table.column("index").searchsorted(after, side="right"))
         found, missing = [np.empty(0, dtype=np.intp)], limit + 1
