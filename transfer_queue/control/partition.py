@@ -195,7 +195,8 @@ class Partition:
         self.num_held -= int(np.count_nonzero(_HELD[state]))
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
-        self.keys.forget(indexes.tolist())
+        if len(self.keys):
+            self.keys.forget(indexes.tolist())
         self.tags.forget(rows)
         self.table.mark_dead(rows)
         return indexes
