@@ -21,6 +21,8 @@ from transfer_queue.errors import TransferQueueError
 
 MOST_OF_A_PAGE = 5_000
 """Samples or keys of one reply: what takes a few milliseconds, so that a long list holds up nobody."""
+MOST_STATUS = 200_000
+"""Samples of one reply that is made of arrays alone."""
 
 
 def describe(state: PlaneState, request: p.Describe) -> p.Reply:
@@ -40,8 +42,8 @@ def describe(state: PlaneState, request: p.Describe) -> p.Reply:
     return msgspec.structs.replace(batch, more=True) if more else batch
 
 
-def _page(limit: int) -> int:
-    return min(limit, MOST_OF_A_PAGE) if limit > 0 else MOST_OF_A_PAGE
+def _page(limit: int, most: int = MOST_OF_A_PAGE) -> int:
+    return min(limit, most) if limit > 0 else most
 
 
 def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
@@ -51,10 +53,11 @@ def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Rep
         return p.Done(request.id, partition is not None and _all_consumed(partition, request.task))
     if partition is None:
         return p.Status(request.id, known=False)
-    rows = partition.counted()
+    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
     consumer = partition.consumers.get(request.task)
     status = np.zeros(len(rows), dtype=np.int8) if consumer is None else consumer.consumed[rows].astype(np.int8)
-    return p.Status(request.id, True, p.pack_indexes(partition.table.column("index")[rows]), status.tobytes())
+    indexes = p.pack_indexes(partition.table.column("index")[rows])
+    return p.Status(request.id, True, indexes, status.tobytes(), 1, more)
 
 
 def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply:
@@ -64,11 +67,11 @@ def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply
         return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
     if request.summary:
         return p.Done(request.id, _all_produced(partition, request.fields))
-    rows = partition.counted()
+    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
     names = [name for name in partition.schema.names if name in request.fields]
     status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
-    return p.Status(request.id, True, indexes, status.tobytes(), len(names))
+    return p.Status(request.id, True, indexes, status.tobytes(), len(names), more)
 
 
 def _all_consumed(partition: Partition, task: str) -> bool:

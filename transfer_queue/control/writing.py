@@ -44,11 +44,11 @@ class Reservation(Record):
         self._give_back(self.indexes)
         return True
 
-    def complete(self, published: p.Indexes) -> None:
+    def complete(self, published: bytes) -> None:
         """The write is visible; what it reserved and didn't publish is given back."""
         self._state.frozen.end_leave(self.client, self.call)
-        if not np.array_equal(self.indexes, published):
-            self._give_back(self.indexes[~np.isin(self.indexes, published)])
+        if p.pack_indexes(self.indexes) != published:
+            self._give_back(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
 
     def _give_back(self, indexes: p.Indexes) -> None:
         """Values may have been stored for them, also after a clear; another writer may have published some."""
@@ -230,7 +230,7 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     begun = state.calls.get(client, request.begun)
     if isinstance(begun, Reservation):
         state.calls.take(client, request.begun)
-        begun.complete(indexes)
+        begun.complete(request.indexes)
     state.calls.add(client, request.id, Record(p.Publish, reply))
     return reply
 
