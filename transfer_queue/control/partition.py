@@ -315,6 +315,10 @@ class Partition:
         indexes: Indexes = self.table.column("index")[self.table.column("state") != RowState.DEAD]
         return indexes
 
+    def shrink(self, count: int) -> bool:
+        """The partition is gone: free a slice of its keys and tags. Returns whether there are more."""
+        return any([self.keys.shrink(count), self.tags.shrink(count)])
+
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
         index, state = self.table.column("index"), self.table.column("state")

@@ -123,8 +123,9 @@ class ControlPlane:
         return None if record is None else record.reply
 
     def expire(self, now: float) -> list[To]:
-        """Answer parked requests whose deadline has come, and those whose producers are dead."""
+        """Answer parked requests whose deadline has come, and those whose producers are lost; tidy up a little."""
         replies = []
+        self._state.tidy()
         for parked in self._state.waiters.expired(now):
             reply = _guarded(parked.request.id, partial(self._too_late, parked, now))
             self._make_way(parked)
@@ -137,7 +138,9 @@ class ControlPlane:
         return replies + self._settle(now)
 
     def next_deadline(self) -> float | None:
-        """When ``expire`` has something to do, None: never."""
+        """When ``expire`` has something to do: minus infinity for at once, None for never."""
+        if not self._state.is_tidy:
+            return -math.inf
         parked = self._state.waiters.next_deadline()
         if not self._verdicts:
             return parked
@@ -231,7 +234,7 @@ class ControlPlane:
     # ---- consumers ----
 
     def _fetch(self, client: str, fetch: p.Fetch, now: float) -> p.Reply | None:
-        """Looked at once, and those who wait already only where this one's answer may change theirs."""
+        """Looked at once, and those that wait already only where this one's answer may change theirs."""
         state, lane, task = self._state, fetch.partition, fetch.task
         check_fetch(fetch, state.tasks.get(task))
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
@@ -394,7 +397,7 @@ class ControlPlane:
     # ---- checkpoints ----
 
     def _admit_freezers(self, now: float) -> list[To]:
-        """Those who waited for writers that are done now."""
+        """Freezes that waited for writers that are done now."""
         state, replies = self._state, []
         while not state.frozen.has_leaves and (parked := state.waiters.first_come(checkpoints.FREEZERS)) is not None:
             state.waiters.remove(parked)
