@@ -175,8 +175,8 @@ class _Link:
             self.fail(str(gone(self.peer)))
         else:
             self.fail(
-                f"can't connect to {self.peer.name} at {self.peer.address}: it does not accept this client's key. Take "
-                f"the public key from the key file of the running queue; a queue without encryption has none."
+                f"can't connect to {self.peer.name} at {self.peer.address}: it does not accept this client's key, or "
+                f"has ended just now. The public key is in the key file of the queue; without encryption there is none."
             )
 
     def fail(self, text: str) -> None:
@@ -254,7 +254,9 @@ class TcpLinks:
 
     def wake(self) -> None:
         """The thread has something to do."""
-        os.eventfd_write(self._wake.at(0), 1)
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wake.at(0), 1)
 
     def _run(self) -> None:
         links: list[_Link] = []
@@ -307,12 +309,11 @@ class TcpLinks:
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
+            os.eventfd_write(self._wake.at(0), 1)
         if self._thread is None:
             self._context.term()
-        else:
-            self.wake()
-            if self._thread is not threading.current_thread():
-                self._thread.join(_CLOSE_S)
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
         self._wake.close()
 
 

@@ -155,8 +155,6 @@ class TcpListener:
         for descriptor in (self._descriptor, self._again):
             self._readiness.remove(descriptor)
         os.close(self._again)
-        for address in self._routes:
-            self._router.send_multipart([address, BYE])
         self._routes.clear()
         self._router.close(linger=LINGER_MS)
         self._context.term()
