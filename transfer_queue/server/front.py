@@ -160,9 +160,12 @@ class Front:
             return self._of_unit(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
+        answers = self._of_plane(self.plane.handle(client, request, now))
         if self._janitor is not None and isinstance(request, p.Publish) and request.begun:
-            self._janitor.published(client, request.id, request.begun)
-        return self._of_plane(self.plane.handle(client, request, now))
+            own = next(each.reply for each in answers if (each.client, each.reply.id) == (client, request.id))
+            if not isinstance(own, p.Failed):
+                self._janitor.published(client, request.id, request.begun)
+        return answers
 
     def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:
         """Carry on the composed calls that were answered a step, until every answer is one for a client."""
