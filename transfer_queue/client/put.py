@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +15,7 @@ from transfer_queue.client.base import ClientBase
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, TransferQueueError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
-from transfer_queue.storage.base import InFront, StorageManager
+from transfer_queue.storage.base import InFront, Staged, StorageManager
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.values import copy_tags
@@ -49,12 +49,17 @@ class WriteTransaction:
     async def through(self, front: InFront) -> p.Reply:
         """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
         or for keys what their samples have now."""
-        begin, columns, frames = self._begin, b"", cast(Sequence[Any], ())
+        begin, staged = self._begin, Staged(b"", ())
         if self._sources is not None:
             replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-            columns, frames = await front.staged(self._sources, self._num_rows, replaced)
-        put = p.Put(begin.id, begin, self._tags, columns)
-        reply, _ = await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames)
+            staged = await front.staged(self._sources, self._num_rows, replaced)
+        put = p.Put(begin.id, begin, self._tags, staged.columns)
+        try:
+            reply, _ = await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames)
+        except BaseException:
+            if staged.lease:  # the put may not even have been sent
+                await front.closed(staged.lease)
+            raise
         return reply
 
     async def in_steps(self, storage: StorageManager) -> p.Reply:

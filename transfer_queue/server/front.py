@@ -224,6 +224,7 @@ class Front:
         if self.plane is None or self.unit is None:
             raise ProtocolError("this server has no storage beside its controller: put in steps.")
         begin, columns = put.begin, decode_columns(put.write) if put.write else None
+        deadline = self._now + begin.wait_s
         lease = columns.lease if columns is not None else 0
         try:
             begun = yield Step(begin)
@@ -231,7 +232,7 @@ class Front:
                 return begun
             indexes = begin.indexes if isinstance(begin, p.CheckFields) else begun.reply.indexes  # type: ignore[attr-defined]
             if columns is not None:
-                written = yield Step(Write(put.id, indexes, columns, begin.wait_s), frames)
+                written = yield Step(Write(put.id, indexes, columns, max(0.0, deadline - self._now)), frames)
                 lease = 0
                 if isinstance(written.reply, p.Failed):
                     self._undo(client, put.id)

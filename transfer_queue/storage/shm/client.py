@@ -84,7 +84,7 @@ class SharedMemoryManager(StorageManager, InFront):
         except BaseException:
             await self._release([write])
             raise
-        return Staged(encode_columns(columns), frames)
+        return Staged(encode_columns(columns), frames, write.lease_call)
 
     async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
         reading = Reading(self.session, sorted(set(fields)))
