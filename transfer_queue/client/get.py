@@ -11,7 +11,7 @@ import msgspec
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase
+from transfer_queue.client.base import LONGEST_WAIT_S, ClientBase
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
@@ -194,6 +194,7 @@ def fetch_request(
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
         named.pop("skip", None)
+    wait_s = min(wait_s, LONGEST_WAIT_S)
     return p.Fetch(0, partition, task, list(fields), batch_size, wait_s=wait_s, sampler_args=arguments, **named)
 
 

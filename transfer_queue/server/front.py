@@ -178,9 +178,12 @@ class Front:
             return self._of_unit(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
+        answers = self._of_plane(self.plane.handle(client, request, now))
         if self._janitor is not None and isinstance(request, p.Publish) and request.begun:
-            self._janitor.published(client, request.id, request.begun)
-        return self._of_plane(self.plane.handle(client, request, now))
+            own = next(each.reply for each in answers if (each.client, each.reply.id) == (client, request.id))
+            if not isinstance(own, p.Failed):
+                self._janitor.published(client, request.id, request.begun)
+        return answers
 
     def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:
         """Carry on the composed calls that were answered a step, until every answer is one for a client."""
@@ -250,6 +253,7 @@ class Front:
         if self.plane is None or self.unit is None:
             raise ProtocolError("this server has no storage beside its controller: put in steps.")
         begin, columns = put.begin, decode_columns(put.write) if put.write else None
+        deadline = self._now + begin.wait_s
         lease = columns.lease if columns is not None else 0
         try:
             begun = yield Step(begin)
@@ -257,7 +261,7 @@ class Front:
                 return begun
             indexes = begin.indexes if isinstance(begin, p.CheckFields) else begun.reply.indexes  # type: ignore[attr-defined]
             if columns is not None:
-                written = yield Step(Write(put.id, indexes, columns, begin.wait_s), frames)
+                written = yield Step(Write(put.id, indexes, columns, max(0.0, deadline - self._now)), frames)
                 lease = 0
                 if isinstance(written.reply, p.Failed):
                     self._undo(client, put.id)

@@ -39,10 +39,14 @@ class RowsOf(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A write's values, ready to travel: encoded columns, and the frames beside them."""
+    """A write's values, ready to travel: encoded columns, and the frames beside them.
+
+    ``lease``: the call that leased memory for large ones, 0: none did.
+    """
 
     columns: bytes
     frames: Sequence[Any]
+    lease: int = 0
 
 
 class InFront(ABC):
@@ -74,7 +78,7 @@ class InFront(ABC):
 
     @abstractmethod
     async def closed(self, call: int) -> None:
-        """The values that came with this call's answer are not wanted: what it pinned is released."""
+        """The memory that this call pinned, or leased, is not needed any more."""
 
 
 class StorageManager(ABC):

@@ -87,6 +87,8 @@ class Session:
         return list(own) if own else []
 
     def _cancel_of(self, request: p.Request) -> bytes:
+        if isinstance(request, p.Publish):
+            return b""  # it can't be undone; its answer stays for the caller to ask again what became of it
         return p.encode_request(p.Cancel(self.number(), request.id))
 
     def done(self, peer: Peer, *calls: int) -> None:

@@ -44,6 +44,8 @@ from transfer_queue.transport.session import Session
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+_LONGEST_WAIT_S = 1e9  # what a message can say
+
 
 class SharedMemoryManager(StorageManager, InFront):
     """``config``: ``units`` [{name, address}] in the order all processes share, ``allow_pickle``, ``layout``,
@@ -59,7 +61,7 @@ class SharedMemoryManager(StorageManager, InFront):
         self._units = [UnitConnection(peer, bool(config.get("arena", True))) for peer in peers]
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
-        self._put_timeout_s = float(config.get("put_timeout_s", 60.0))
+        self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), _LONGEST_WAIT_S)
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
 
@@ -84,7 +86,7 @@ class SharedMemoryManager(StorageManager, InFront):
         except BaseException:
             await self._release([write])
             raise
-        return Staged(encode_columns(columns), frames)
+        return Staged(encode_columns(columns), frames, write.lease_call)
 
     async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
         reading = Reading(self.session, sorted(set(fields)))
