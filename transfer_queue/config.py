@@ -122,8 +122,6 @@ def _check_values(conf: DictConfig) -> None:
         raise ConfigError("backend.SimpleStorage.num_data_storage_units must be at least 1, got null.")
     if conf.client.layout not in ("jagged", "dense"):
         raise ConfigError(f"client.layout must be 'jagged' or 'dense', got {conf.client.layout!r}.")
-    if conf.client.sockets not in ("auto", "zmq"):
-        raise ConfigError(f"client.sockets must be 'auto' or 'zmq', got {conf.client.sockets!r}.")
     if conf.launch not in ("local",):
         raise ConfigError(f"launch must be 'local', got {conf.launch!r}.")
     if conf.server_processes not in ("auto", "one", "each"):
