@@ -181,11 +181,17 @@ class Ack(Request, frozen=True):
 
 
 class Describe(Request, frozen=True):
-    """Metadata of given samples, or of all: consumed or not, marks nothing (``get_meta`` in mode "force_fetch")."""
+    """Metadata of given samples, or of all: consumed or not, marks nothing (``get_meta`` in mode "force_fetch").
+
+    Of all it is given in pages: the samples that come ``after`` this index, ``limit`` at most (0: as many as a page
+    takes); the reply says whether there are more.
+    """
 
     partition: str
     fields: list[str] | None = None
     indexes: bytes | None = None
+    after: Position | None = None
+    limit: Count = 0
 
 
 class ConsumptionStatus(Request, frozen=True):
@@ -278,13 +284,34 @@ class KeysOf(Request, frozen=True):
 
 
 class ListKeys(Request, frozen=True):
-    """Keys and tags of one partition or all."""
+    """Keys and tags of one partition, or of all as far as they fit in one page.
+
+    A page holds the keys that come ``after`` this one, ``limit`` at most (0: as many as a page takes). Where that key
+    was cleared meanwhile the list begins anew: keys may come twice, and none is left out.
+    """
 
     partition: str | None = None
+    after: str | None = None
+    limit: Count = 0
+
+
+class ForgetTask(Request, frozen=True):
+    """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
+
+    Done with the number of partitions that knew it. Its parked fetches are told that their stream has ended.
+    """
+
+    task: str
 
 
 class GetStats(Request, frozen=True):
-    """Numbers of the whole queue: partitions, tasks, waiting fetches and what they lack."""
+    """Numbers of the whole queue: partitions, tasks, clients, waiting fetches and what they lack."""
+
+
+class EvictClient(Request, frozen=True):
+    """End the session of a client that hangs, as if it had died. Done says whether it held anything."""
+
+    client: str
 
 
 class Freeze(Request, frozen=True):
@@ -359,7 +386,10 @@ class Published(Reply, frozen=True):
 
 
 class Batch(Reply, frozen=True):
-    """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8)."""
+    """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
+
+    ``more``: this is a page of a Describe, and not the last one.
+    """
 
     partition: str
     indexes: bytes
@@ -370,13 +400,15 @@ class Batch(Reply, frozen=True):
     batch_index: int | None = None
     padding: bytes | None = None
     keys: list[str] = []
+    more: bool = False
 
 
 class NotReady(Reply, frozen=True):
     """No batch yet; try again. Of ``samples`` that the task has still to get, ``lacking`` counts those without a field.
 
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
-    Where the batch was drawn before, for other fields, the numbers are about its samples.
+    Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
+    partition are being written, by the clients ``owed_by`` (five at most are named).
     """
 
     wanted: int
@@ -385,6 +417,8 @@ class NotReady(Reply, frozen=True):
     lacking: dict[str, int] = {}
     last_published_s: float | None = None
     known_fields: list[str] = []
+    reserved: int = 0
+    owed_by: list[str] = []
 
 
 class Ended(Reply, frozen=True):
@@ -404,9 +438,15 @@ class Status(Reply, frozen=True):
 
 
 class Cleared(Reply, frozen=True):
-    """Samples that are forgotten; their values may be dropped from storage."""
+    """Samples that are forgotten; their values may be deleted from storage.
+
+    Of ClearConsumed: ``held_by`` counts by task the samples that stay because the task has not consumed or not
+    acknowledged them; ``not_begun`` names tasks that must be done and never fetched.
+    """
 
     indexes: bytes
+    held_by: dict[str, int] = {}
+    not_begun: list[str] = []
 
 
 class Names(Reply, frozen=True):
@@ -416,9 +456,10 @@ class Names(Reply, frozen=True):
 
 
 class KeyList(Reply, frozen=True):
-    """Per partition, user keys and their tags in order of insertion."""
+    """Per partition, user keys and their tags in order of insertion. ``more``: there are others behind these."""
 
     keys: dict[str, dict[str, Tags]]
+    more: bool = False
 
 
 class Frozen(Reply, frozen=True):
@@ -430,8 +471,8 @@ class Frozen(Reply, frozen=True):
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags | ClearSamples
-    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | GetStats | Freeze | Thaw
-    | Stage | Restore
+    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
+    | EvictClient | Freeze | Thaw | Stage | Restore
 )  # fmt: skip
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList

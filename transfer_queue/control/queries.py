@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
@@ -14,21 +16,32 @@ from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import Service
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
-from transfer_queue.control.writing import WRITERS
+from transfer_queue.control.writing import WRITERS, Reservation
 from transfer_queue.errors import TransferQueueError
+
+MOST_OF_A_PAGE = 5_000
+"""Samples or keys of one reply: what takes a few milliseconds, so that a long list holds up nobody."""
 
 
 def describe(state: PlaneState, request: p.Describe) -> p.Reply:
-    """Metadata of samples, consumed or not; all that the partition counts when none are named."""
-    partition = state.get(request.partition)
+    """Metadata of samples, consumed or not; a page of all that the partition counts when none are named."""
+    partition, more, fields = state.get(request.partition), False, request.fields
     if request.indexes is None:
-        indexes = partition.table.column("index")[partition.counted()]
+        rows, more = partition.page(request.after, _page(request.limit))
+        indexes = partition.table.column("index")[rows]
+        if fields is None:
+            fields = partition.common_fields()
     else:
         indexes = p.unpack_indexes(request.indexes)
-    rows, fields = partition.rows_of(indexes), request.fields
-    if fields is None:
-        fields = partition.schema.fields_of(rows) if len(rows) else []
-    return describe_samples(request.id, partition, indexes, fields, rows)
+        rows = partition.rows_of(indexes)
+        if fields is None:
+            fields = partition.schema.fields_of(rows) if len(rows) else []
+    batch = describe_samples(request.id, partition, indexes, fields, rows)
+    return msgspec.structs.replace(batch, more=True) if more else batch
+
+
+def _page(limit: int) -> int:
+    return min(limit, MOST_OF_A_PAGE) if limit > 0 else MOST_OF_A_PAGE
 
 
 def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
@@ -76,24 +89,34 @@ def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
 
 
 def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
-    """Keys of published samples and their tags; unknown partition: nothing."""
+    """A page of the keys of published samples and their tags; unknown partition: nothing."""
     names = list(state.partitions) if request.partition is None else [request.partition]
-    return p.KeyList(request.id, {n: _keys(state.partitions[n]) for n in names if n in state.partitions})
+    room, more = _page(request.limit), False
+    keys: dict[str, dict[str, p.Tags]] = {}
+    for name in names:
+        partition = state.partitions.get(name)
+        if partition is None:
+            continue
+        if not room:
+            return p.KeyList(request.id, keys, more=True)
+        items, others = partition.keys.page(request.after, room)
+        keys[name] = _published_keys(partition, items)
+        room, more = room - len(items), more or others
+    return p.KeyList(request.id, keys, more)
 
 
-def _keys(partition: Partition) -> dict[str, p.Tags]:
-    if not len(partition.keys):
+def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[str, p.Tags]:
+    if not items:
         return {}
-    items = list(partition.keys.items())
     indexes = np.array([index for _, index in items], dtype=np.int64)
     rows = partition.rows_of(indexes)
     live = partition.table.column("state")[rows] == RowState.LIVE
     tags = partition.tags.of(indexes, rows)
-    return {key: tags.get(index, {}) for (key, index), shown in zip(items, live, strict=True) if shown}
+    return {key: tags.get(index, {}) for (key, index), shown in zip(items, live.tolist(), strict=True) if shown}
 
 
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
-    """Numbers of every partition and task, and who waits for what since when.
+    """Numbers of every partition, task and client, and which requests wait for what since when.
 
     ``abandoned``: a field of the partition whose producers have all died.
     """
@@ -109,7 +132,26 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     for name, partition in state.partitions.items():
         abandoned = state.producers.missing(partition.schema.names, now)
         partitions[name] = {**_partition_stats(partition), "abandoned": abandoned}
-    return p.Done(request.id, {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity})
+    return p.Done(
+        request.id,
+        {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity, "clients": _clients(state)},
+    )
+
+
+def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
+    """What each session holds. ``unreceived``: answers that its client hasn't said to have."""
+    freezes, leaves = state.frozen.by_client(), state.frozen.leaves_by_client()
+    parked = Counter(each.client for each in state.waiters.all())
+    clients = {}
+    for client in {**dict.fromkeys(state.calls.clients()), **parked}:
+        records = [record for _, record in state.calls.of(client)]
+        writes = [record for record in records if isinstance(record, Reservation) and len(record.indexes)]
+        clients[client] = {
+            "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
+            "leaves": leaves[client], "freezes": freezes[client], "parked": parked[client],
+            "unreceived": sum(record.reply is not None for record in records),
+        }  # fmt: skip
+    return clients
 
 
 def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any]:

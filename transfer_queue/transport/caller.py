@@ -8,6 +8,7 @@ last one that closes the client is gone for the server, and so is all that it ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import threading
@@ -44,18 +45,14 @@ class SocketCaller:
         self._made: set[Connection] = set()  # held here, so that none is closed because a Ctrl-C lost it elsewhere
         self._idle: dict[str, list[Connection]] = {}
         self._of_loops: dict[tuple[int, str], LoopConnection] = {}
-        self._num_blocked = 0
-        self._wake: Descriptors | None = None
+        self._blocked: set[object] = set()
+        self._wake = Descriptors(self, *os.pipe())
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         """See ``Caller``. Raises ClosedError after ``close``, also where that came while the call waited."""
         self._check_process()
         if is_blocking():
-            wake = self._enter()
-            try:
-                return await self._call_blocking(calls, timeout_s, wake)
-            finally:
-                self._leave()
+            return await self._call_blocking(calls, timeout_s)
         return await self._call_on_loop(calls, timeout_s)
 
     async def tell(self, call: Call) -> None:
@@ -84,14 +81,12 @@ class SocketCaller:
             self._closed = True
             of_loops = list(self._of_loops.values())
             self._of_loops.clear()
-            if self._num_blocked and self._wake is not None:
+            if self._blocked:
                 os.write(self._wake.at(1), b"x")
-            elif self._wake is not None:
+            else:
                 self._wake.close()
-            for connection in itertools.chain.from_iterable(self._idle.values()):
-                connection.close()
-            self._idle.clear()
-            self._made.clear()  # those that are borrowed are closed when they are given back
+        self._close_idle()
+        self._made.clear()  # those that are borrowed are closed when they are given back
         for of_loop in of_loops:
             of_loop.close_from_anywhere(closed)
 
@@ -99,66 +94,72 @@ class SocketCaller:
         if self._pid != os.getpid():
             raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
 
-    # ---- connections ----
+    # ---- connections: without a lock, which a Ctrl-C could leave locked ----
 
     def _borrow(self, peer: Peer, borrowed: list[Connection]) -> Connection:
         """A connection for this thread alone: one that it has borrowed already, or one more."""
         for connection in borrowed:
             if connection.peer.address == peer.address:
                 return connection
-        with self._lock:
-            if self._closed:
-                raise closed()
-            idle = self._idle.get(peer.address)
-            if idle:
-                borrowed.extend(map(idle.pop, _LAST))  # one step of Python: a Ctrl-C leaves it in one of the two
-                return borrowed[-1]
-        borrowed.append(UnixConnection(peer, self._client))
-        self._made.add(borrowed[-1])
+        if self._closed:
+            raise closed()
+        idle = self._idle.setdefault(peer.address, [])
+        try:
+            borrowed.extend(map(idle.pop, _LAST))  # one step of Python: it is always in one of the two
+        except IndexError:
+            borrowed.append(UnixConnection(peer, self._client))
+            self._made.add(borrowed[-1])
         return borrowed[-1]
 
     def _give_back(self, borrowed: list[Connection]) -> None:
         while borrowed:
-            connection = borrowed[-1]
-            with self._lock:
-                if not self._closed and not connection.broken:
-                    self._idle.setdefault(connection.peer.address, []).extend(map(borrowed.pop, _LAST))
-                    continue
-            borrowed.pop()
-            self._discard(connection)
+            if borrowed[-1].broken:
+                self._discard(borrowed.pop())
+            else:
+                self._idle.setdefault(borrowed[-1].peer.address, []).extend(map(borrowed.pop, _LAST))
+        if self._closed:
+            self._close_idle()
 
     def _discard(self, connection: Connection) -> None:
         """It is broken, and so are those that wait for use: the same server was at their other end."""
+        self._made.discard(connection)
         connection.close()
-        with self._lock:
-            others = self._idle.pop(connection.peer.address, [])
-            self._made.difference_update(others, [connection])
-        for other in others:
-            other.close()
+        self._close_all(self._idle.get(connection.peer.address, []))
+
+    def _close_idle(self) -> None:
+        for idle in list(self._idle.values()):
+            self._close_all(idle)
+
+    def _close_all(self, connections: list[Connection]) -> None:
+        while connections:
+            with contextlib.suppress(IndexError):  # another thread does the same
+                connection = connections.pop()
+                self._made.discard(connection)
+                connection.close()
 
     # ---- in a blocked thread ----
 
-    def _enter(self) -> int:
+    def _enter(self, waiter: object) -> int:
         """One more thread that waits; gives what becomes readable when the caller is closed meanwhile."""
-        with self._lock:
-            if self._closed:
-                raise closed()
-            if self._wake is None:
-                self._wake = Descriptors(self, *os.pipe())
-            self._num_blocked += 1
-            return self._wake.at(0)
+        self._blocked.add(waiter)
+        if self._closed:
+            raise closed()
+        return self._wake.at(0)
 
-    def _leave(self) -> None:
-        with self._lock:
-            self._num_blocked -= 1
-            if self._closed and not self._num_blocked and self._wake is not None:
-                self._wake.close()
+    def _leave(self, waiter: object) -> None:
+        self._blocked.discard(waiter)
+        if self._closed:
+            with self._lock:
+                if not self._blocked:
+                    self._wake.close()
 
-    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float, wake: int) -> list[Reply]:
+    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         borrowed: list[Connection] = []
         asked: dict[int, _Asked] = {}
         replies: dict[int, Reply] = {}
+        waiter = object()
         try:
+            wake = self._enter(waiter)
             for call in calls:
                 request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
                 asked[request_id] = _Asked(connection, call)
@@ -179,6 +180,7 @@ class SocketCaller:
                 revoke(connection, call.cancel)
             raise
         finally:
+            self._leave(waiter)
             self._give_back(borrowed)
 
     # ---- on an event loop ----
@@ -222,7 +224,7 @@ class SocketCaller:
                 if self._closed:
                     raise closed()
                 self._of_loops[key] = made
-            borrowed.clear()
+                borrowed.clear()
             return made
         finally:
             self._give_back(borrowed)

@@ -114,12 +114,15 @@ class SocketServer:
         assert self._handler is not None, "the loop runs, and nobody has said who answers"
         return self._handler
 
-    def _act(self, act: Ready) -> None:
-        guarded(self._send_all, act)
+    def _answer(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
+        self._send(self._opened().handle(envelope, header, frames, time.monotonic()))
 
-    def _send_all(self, act: Ready) -> None:
+    def _act(self, act: Ready) -> None:
+        guarded(lambda: self._send(act(time.monotonic())))
+
+    def _send(self, answers: Iterable[Outgoing]) -> None:
         # One by one, as they are made: what comes before an error goes out.
-        for answer in act(time.monotonic()):
+        for answer in answers:
             guarded(answer.envelope.route.send, answer)
 
     # ---- its clients ----
@@ -135,8 +138,7 @@ class SocketServer:
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         """See ``Service``."""
-        handler = self._opened()
-        self._act(lambda now: handler.handle(envelope, header, frames, now))
+        guarded(self._answer, envelope, header, frames)
 
     def joined(self, client: str, route: Route) -> None:
         """See ``Service``."""
