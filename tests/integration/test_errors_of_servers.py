@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
+from tests.own_processes import SLOW
 
-JOIN_S = 20.0
+JOIN_S = 20.0 * SLOW
 
 
 def rows(**columns: Any) -> TensorDict:
