@@ -13,6 +13,8 @@ from transfer_queue.client.keys import Keys
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
 
+_PER_CLEAR = 10_000
+
 
 class Partitions(Keys):
     """Verbs about whole partitions, tasks and the queue."""
@@ -46,7 +48,10 @@ class Partitions(Keys):
     async def async_clear_samples(self, metadata: BatchMeta) -> None:
         """Forget these samples, values and all; those already cleared are ignored."""
         for part in metadata.chunk_by_partition() if metadata.size else ():
-            await self.clear(p.ClearSamples, part.partition_ids[0], p.pack_indexes(part.global_indexes))
+            indexes = part.global_indexes
+            for start in range(0, len(indexes), _PER_CLEAR):  # more at once would hold up other clients for too long
+                some = p.pack_indexes(indexes[start : start + _PER_CLEAR])
+                await self.clear(p.ClearSamples, part.partition_ids[0], some)
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Forget the samples that every task which reads the partition has consumed and settled, values and all.
@@ -58,7 +63,12 @@ class Partitions(Keys):
         Returns:
             How many samples were cleared.
         """
-        return await self.clear(p.ClearConsumed, partition_id, list(task_names))
+        count = 0
+        while True:
+            cleared = await self.clear(p.ClearConsumed, partition_id, list(task_names))
+            count += len(cleared.indexes) // 8
+            if not cleared.more:
+                return count
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""
@@ -67,6 +77,22 @@ class Partitions(Keys):
     async def async_get_partition_list(self) -> list[str]:
         """Names of all partitions."""
         return [str(name) for name in (await self.session.ask(p.ListPartitions, p.Names)).names]
+
+    async def async_forget_task(self, task_name: str) -> int:
+        """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
+
+        Returns:
+            How many partitions knew it. Fetches of the task that wait are told that their stream has ended.
+        """
+        return int((await self.session.ask(p.ForgetTask, p.Done, task_name)).value)
+
+    async def async_evict_client(self, client: str) -> bool:
+        """End the session of a client that hangs, as if it had died; ``get_stats()["clients"]`` names them.
+
+        Returns:
+            Whether it held anything.
+        """
+        return bool((await self.session.ask(p.EvictClient, p.Done, client)).value)
 
     async def async_get_stats(self) -> dict[str, Any]:
         """Numbers of the whole queue, partition by partition and task by task, and who waits for what."""

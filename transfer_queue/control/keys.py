@@ -35,8 +35,6 @@ class KeyMap:
 
     def forget(self, indexes: Iterable[int]) -> None:
         """These samples are gone, and so are their names."""
-        if not self._key_of:
-            return
         for index in indexes:
             key = self._key_of.pop(index, None)
             if key is not None:

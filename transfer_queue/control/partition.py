@@ -195,7 +195,8 @@ class Partition:
         self.num_held -= int(np.count_nonzero(_HELD[state]))
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
-        self.keys.forget(indexes.tolist())
+        if len(self.keys):
+            self.keys.forget(indexes.tolist())
         self.tags.forget(rows)
         self.table.mark_dead(rows)
         return indexes
@@ -236,13 +237,11 @@ class Partition:
         """Is it the token of a batch of this very partition, also from before a restore?"""
         return token.startswith((f"{self._tokens(task)}/", f"{self._tokens(task)}."))
 
-    def counted(self) -> Rows:
-        """Rows that status calls report: samples and pre-allocated ones."""
-        rows: Rows = _COUNTED[self.table.column("state")].nonzero()[0]
-        return rows
-
     def page(self, after: int | None, limit: int) -> tuple[Rows, bool]:
-        """The first rows behind this index that status calls report, and whether there are more."""
+        """The first rows behind this index that status calls report, and whether there are more.
+
+        These are samples and pre-allocated ones.
+        """
         state = self.table.column("state")
         start = 0 if after is None else int(self.table.column("index").searchsorted(after, side="right"))
         found, missing = [np.empty(0, dtype=np.intp)], limit + 1

@@ -183,6 +183,10 @@ class ControlPlane:
         chores, self._state.chores = self._state.chores, []
         return chores
 
+    def held_up_by(self) -> str:
+        """Which tasks keep the queue full, in a sentence; empty: none does."""
+        return writing.held_up_by(self._state).rstrip()
+
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
         seen = [partition.table.column("index") for partition in self._state.partitions.values()]

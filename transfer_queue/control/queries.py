@@ -21,6 +21,8 @@ from transfer_queue.errors import TransferQueueError
 
 MOST_OF_A_PAGE = 5_000
 """Samples or keys of one reply: what takes a few milliseconds, so that a long list holds up nobody."""
+MOST_STATUS = 200_000
+"""Samples of one reply that is made of arrays alone."""
 
 
 def describe(state: PlaneState, request: p.Describe) -> p.Reply:
@@ -40,8 +42,8 @@ def describe(state: PlaneState, request: p.Describe) -> p.Reply:
     return msgspec.structs.replace(batch, more=True) if more else batch
 
 
-def _page(limit: int) -> int:
-    return min(limit, MOST_OF_A_PAGE) if limit > 0 else MOST_OF_A_PAGE
+def _page(limit: int, most: int = MOST_OF_A_PAGE) -> int:
+    return min(limit, most) if limit > 0 else most
 
 
 def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
@@ -51,10 +53,11 @@ def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Rep
         return p.Done(request.id, partition is not None and _all_consumed(partition, request.task))
     if partition is None:
         return p.Status(request.id, known=False)
-    rows = partition.counted()
+    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
     consumer = partition.consumers.get(request.task)
     status = np.zeros(len(rows), dtype=np.int8) if consumer is None else consumer.consumed[rows].astype(np.int8)
-    return p.Status(request.id, True, p.pack_indexes(partition.table.column("index")[rows]), status.tobytes())
+    indexes = p.pack_indexes(partition.table.column("index")[rows])
+    return p.Status(request.id, True, indexes, status.tobytes(), 1, more)
 
 
 def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply:
@@ -64,11 +67,11 @@ def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply
         return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
     if request.summary:
         return p.Done(request.id, _all_produced(partition, request.fields))
-    rows = partition.counted()
+    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
     names = [name for name in partition.schema.names if name in request.fields]
     status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
-    return p.Status(request.id, True, indexes, status.tobytes(), len(names))
+    return p.Status(request.id, True, indexes, status.tobytes(), len(names), more)
 
 
 def _all_consumed(partition: Partition, task: str) -> bool:
@@ -91,18 +94,19 @@ def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
 def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
     """A page of the keys of published samples and their tags; unknown partition: nothing."""
     names = list(state.partitions) if request.partition is None else [request.partition]
-    room, more = _page(request.limit), False
+    room, more, last = _page(request.limit), False, request.after
     keys: dict[str, dict[str, p.Tags]] = {}
     for name in names:
         partition = state.partitions.get(name)
         if partition is None:
             continue
         if not room:
-            return p.KeyList(request.id, keys, more=True)
+            return p.KeyList(request.id, keys, True, last)
         items, others = partition.keys.page(request.after, room)
         keys[name] = _published_keys(partition, items)
         room, more = room - len(items), more or others
-    return p.KeyList(request.id, keys, more)
+        last = items[-1][0] if items else last
+    return p.KeyList(request.id, keys, more, last)
 
 
 def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[str, p.Tags]:

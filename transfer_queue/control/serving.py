@@ -55,7 +55,7 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
 class Taken(Record):
     """A batch of a fetch that named none: ``drawn`` without a ledger, or the rank's next one of it, ``batch``."""
 
-    __slots__ = ("_state", "batch", "consumer", "drawn", "indexes", "num_resets", "partition", "serial", "task")
+    __slots__ = ("_packed", "_state", "batch", "consumer", "drawn", "num_resets", "partition", "serial", "task")
 
     def __init__(
         self, state: PlaneState, reply: Batch, partition: Partition, consumer: Consumer, drawn: Indexes,
@@ -66,8 +66,13 @@ class Taken(Record):
         self.partition, self.serial, self.task = partition.name, partition.serial, consumer.task
         self.consumer = consumer  # itself: the task may be forgotten and come again
         self.num_resets = consumer.ledger.num_resets
-        self.indexes = unpack_indexes(reply.indexes)
         self.drawn, self.batch = drawn, batch
+        self._packed = reply.indexes
+
+    @property
+    def indexes(self) -> Indexes:
+        """All samples of the batch."""
+        return unpack_indexes(self._packed)
 
     def undo(self) -> bool:
         partition = self._state.find(self.partition, self.serial)

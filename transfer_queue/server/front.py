@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -18,7 +19,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
-from transfer_queue.errors import ProtocolError, TransferQueueError, to_wire
+from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.shm.messages import Commit, Delete, EndSession, Read, UnitRequest, Write, decode_columns
 from transfer_queue.storage.shm.unit import StorageUnit
@@ -44,6 +45,10 @@ class Step(NamedTuple):
     frames: list[memoryview] = []  # noqa: RUF012 (never changed)
 
 
+PAUSE = Step(p.ListPartitions(0))
+"""Go on in the next turn: others are served first."""
+PER_TURN = 10_000
+"""Samples whose values are deleted in one turn: some milliseconds."""
 Steps = Generator[Step, Answer, Answer]
 
 
@@ -70,12 +75,16 @@ class Front:
         self.unit = unit
         self.disconnect: Callable[[str], None] | None = None
         """Closes a client's connections; set by the server that this handler belongs to."""
+        self.connections: Callable[[], dict[str, int]] = dict
+        """How many connections each client has; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
         self._janitor = janitor
         self._welcome = json.dumps(conf).encode()
         self._calls: dict[tuple[str, int], _Call] = {}
         self._left: set[str] = set()  # clients that said goodbye and are still connected
         self._owed: list[Answer] = []
+        self._paused: deque[tuple[str, int]] = deque()
+        self._unwanted: deque[p.Indexes] = deque()  # values that belong to nobody, to be deleted
         self._now = 0.0
         composed: dict[type[p.Request], Callable[[str, Any, list[memoryview]], Steps]] = {p.Put: self._put}
         if plane is not None and unit is not None:
@@ -112,9 +121,16 @@ class Front:
             answers += self._of_plane(self.plane.expire(now))
         if self.unit is not None:
             answers += self._of_unit(self.unit.expire(now))
+        if self._paused:
+            client, call = self._paused.popleft()
+            answers.append(Answer(client, p.Done(call)))
+        if self._unwanted:
+            answers += self._delete_unwanted(now)
         return self._finish(answers, now)
 
     def next_deadline(self) -> float | None:
+        if self._paused or self._unwanted:
+            return -math.inf  # a little each turn, between requests
         deadlines = [part.next_deadline() for part in (self.plane, self.unit) if part is not None]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -143,6 +159,8 @@ class Front:
         if isinstance(request, p.Goodbye):
             self._left.add(client)
             return [Answer(client, p.Done(request.id)), *self._end_session(client, False, now, but=request.id)]
+        if isinstance(request, p.EvictClient) and self.plane is not None:
+            return self._evict(client, request, now)
         if isinstance(request, p.GetStats) and self.plane is not None:
             return self._stats(client, request, now)
         compose = self._composed.get(type(request))
@@ -182,14 +200,25 @@ class Front:
                     continue
                 answer = final
             del self._calls[key]
-            outgoing.append(Outgoing(call.envelope, _encoded(answer.reply), answer.frames))
+            outgoing.append(Outgoing(call.envelope, _encoded(self._explained(answer.reply)), answer.frames))
+
+    def _explained(self, reply: p.Reply) -> p.Reply:
+        """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
+        if self.plane is None or not isinstance(reply, p.Failed) or reply.code != StorageFullError.__name__:
+            return reply
+        held_up_by = self.plane.held_up_by()
+        return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
 
     def _next_step(self, answer: Answer, steps: Steps, work: deque[Answer], now: float) -> Answer | None:
         """None: the call goes on."""
         client, call = answer.client, answer.reply.id
 
         def go_on() -> Iterable[Answer]:
-            return self._ask(client, steps.send(answer), now)
+            step = steps.send(answer)
+            if step is PAUSE:
+                self._paused.append((client, call))
+                return []
+            return self._ask(client, step, now)
 
         try:
             work.extend(self._guarded(client, call, go_on))
@@ -260,7 +289,10 @@ class Front:
         assert self.plane is not None
         cleared = yield Step(request)
         if isinstance(cleared.reply, p.Cleared) and cleared.reply.indexes:
-            yield Step(Delete(request.id, cleared.reply.indexes))
+            for some in _slices(p.unpack_indexes(cleared.reply.indexes)):
+                yield Step(Delete(request.id, p.pack_indexes(some)))
+                if len(some) == PER_TURN:
+                    yield PAUSE
             self.plane.received(client, [request.id])
         return cleared
 
@@ -301,31 +333,39 @@ class Front:
         return answers
 
     def _chores(self, now: float) -> list[Answer]:
-        """Delete values that belong to nobody any more."""
+        """What is owed to others; and values that belong to nobody any more are deleted, or at least the first ones."""
         answers, self._owed = self._owed, []
-        chores = [] if self.plane is None else self.plane.take_chores()
-        for chore in chores:
-            packed = p.pack_indexes(chore.indexes)
-            if self.unit is not None:
-                answers += self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
-            elif self._janitor is not None:
-                self._janitor.delete(chore.indexes)
+        for chore in [] if self.plane is None else self.plane.take_chores():
+            if self.unit is None:
+                if self._janitor is not None:
+                    self._janitor.delete(chore.indexes)
+                continue
+            self._unwanted.extend(_slices(chore.indexes))
+            answers += self._delete_unwanted(now)
         return answers
+
+    def _delete_unwanted(self, now: float) -> list[Answer]:
+        assert self.unit is not None
+        packed = p.pack_indexes(self._unwanted.popleft())
+        return self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
 
     # ---- small verbs ----
 
     def _hello(self, hello: p.Hello) -> p.Reply:
-        if hello.version != p.PROTOCOL_VERSION:
-            return p.Failed(
-                hello.id,
-                *to_wire(
-                    ProtocolError(
-                        f"this client speaks protocol version {hello.version}, the queue speaks "
-                        f"{p.PROTOCOL_VERSION}. Install the same version of the package for both."
-                    )
-                ),
-            )
+        p.check_version(hello)
         return p.Welcome(hello.id, self._welcome)
+
+    def _evict(self, client: str, request: p.EvictClient, now: float) -> Iterable[Answer]:
+        assert self.plane is not None
+        evicted = request.client
+        if evicted == client:
+            raise InvalidRequestError(f"client {client!r} can't evict itself: close it instead.")
+        # It may live, and still copy into its leases or from its pins: that memory stays its own for a while.
+        freed = [] if self.unit is None else self._of_unit(self.unit.client_gone(evicted, now, may_live=True))
+        answers = [*freed, *self._of_plane(self.plane.handle(client, request, now))]
+        if self.disconnect is not None:
+            self.disconnect(evicted)
+        return answers
 
     def _stats(self, client: str, request: p.GetStats, now: float) -> Iterable[Answer]:
         assert self.plane is not None
@@ -333,8 +373,12 @@ class Front:
         for answer in answers:
             if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
                 answer.reply.value["alarms"] = self.alarms()
+                answer.reply.value["waiting"] += [] if self.unit is None else self.unit.waiting(now)
+                clients = answer.reply.value["clients"]
+                for name, count in self.connections().items():
+                    clients.setdefault(name, {})["connections"] = count
                 for holder, (leases, pins) in ({} if self.unit is None else self.unit.holders()).items():
-                    answer.reply.value["clients"].setdefault(holder, {}).update(leases=leases, pins=pins)
+                    clients.setdefault(holder, {}).update(leases=leases, pins=pins)
         return answers
 
     def _of_plane(self, replies: Iterable[Any]) -> list[Answer]:
@@ -342,6 +386,11 @@ class Front:
 
     def _of_unit(self, replies: Iterable[Any]) -> list[Answer]:
         return [Answer(*reply) for reply in replies]
+
+
+def _slices(indexes: p.Indexes) -> Iterator[p.Indexes]:
+    """So many of them as are deleted in one turn."""
+    return (indexes[start : start + PER_TURN] for start in range(0, len(indexes), PER_TURN))
 
 
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:

@@ -77,7 +77,7 @@ def make_front(
         janitor = _janitor(conf)
     watchdog = Watchdog(lambda: getattr(plane, "running", None))
     front = Front(conf, plane, unit, janitor)
-    front.alarms, front.disconnect = watchdog.alarms, server.disconnect
+    front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
 
     def close() -> None:
         watchdog.close()

@@ -27,7 +27,7 @@ from control_kit import (
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import To
-from transfer_queue.control.queries import MOST_OF_A_PAGE
+from transfer_queue.control.queries import MOST_OF_A_PAGE, MOST_STATUS
 
 # ---- pages ----
 
@@ -95,6 +95,26 @@ def test_all_samples_are_described_in_pages(make_plane):
     seal(plane)
     assert list(ask(plane, ACTOR, p.Describe, "p", None, None, None, 1).fields) == ["x"], "what all have, not the page"
     assert indexes(ask(plane, ACTOR, p.Describe, "p", None, None, 10**9)) == []
+
+
+def test_status_is_told_in_pages(plane):
+    put(plane, 5)
+    batch(plane, 3)
+    pages = [ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, after, 2) for after in (None, 1, 3, 4)]
+    assert [(indexes(page), list(page.status), page.more) for page in pages] == [
+        ([0, 1], [1, 1], True), ([2, 3], [1, 0], True), ([4], [0], False), ([], [], False),
+    ]  # fmt: skip
+    page = ask(plane, ACTOR, p.ProductionStatus, "p", ["x"], False, 1, 2)
+    assert (indexes(page), list(page.status), page.columns, page.more) == ([2, 3], [1, 1], 1, True)
+
+
+def test_a_page_of_status_holds_no_more_than_so_many_samples(plane):
+    reserved = ask(plane, ROLLOUT, p.Insert, "p", MOST_STATUS + 1)
+    assert len(indexes(reserved)) == MOST_STATUS + 1
+    page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, None, 2**31 - 1)
+    assert (len(indexes(page)), page.more) == (MOST_STATUS, True)
+    page = ask(plane, ACTOR, p.ConsumptionStatus, "p", "train", False, MOST_STATUS - 1)
+    assert (len(indexes(page)), page.more) == (1, False)
 
 
 # ---- tasks and clients that hold something up ----
