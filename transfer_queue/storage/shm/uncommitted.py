@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,11 +14,14 @@ from transfer_queue.storage.shm.messages import FieldParts
 _REMEMBERED = 1024
 
 
-class UncommittedWrite(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class UncommittedWrite:
     """Rows for these indexes, as they came."""
 
     indexes: IntArray
     parts: FieldParts
+    cleared: set[int] = field(default_factory=set)
+    """Those of the indexes whose samples were cleared since: a commit must not bring their values back."""
 
     @property
     def nbytes(self) -> int:
@@ -69,10 +72,12 @@ class Uncommitted:
         return [write for key in found if (write := self.take(*key)) is not None]
 
     def forget(self, indexes: IntArray) -> None:
-        """These samples were cleared: drop the writes that are about nothing else."""
+        """These samples were cleared: drop the writes that are about no other, and note it in the rest."""
         for client, own in list(self._writes.items()):
-            for call in [call for call, write in own.items() if np.isin(write.indexes, indexes).all()]:
-                self.take(client, call)
+            for call, write in list(own.items()):
+                write.cleared.update(write.indexes[np.isin(write.indexes, indexes)].tolist())
+                if len(write.cleared) == len(np.unique(write.indexes)):
+                    self.take(client, call)
 
     def end(self, client: str, published: Iterable[int]) -> list[UncommittedWrite]:
         """The client has ended. Returns its published writes, to be committed; the others are dropped."""

@@ -226,7 +226,7 @@ class StorageUnit:
             if not published:
                 raise
             for write in published:
-                self._store.write(*write)
+                self._make_readable(write)
             return [self._rows(client, request, indexes, fields)]
 
     def _rows(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> UnitReply:
@@ -314,13 +314,18 @@ class StorageUnit:
         for call in request.writes:
             write = self._uncommitted.take(client, call)
             if write is not None:  # else a reader was here first
-                self._store.write(*write)
+                self._make_readable(write)
         self._squeeze()
         return [UnitReply(client, Done(request.id)), *self._admit()]
 
+    def _make_readable(self, write: UncommittedWrite) -> None:
+        self._store.write(write.indexes, write.parts)
+        if write.cleared:
+            self._store.delete(np.array(sorted(write.cleared)))
+
     def _end_session(self, client: str, request: EndSession, frames: list[memoryview]) -> list[UnitReply]:
         for write in self._uncommitted.end(request.client, request.published):
-            self._store.write(*write)
+            self._make_readable(write)
         return [UnitReply(client, Done(request.id)), *self.client_gone(request.client, self._now)]
 
     def _delete(self, client: str, request: Delete, frames: list[memoryview]) -> list[UnitReply]:
