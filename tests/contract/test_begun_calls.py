@@ -7,11 +7,10 @@ import threading
 from typing import Any
 
 import pytest
-from transport_kit import JOIN_S, Desk, calls, desk_behind, served_by_thread, until
+from transport_kit import JOIN_S, Desk, calls, desk_behind, make_caller, served_by_thread, until
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import Begun, run_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -22,7 +21,7 @@ async def asked(caller: Any, peer: Peer, *headers: bytes, timeout_s: float = JOI
 
 
 def test_what_was_begun_is_answered_whoever_asks_meanwhile(desk):
-    make, peer = desk
+    make, peer, _ = desk
     caller = make()
     begun = Begun(asked(caller, peer, b"park one", b"two"))
     assert run_blocking(asked(caller, peer, b"three")) == [b"three"]
@@ -31,7 +30,7 @@ def test_what_was_begun_is_answered_whoever_asks_meanwhile(desk):
 
 
 def test_a_call_begun_in_one_thread_is_finished_in_another(desk):
-    make, peer = desk
+    make, peer, _ = desk
     caller, answers = make(), []
     begun = Begun(asked(caller, peer, b"echo"))
     thread = threading.Thread(target=lambda: answers.extend(begun.finish()))
@@ -40,9 +39,9 @@ def test_a_call_begun_in_one_thread_is_finished_in_another(desk):
     assert answers == [b"echo"]
 
 
-@pytest.mark.parametrize("kind", ["inproc", "plain"])
+@pytest.mark.parametrize("kind", ["local", "unix"])
 def test_an_answer_is_near_when_it_has_come_and_not_while_its_request_is_parked(tmp_path, kind):
-    with desk_behind(kind, tmp_path) as (make, peer):
+    with desk_behind(kind, tmp_path) as (make, peer, _):
         caller = make()
         begun = Begun(asked(caller, peer, b"park"))
         assert not begun.is_near()
@@ -51,15 +50,8 @@ def test_an_answer_is_near_when_it_has_come_and_not_while_its_request_is_parked(
         assert begun.finish() == [b"park"]
 
 
-def test_over_zmq_nobody_can_tell_whether_an_answer_is_near(tmp_path):
-    with desk_behind("zmq", tmp_path) as (make, peer):
-        begun = Begun(asked(make(), peer, b"echo"))
-        assert not begun.is_near()
-        assert begun.finish() == [b"echo"]
-
-
 def test_only_what_is_asked_first_is_begun(desk):
-    make, peer = desk
+    make, peer, _ = desk
     caller, stages = make(), []
 
     async def story() -> list[bytes]:
@@ -82,13 +74,13 @@ def test_a_call_with_nothing_to_ask_is_over_when_it_is_begun():
 
 
 def test_what_goes_wrong_before_anything_is_asked_is_raised_at_once(desk):
-    make, _ = desk
+    make, _, _ = desk
     with pytest.raises(QueueUnreachableError):
         Begun(asked(make(), Peer("nobody", "ipc:///nowhere/at/all"), b"echo")).finish()
 
 
 def test_a_call_that_nobody_finishes_leaves_nothing_behind(desk):
-    make, peer = desk
+    make, peer, _ = desk
     caller = make()
     run_blocking(asked(caller, peer, b"echo"))
     closed = Begun(asked(caller, peer, b"park closed"))
@@ -100,30 +92,29 @@ def test_a_call_that_nobody_finishes_leaves_nothing_behind(desk):
     assert run_blocking(asked(caller, peer, b"echo")) == [b"echo"], "late answers never reach a later call"
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["zmq", "plain"])
-def test_closing_the_caller_ends_what_was_begun(tmp_path, plain):
-    with served_by_thread(tmp_path, Desk(), plain) as (peer, _):
-        caller = SocketCaller("me")
+def test_closing_the_caller_ends_what_was_begun(tmp_path, kind):
+    with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
+        caller = make_caller("me")
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
         caller.close()
         with pytest.raises(ClosedError):
             begun.finish()
 
 
-def test_who_closes_the_caller_and_then_the_queue_is_told_of_the_first(tmp_path):
-    caller = SocketCaller("me")
-    with served_by_thread(tmp_path, Desk()) as (peer, _):
+def test_who_closes_the_caller_and_then_the_queue_is_told_of_the_first(tmp_path, kind):
+    caller = make_caller("me")
+    with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
         caller.close()
     with pytest.raises(ClosedError):
         begun.finish()
 
 
-def test_a_server_that_ends_meanwhile_is_told(tmp_path):
-    caller = SocketCaller("me")
-    with served_by_thread(tmp_path, Desk()) as (peer, _):
+def test_a_server_that_ends_meanwhile_is_told(tmp_path, kind):
+    caller = make_caller("me")
+    with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
-    assert begun.is_near()
+    until(begun.is_near)
     with pytest.raises(QueueUnreachableError, match="has ended"):
         begun.finish()
     caller.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plain Unix sockets must survive: strangers, half messages, slow and huge ones, forks, and files left behind."""
+"""What Unix sockets must survive: strangers, half messages, slow and huge ones, forks, and files left behind."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread, until
+from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
 
-from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.errors import LaunchError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import Inbound, encode
-from transfer_queue.transport.modes import run_blocking
-from transfer_queue.transport.plain_sockets import connected, listening
+from transfer_queue.transport.modes import Begun, run_blocking
 from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.unix import short_directory
 
 MIB = 1 << 20
 AT_ONCE_S = 2.0
@@ -61,13 +61,13 @@ def raw(peer: Peer) -> Iterator[socket.socket]:
     """Somebody who speaks to the server by hand."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(JOIN_S)
-    connection.connect(line_of(peer))
+    connection.connect(path_of(peer))
     yield connection
     connection.close()
 
 
-def line_of(peer: Peer) -> str:
-    return peer.address.removeprefix("ipc://") + ".line"
+def path_of(peer: Peer) -> str:
+    return peer.address.removeprefix("ipc://")
 
 
 def headers(replies: Any) -> list[bytes]:
@@ -82,27 +82,7 @@ def all_of(*messages: Any) -> bytes:
     return b"".join(bytes(part) for message in messages for part in encode(*message))
 
 
-# ---- which one is used ----
-
-
-def test_on_one_host_zmq_is_not_needed(caller, peer):
-    Path(peer.address.removeprefix("ipc://")).unlink()
-    assert echo(caller, peer) == [b"echo"]
-
-
-def test_a_server_without_plain_sockets_is_called_over_zmq(caller, desk, tmp_path):
-    with served_by_thread(tmp_path, desk, plain=False) as (peer, _):
-        assert not Path(line_of(peer)).exists()
-        assert echo(caller, peer) == [b"echo"]
-
-
-def test_a_path_too_long_for_the_plain_socket_is_served_over_zmq_alone(caller, desk, tmp_path):
-    limit = 107
-    directory = tmp_path / ("d" * (limit - 2 - len(str(tmp_path)) - len("/thread")))
-    directory.mkdir()
-    with served_by_thread(directory, desk) as (peer, _):
-        assert os.listdir(directory) == ["thread"]
-        assert echo(caller, peer) == [b"echo"]
+# ---- connecting ----
 
 
 @contextlib.contextmanager
@@ -122,62 +102,87 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def until_zmq_has_closed_all_but(sockets: int) -> None:
-    """Its threads close a socket's descriptors some time after it was closed; one is an eventfd, and goes last."""
-    until(lambda: num_eventfds() <= sockets, lambda: f"{num_eventfds()} eventfds, there should be {sockets}")
+def test_out_of_descriptors_the_error_says_so_and_not_that_a_peer_has_ended(caller, tmp_path):
+    with served_by_process(tmp_path) as (peer, _):
+        told = r"can't connect to desk at \S+ .*Too many open files.* \(ulimit -n\)\.$"
+        run_blocking(caller.tell(Call(peer, b"the caller has all that it needs, but for a connection")))
+        waiting = Begun(caller.call_many(calls(peer, b"park"), 10.0))
+        with no_descriptors(), pytest.raises(QueueUnreachableError, match=told):
+            echo(caller, peer)
+        assert echo(caller, peer) == [b"echo"]
+        waiting.close()
 
 
-def num_eventfds() -> int:
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            count += os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventfd]"
-    return count
+@DRIVES
+def test_where_nobody_listens_a_call_says_so_at_once(caller, tmp_path, drive):
+    with pytest.raises(QueueUnreachableError, match=r"^desk at ipc:.* has ended, or the address is wrong: nothing"):
+        drive(caller.call_many([Call(Peer("desk", f"ipc://{tmp_path}/nothing"), b"echo")], 60.0))
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["zmq", "plain"])
-def test_out_of_descriptors_the_error_says_so_and_not_that_a_peer_has_ended(tmp_path, plain):
-    known, stranger = SocketCaller("known"), SocketCaller("stranger")
-    with served_by_process(tmp_path, plain) as (peer, _):
-        echo(known, peer)
-        line, sockets = known._borrow(peer), num_eventfds()  # as a call of another thread would
-        with pytest.raises(QueueUnreachableError, match="did not answer"):
-            echo(stranger, Peer("nobody", f"ipc://{tmp_path}/nobody"), timeout_s=0.0)  # it has met nobody yet
-        for caller in (known, stranger):
-            until_zmq_has_closed_all_but(sockets)  # else what it closes inside could be opened again
-            told = r"can't connect to desk at \S+ .*Too many open files.* \(ulimit -n\)\.$"
-            with no_descriptors(), pytest.raises(QueueUnreachableError, match=told):
-                echo(caller, peer)
-        line.close()
-        assert echo(known, peer) == echo(stranger, peer) == [b"echo"]
-    known.close()
-    stranger.close()
+def test_a_socket_of_another_user_is_told_as_such(tmp_path):
+    """Root may use every socket, so another user tries this one."""
+    with served_by_thread(tmp_path, Desk()) as (peer, _):
+        os.chmod(tmp_path, 0)
+        child = os.fork()
+        if child == 0:
+            if os.getuid() == 0:
+                os.setuid(12345)
+            try:
+                echo(SocketCaller("stranger"), peer)
+            except QueueUnreachableError as error:
+                os._exit(7 if "This socket belongs to another user" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        os.chmod(tmp_path, 0o700)
 
 
-def test_while_too_many_want_in_at_once_a_newcomer_is_served_over_zmq(desk, tmp_path):
-    early, late = SocketCaller("early"), SocketCaller("late")
-    with served_by_thread(tmp_path, desk) as (peer, _):
-        echo(early, peer)
-        line = early._borrow(peer)  # as a call of another thread would
-        os.unlink(line_of(peer))
-        with listening(line_of(peer), 0), connected(line_of(peer)):
-            with pytest.raises(BlockingIOError):
-                connected(line_of(peer))
-            assert echo(early, peer) == echo(late, peer) == [b"echo"]
-        line.close()
-    early.close()
-    late.close()
+def test_while_too_many_connect_at_once_a_newcomer_waits_a_little_and_is_told(caller, tmp_path):
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(f"{tmp_path}/full")
+        listener.listen(0)
+        first.connect(f"{tmp_path}/full")
+        with pytest.raises(QueueUnreachableError, match="Too many connect at once"):
+            echo(caller, Peer("desk", f"ipc://{tmp_path}/full"))
+
+
+def test_sockets_have_a_short_directory_wherever_temporary_files_are_kept(tmp_path, monkeypatch):
+    long = tmp_path / ("d" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    found = Path(short_directory("tq-"))
+    assert (found.parent, found.stat().st_mode & 0o777) == (Path("/tmp"), 0o700)
+    server = SocketServer(f"ipc://{found}/{'n' * 24}")
+    server.close()
+    found.rmdir()
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    os.rmdir(short_directory("tq-"))
+
+
+def test_where_no_directory_is_short_enough_the_places_are_named(monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with pytest.raises(LaunchError, match=r"/tmp: longer than \d+ bytes; /var/tmp: longer than .* Set TMPDIR"):
+        short_directory("t" * 70)
 
 
 def test_a_server_leaves_no_file_and_replaces_what_a_killed_one_left(caller, desk, tmp_path):
     with served_by_process(tmp_path) as (peer, process):
         process.kill()
         process.join()
-        assert sorted(os.listdir(tmp_path)) == ["process", "process.line"]
-    (tmp_path / "process.line").rename(tmp_path / "thread.line")
+        assert os.listdir(tmp_path) == ["process"]
+    (tmp_path / "process").rename(tmp_path / "thread")
     with served_by_thread(tmp_path, desk) as (peer, _):
         assert echo(caller, peer) == [b"echo"]
-    assert list(tmp_path.glob("*.line")) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_takes_no_address_from_a_living_one_and_removes_no_file_that_is_not_a_socket(desk, tmp_path):
+    (tmp_path / "file").write_text("somebody's")
+    with served_by_thread(tmp_path, desk) as (peer, _):
+        for address in (peer.address, f"ipc://{tmp_path}/file"):
+            with pytest.raises(OSError, match="Address already in use"):
+                SocketServer(address)
+    assert (tmp_path / "file").read_text() == "somebody's"
 
 
 # ---- strangers and halves ----
@@ -219,7 +224,7 @@ def test_half_a_message_of_one_who_died_leaves_nothing(caller, peer, raw, desk):
 @DRIVES
 def test_what_a_strange_server_says_is_an_error(caller, tmp_path, drive):
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{tmp_path}/strange.line")
+    listener.bind(f"{tmp_path}/strange")
     listener.listen()
 
     def answer() -> None:
@@ -340,7 +345,7 @@ def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_sock
         code = (
             "from transfer_queue.transport.base import Call, Peer\n"
             "from transfer_queue.transport.caller import SocketCaller\n"
-            "from transfer_queue.transport.modes import run_blocking\n"
+            "from transfer_queue.transport.modes import Begun, run_blocking\n"
             "caller = SocketCaller('unclosed')\n"
             f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
         )
@@ -416,10 +421,3 @@ def test_a_forked_child_has_no_file_of_its_parents_caller(tmp_path):
         assert files(used) == fresh == (fresh[0], fresh[0])
         used.close()
         told.close()
-
-
-def test_a_server_whose_zmq_address_cannot_be_bound_leaves_nothing(tmp_path):
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(Exception, match=r"Address already in use|Is a directory|not permitted"):
-        SocketServer(f"ipc://{tmp_path}/taken")
-    assert os.listdir(tmp_path) == ["taken"]

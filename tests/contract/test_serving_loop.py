@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several servers on one loop: each answers at its own address, asks the others without a wait, ends with them."""
+"""Several servers on one loop: each answers at its own address, keeps its own deadlines, ends with the others."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from transport_kit import JOIN_S, Desk, calls, held, until
 
-from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import Call, Outgoing, Peer, Reply
+from transfer_queue.transport.base import Call, Outgoing, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.inside import InsideCaller
+from transfer_queue.transport.loop import ServingLoop
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.transport.serving_loop import ServingLoop
 from transfer_queue.utils.processes import pid_namespace
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -41,11 +38,6 @@ def callers() -> Iterator[Callable[[], SocketCaller]]:
         caller.close()
 
 
-@pytest.fixture(params=[True, False], ids=["plain", "zmq"])
-def plain(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 class Noting(Desk):
     """Notes when its deadlines came."""
 
@@ -58,24 +50,11 @@ class Noting(Desk):
         return super().expire(now)
 
 
-class Relay(Desk):
-    """Asks another server of its loop what it is asked itself; "nobody" where that gives no answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other: SocketServer | None = None
-
-    def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> list[Outgoing]:
-        assert self.other is not None
-        reply = self.other.ask(envelope.client, header, frames)
-        return [Outgoing(envelope, b"nobody") if reply is None else Outgoing(envelope, reply.header, reply.frames)]
-
-
 @contextmanager
-def made(directory: Path, *desks: Any, plain: bool = True) -> Iterator[tuple[ServingLoop, list[SocketServer]]]:
+def made(directory: Path, *desks: Any) -> Iterator[tuple[ServingLoop, list[SocketServer]]]:
     loop = ServingLoop()
     try:
-        servers = [SocketServer(f"ipc://{directory}/s{n}", plain, loop) for n in range(len(desks))]
+        servers = [SocketServer(f"ipc://{directory}/s{n}", loop) for n in range(len(desks))]
         for server, desk in zip(servers, desks, strict=True):
             server.open(desk)
         yield loop, servers
@@ -95,8 +74,8 @@ def running(loop: ServingLoop) -> Iterator[None]:
 
 
 @contextmanager
-def served(directory: Path, *desks: Any, plain: bool = True) -> Iterator[list[Peer]]:
-    with made(directory, *desks, plain=plain) as (loop, servers), running(loop):
+def served(directory: Path, *desks: Any) -> Iterator[list[Peer]]:
+    with made(directory, *desks) as (loop, servers), running(loop):
         yield [Peer(f"s{n}", server.address) for n, server in enumerate(servers)]
 
 
@@ -107,9 +86,9 @@ def asked(caller: SocketCaller, *asks: Call) -> list[bytes]:
 # ---- serving ----
 
 
-def test_each_server_answers_at_its_own_address(tmp_path, callers, plain):
+def test_each_server_answers_at_its_own_address(tmp_path, callers):
     caller = callers()
-    with served(tmp_path, Desk(), Desk(), Desk(), plain=plain) as peers:
+    with served(tmp_path, Desk(), Desk(), Desk()) as peers:
         assert [(tmp_path / name).exists() for name in ("s0", "s1", "s2")] == [True] * 3
         for turn in range(3):
             asks = [Call(peer, b"echo", [f"{turn}{peer.name}".encode()]) for peer in peers]
@@ -119,20 +98,20 @@ def test_each_server_answers_at_its_own_address(tmp_path, callers, plain):
             ]
 
 
-def test_many_requests_to_one_server_hold_up_none_of_another(tmp_path, callers, plain):
+def test_many_requests_to_one_server_hold_up_none_of_another(tmp_path, callers):
     async def go(busy: Peer, other: Peer) -> list[list[bytes]]:
         both = [[Call(busy, b"%d" % n) for n in range(500)], [Call(other, b"echo")]]
         caller = callers()
         replies = await asyncio.gather(*(caller.call_many(asks, JOIN_S) for asks in both))
         return [[reply.header for reply in some] for some in replies]
 
-    with served(tmp_path, Desk(), Desk(), plain=plain) as peers:
+    with served(tmp_path, Desk(), Desk()) as peers:
         assert asyncio.run(go(*peers)) == [[b"%d" % n for n in range(500)], [b"echo"]]
 
 
-def test_parked_answers_reach_their_clients_at_the_server_that_lets_them_go(tmp_path, callers, plain):
+def test_parked_answers_reach_their_clients_at_the_server_that_lets_them_go(tmp_path, callers):
     desks = Desk(), Desk()
-    with served(tmp_path, *desks, plain=plain) as peers:
+    with served(tmp_path, *desks) as peers:
         found: dict[int, list[bytes]] = {}
 
         def park(n: int) -> None:
@@ -150,9 +129,9 @@ def test_parked_answers_reach_their_clients_at_the_server_that_lets_them_go(tmp_
         assert found[0] == [b"park a", b"park b"]
 
 
-def test_each_server_s_deadline_is_kept_and_no_other_is_told_of_it(tmp_path, callers, plain):
+def test_each_server_s_deadline_is_kept_and_no_other_is_told_of_it(tmp_path, callers):
     desks = Noting(), Noting(), Noting()
-    with served(tmp_path, *desks, plain=plain) as peers:
+    with served(tmp_path, *desks) as peers:
         caller, begin = callers(), time.monotonic()
         assert asked(caller, *calls(peers[1], b"late")) == [b"late"]
         assert [len(desk.expired) for desk in desks] == [0, 1, 0]
@@ -184,9 +163,9 @@ def test_a_server_s_watches_and_descriptors_are_served_beside_the_others(tmp_pat
 # ---- ends ----
 
 
-def test_stopping_any_server_ends_all_and_leaves_nothing(tmp_path, callers, plain):
+def test_stopping_any_server_ends_all_and_leaves_nothing(tmp_path, callers):
     ended: list[int] = []
-    with made(tmp_path, Desk(), Desk(), plain=plain) as (loop, servers):
+    with made(tmp_path, Desk(), Desk()) as (loop, servers):
         for n, server in enumerate(servers):
             server.at_close(lambda n=n: ended.append(n))
         thread = threading.Thread(target=loop.run)
@@ -200,7 +179,7 @@ def test_stopping_any_server_ends_all_and_leaves_nothing(tmp_path, callers, plai
         loop.stop()
         servers[0].stop()
     assert ended == [0, 1], "once"
-    assert {path.name for path in tmp_path.iterdir()} <= {"s0", "s1"}  # ZMQ's own, where it is left to remove them
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stop_before_the_loop_runs_is_not_forgotten(tmp_path):
@@ -222,76 +201,12 @@ def test_an_address_that_cannot_be_bound_leaves_nothing_of_it_and_the_others_ser
     (tmp_path / "taken").mkdir()
     with made(tmp_path, Desk()) as (loop, (server,)):
         before, files = held(), sorted(tmp_path.iterdir())
-        with pytest.raises(zmq.ZMQError):
+        with pytest.raises(OSError, match="Address already in use"):
             SocketServer(f"ipc://{tmp_path}/taken", loop=loop)
-        until(lambda: held() == before)  # ZMQ closes what is not its last socket a little later
+        assert held() == before
         assert sorted(tmp_path.iterdir()) == files
         another = SocketServer(f"ipc://{tmp_path}/another", loop=loop)
         another.open(Desk())
         with running(loop):
             asks = [Call(Peer("s0", server.address), b"echo"), Call(Peer("another", another.address), b"echo")]
             assert asked(callers(), *asks) == [b"echo", b"echo"]
-
-
-# ---- servers that ask each other ----
-
-
-@contextmanager
-def relayed(directory: Path, desk: Desk, plain: bool) -> Iterator[list[Peer]]:
-    """[what relays, the desk that it asks]"""
-    relay = Relay()
-    with made(directory, relay, desk, plain=plain) as (loop, servers):
-        relay.other = servers[1]
-        with running(loop):
-            yield [Peer(f"s{n}", server.address) for n, server in enumerate(servers)]
-
-
-def test_what_is_asked_inside_is_answered_at_once_with_its_frames(tmp_path, callers, plain):
-    with relayed(tmp_path, Desk(), plain) as (relay, _):
-        (reply,) = run_blocking(callers().call_many([Call(relay, b"echo", [b"12", b"", b"3"])], JOIN_S))
-    assert (reply.header, [bytes(frame) for frame in reply.frames]) == (b"echo", [b"12", b"", b"3"])
-
-
-def test_what_else_a_request_from_inside_lets_go_is_sent_to_its_client(tmp_path, callers, plain):
-    desk = Desk()
-    with relayed(tmp_path, desk, plain) as (relay, other):
-        found: list[bytes] = []
-        waits = threading.Thread(target=lambda: found.extend(asked(callers(), *calls(other, b"park a"))))
-        waits.start()
-        until(lambda: len(desk.parked) == 1)
-        assert asked(callers(), *calls(relay, b"free")) == [b"free"]
-        waits.join(JOIN_S)
-        assert found == [b"park a"]
-
-
-def test_a_parked_request_from_inside_is_told_as_none_and_its_late_answer_goes_nowhere(tmp_path, callers, plain):
-    desk = Noting()
-    with relayed(tmp_path, desk, plain) as (relay, other):
-        caller = callers()
-        assert asked(caller, *calls(relay, b"park a")) == [b"nobody"]
-        assert asked(caller, *calls(relay, b"late")) == [b"nobody"]
-        assert asked(caller, *calls(other, b"late")) == [b"late"], "those who asked over a socket are answered"
-        assert (len(desk.parked), len(desk.expired) > 0) == (1, True)
-        assert asked(caller, *calls(other, b"free")) == [b"free"]
-        assert asked(caller, *calls(relay, b"echo"), *calls(other, b"echo")) == [b"echo", b"echo"]
-        assert desk.parked == []
-
-
-def test_a_request_from_inside_is_in_the_name_that_is_given(tmp_path):
-    desk = Desk()
-    with made(tmp_path, desk) as (_, (server,)):
-        assert server.ask("the real one", b"park") is None
-        ((envelope, header),) = desk.parked
-        assert (envelope.client, header) == ("the real one", b"park")
-        assert server.ask("another", b"free") == Reply(b"free", [])
-
-
-def test_a_caller_inside_asks_by_address_in_the_order_of_its_calls(tmp_path):
-    with made(tmp_path, Desk(), Desk()) as (_, servers):
-        first, second = (Peer("any name", server.address) for server in servers)
-        caller = InsideCaller("the controller", servers)
-        asks = [Call(second, b"b", [b"2"]), Call(first, b"a"), Call(second, b"c", [b"3"])]
-        replies = run_blocking(caller.call_many(asks, 0.0))
-        assert replies == [Reply(b"b", [memoryview(b"2")]), Reply(b"a", []), Reply(b"c", [memoryview(b"3")])]
-        with pytest.raises(QueueUnreachableError, match="any name could not answer at once"):
-            run_blocking(caller.call_many(calls(first, b"park"), 0.0))

@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDict
 from transfer_queue.storage.simple.manager import SimpleStorageManager
 from transfer_queue.storage.simple.unit import StorageUnit
+from transfer_queue.transport.inproc_channel import InprocCaller
 
 from tests.contract.storage_kit import meta
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import run_blocking
 
 UNITS = {"units": [{"name": f"u{n}", "address": f"inproc://u{n}"} for n in range(2)]}

@@ -7,7 +7,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket as raw_socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
-from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, held, make_caller, served_by_process, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
@@ -34,25 +32,20 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 @pytest.fixture
 def caller() -> Iterator[SocketCaller]:
-    caller = SocketCaller("me")
+    caller = make_caller("me")
     yield caller
     caller.close()
 
 
-@pytest.fixture(params=[False, True], ids=["zmq", "plain"])
-def plain(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 @pytest.fixture
-def peer(tmp_path: Path, plain: bool) -> Iterator[Peer]:
-    with served_by_thread(tmp_path, Desk(), plain) as (peer, _):
+def peer(tmp_path: Path, kind: str) -> Iterator[Peer]:
+    with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         yield peer
 
 
 @pytest.fixture
-def mortal(tmp_path: Path, plain: bool) -> Iterator[tuple[Peer, Any]]:
-    with served_by_process(tmp_path, plain) as (peer, process):
+def mortal(tmp_path: Path, kind: str) -> Iterator[tuple[Peer, Any]]:
+    with served_by_process(tmp_path, kind) as (peer, process):
         yield peer, process
 
 
@@ -73,7 +66,7 @@ class Doorbell(Desk):
 
 
 @DRIVES
-def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, plain, caller, drive):
+def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, kind, caller, drive):
     handler = Doorbell()
 
     def slowly(peer: Peer) -> Iterator[Call]:
@@ -81,7 +74,7 @@ def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, plain, caller,
         assert handler.rung.wait(JOIN_S)
         yield Call(peer, b"second")
 
-    with served_by_thread(tmp_path, handler, plain) as (peer, _):
+    with served_by_thread(tmp_path, handler, kind) as (peer, _):
         assert headers(drive(caller.call_many(slowly(peer), 10.0))) == [b"first", b"second"]
 
 
@@ -90,7 +83,7 @@ def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, plain, caller,
 
 @DRIVES
 def test_answers_come_in_the_order_of_the_calls(desk, drive):
-    make, peer = desk
+    make, peer, _ = desk
     sent = [b"late", b"echo", b"", b"late again", b"bytes \x00\xff"]
     assert headers(drive(make().call_many(calls(peer, *sent), 10.0))) == sent
     assert drive(make().call_many([], 10.0)) == []
@@ -98,7 +91,7 @@ def test_answers_come_in_the_order_of_the_calls(desk, drive):
 
 @DRIVES
 def test_a_call_that_cannot_be_made_is_told_and_the_ones_before_it_leave_nothing_behind(desk, drive):
-    make, peer = desk
+    make, peer, _ = desk
     caller = make()
 
     def broken() -> Iterator[Call]:
@@ -112,7 +105,7 @@ def test_a_call_that_cannot_be_made_is_told_and_the_ones_before_it_leave_nothing
 
 @DRIVES
 def test_frames_arrive_whole_and_read_only(desk, drive):
-    make, peer = desk
+    make, peer, _ = desk
     sent = [np.arange(1 << 21), b"", b"x" * 70_000, memoryview(b"abc"), np.zeros((2, 3), np.float32)]
     ((_, frames),) = drive(make().call_many(calls(peer, b"echo", frames=sent), 30.0))
     assert [bytes(frame) for frame in frames] == [memoryview(frame).tobytes() for frame in sent]
@@ -121,7 +114,7 @@ def test_frames_arrive_whole_and_read_only(desk, drive):
 
 @DRIVES
 def test_a_call_without_an_answer_ends_at_its_deadline_and_the_next_one_works(desk, drive):
-    make, peer = desk
+    make, peer, _ = desk
     caller = make()
     with pytest.raises(QueueUnreachableError):
         drive(caller.call_many(calls(peer, b"echo", b"never"), 0.05))
@@ -130,7 +123,7 @@ def test_a_call_without_an_answer_ends_at_its_deadline_and_the_next_one_works(de
 
 @DRIVES
 def test_a_late_answer_never_reaches_a_later_call(desk, drive):
-    make, peer = desk
+    make, peer, _ = desk
     caller = make()
     with pytest.raises(QueueUnreachableError):
         drive(caller.call_many(calls(peer, b"park me"), 0.05))
@@ -139,7 +132,7 @@ def test_a_late_answer_never_reaches_a_later_call(desk, drive):
 
 
 def test_a_parked_call_is_answered_by_what_another_thread_asks(desk):
-    make, peer = desk
+    make, peer, _ = desk
     parked, answers = make(), []
     thread = threading.Thread(
         target=lambda: answers.extend(headers(run_blocking(parked.call_many(calls(peer, b"park"), JOIN_S))))
@@ -154,7 +147,7 @@ def test_a_parked_call_is_answered_by_what_another_thread_asks(desk):
 
 
 def test_a_blocking_call_works_inside_a_running_loop(desk):
-    make, peer = desk
+    make, peer, _ = desk
     caller = make()
 
     async def story() -> list[bytes]:
@@ -259,7 +252,7 @@ async def _timed_out(caller: SocketCaller, several: list[Call]) -> None:
 
 
 @pytest.mark.parametrize("give_up", [_cancelled, _timed_out])
-def test_a_call_that_was_given_up_half_sent_says_nothing_that_was_not_meant(caller, tmp_path, plain, give_up):
+def test_a_call_that_was_given_up_half_sent_says_nothing_that_was_not_meant(caller, tmp_path, kind, give_up):
     frames = [np.full(size, 2, np.uint8) for size in (1, 1000, 32 << 20, 1000, 32 << 20)]
     keeper = Keeper()
 
@@ -272,7 +265,7 @@ def test_a_call_that_was_given_up_half_sent_says_nothing_that_was_not_meant(call
         keeper.free.set()
         return headers(await first) + headers(await caller.call_many(calls(peer, b"last"), 30.0))
 
-    with served_by_thread(tmp_path, keeper, plain) as (peer, _):
+    with served_by_thread(tmp_path, keeper, kind) as (peer, _):
         assert asyncio.run(story(peer)) == [b"first", b"last"]
     assert [(len(kept), set(kept)) for kept in keeper.kept] == [(frame.nbytes, {2}) for frame in frames]
 
@@ -287,7 +280,7 @@ def test_a_server_killed_while_it_is_waited_for_is_told_at_once(caller, mortal, 
     killer = threading.Timer(0.1, os.kill, (process.pid, signal.SIGKILL))
     killer.start()
     started = time.monotonic()
-    with pytest.raises(QueueUnreachableError, match=rf"desk at ipc:.* \(process {process.pid}\) has ended"):
+    with pytest.raises(QueueUnreachableError, match=r"^desk at \S+ has ended"):
         drive(caller.call_many(calls(peer, b"park", b"echo"), 60.0))
     assert time.monotonic() - started < AT_ONCE_S
     killer.join()
@@ -316,7 +309,7 @@ def test_a_frozen_server_is_given_up_at_the_deadline_and_answers_when_it_thaws(c
 
 
 def test_closing_ends_the_calls_of_other_threads_and_loops(peer):
-    caller, ended, waiting = SocketCaller("me"), [], threading.Barrier(3)
+    caller, ended, waiting = make_caller("me"), [], threading.Barrier(3)
 
     def wait(drive: Callable[[Any], Any]) -> None:
         drive(caller.call_many(calls(peer, b"echo"), 10.0))
@@ -339,7 +332,7 @@ def test_closing_ends_the_calls_of_other_threads_and_loops(peer):
 
 
 def test_closing_inside_the_loop_ends_the_calls_of_that_loop(peer):
-    caller = SocketCaller("me")
+    caller = make_caller("me")
 
     async def story() -> None:
         parked = asyncio.ensure_future(caller.call_many(calls(peer, b"park"), 60.0))
@@ -353,7 +346,7 @@ def test_closing_inside_the_loop_ends_the_calls_of_that_loop(peer):
 
 @DRIVES
 def test_after_closing_every_call_fails_and_closing_again_is_harmless(peer, drive):
-    caller = SocketCaller("me")
+    caller = make_caller("me")
     drive(caller.call_many(calls(peer, b"echo"), 10.0))
     caller.close()
     caller.close()
@@ -411,41 +404,3 @@ def test_a_forked_child_calls_with_sockets_of_its_own_and_spoils_none_of_its_par
     child.close()
     told.close()
     assert headers(run_blocking(caller.call_many(calls(peer, b"again"), 10.0))) == [b"again"]
-
-
-def test_what_strangers_send_is_survived(caller, peer):
-    context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.linger = 1000
-    stranger.connect(peer.address)
-    for parts in ([b""], [b"a", b"b"], [b"client", b"short", b"echo"], [b"\xff\xfe", b"\0" * 8, b"\xc1 no message"]):
-        stranger.send_multipart(parts)
-    assert stranger.poll(JOIN_S * 1000)
-    assert stranger.recv_multipart() == [b"\0" * 8, b"\xc1 no message"], "the only one that is a request"
-    plain = raw_socket.socket(raw_socket.AF_UNIX)
-    plain.connect(peer.address.removeprefix("ipc://"))
-    plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-    plain.close()
-    assert headers(run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))) == [b"echo"]
-    stranger.close()
-    context.term()
-
-
-@DRIVES
-def test_answers_of_a_strange_server_are_not_taken_for_ours(caller, tmp_path, drive):
-    context = zmq.Context()
-    strange = context.socket(zmq.ROUTER)
-    strange.bind(f"ipc://{tmp_path}/strange")
-
-    def answer() -> None:
-        route, *_ = strange.recv_multipart()
-        for parts in ([b""], [b"no number"], [b"\x07" * 8, b"of another call"], [b"12345678"]):
-            strange.send_multipart([route, *parts])
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    with pytest.raises(QueueUnreachableError, match="did not answer within"):
-        drive(caller.call_many([Call(Peer("strange", f"ipc://{tmp_path}/strange"), b"echo")], 0.3))
-    thread.join(JOIN_S)
-    strange.close(linger=0)
-    context.term()

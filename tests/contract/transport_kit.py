@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.base import NOBODY_WAITS, Call, Outgoing, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.inproc_channel import InprocCaller
+from transfer_queue.transport.keys import make_keys
+from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.utils.processes import pid_namespace
 
 JOIN_S = 10.0
+KEYS = make_keys()
+SOCKETS = ["unix", "tcp"]
 
 
 def until(wanted: Callable[[], bool], found: Callable[[], object] = str) -> None:
@@ -30,14 +32,22 @@ def until(wanted: Callable[[], bool], found: Callable[[], object] = str) -> None
 
 
 class Desk:
-    """ "echo" comes back at once; "park" and "late" wait, for a "free" and for 50 ms; "never" gets no answer."""
+    """ "echo" comes back at once; "park" and "late" wait, for a "free" and for 50 ms; "never" gets no answer.
+
+    ``said`` is what came that nobody waits for, ``gone`` the clients that have left.
+    """
 
     def __init__(self) -> None:
+        self.said: list[bytes] = []
+        self.gone: list[str] = []
         self.parked: list[Any] = []
         self.late: list[Any] = []
         self.deadline: float | None = None
 
     def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> list[Outgoing]:
+        if envelope.request_id == NOBODY_WAITS:
+            self.said.append(header)
+            return [Outgoing(envelope, b"to nobody")]
         if header.startswith(b"park"):
             self.parked.append((envelope, header))
             return []
@@ -60,13 +70,27 @@ class Desk:
         return self.deadline
 
     def client_gone(self, client: str, now: float) -> list[Outgoing]:
-        return []
+        self.gone.append(client)
+        parked, self.parked = self.parked, []
+        return [Outgoing(envelope, b"left " + client.encode()) for envelope, _ in parked if envelope.client != client]
+
+
+def make_caller(name: str = "me", **settings: Any) -> SocketCaller:
+    """A caller of either kind of sockets."""
+    return SocketCaller(name, KEYS.public, **settings)
+
+
+def address_of(kind: str, directory: Path, name: str) -> str:
+    """Where a server may listen: at a "unix" socket or a "tcp" port."""
+    return f"ipc://{directory}/{name}" if kind == "unix" else "tcp://127.0.0.1:0"
 
 
 @contextmanager
-def served_by_thread(directory: Path, handler: Any, plain: bool = True) -> Iterator[tuple[Peer, SocketServer]]:
+def served_by_thread(
+    directory: Path, handler: Any, kind: str = "unix", **settings: Any
+) -> Iterator[tuple[Peer, SocketServer]]:
     """The handler behind a socket of this process."""
-    server = SocketServer(f"ipc://{directory}/thread", plain)
+    server = SocketServer(address_of(kind, directory, "thread"), keys=KEYS, **settings)
     thread = threading.Thread(target=server.serve, args=(handler,))
     thread.start()
     try:
@@ -77,42 +101,43 @@ def served_by_thread(directory: Path, handler: Any, plain: bool = True) -> Itera
 
 
 @contextmanager
-def desk_behind(kind: str, directory: Path) -> Iterator[tuple[Callable[[], Any], Peer]]:
-    """(makes callers, peer): a desk behind "inproc", "zmq" or "plain"."""
+def desk_behind(kind: str, directory: Path) -> Iterator[tuple[Callable[..., Any], Peer, Desk]]:
+    """(makes callers by name, peer, desk): a desk behind the transport "local", "unix" or "tcp"."""
     made: list[Any] = []
     handler = Desk()
 
-    def make() -> Any:
-        made.append(InprocCaller({"desk": handler}, "me") if kind == "inproc" else SocketCaller("me"))
+    def make(name: str = "me") -> Any:
+        made.append(LocalCaller({"desk": handler}, name) if kind == "local" else make_caller(name))
         return made[-1]
 
-    if kind == "inproc":
-        yield make, Peer("desk", "inproc://desk")
-    else:
-        with served_by_thread(directory, handler, kind == "plain") as (peer, _):
-            yield make, peer
-    for caller in made:
-        caller.close()
+    try:
+        if kind == "local":
+            yield make, Peer("desk", "local://desk"), handler
+        else:
+            with served_by_thread(directory, handler, kind) as (peer, _):
+                yield make, peer, handler
+    finally:
+        for caller in made:
+            caller.close()
 
 
-def _serve(address: str, plain: bool, ready: Any) -> None:
-    server = SocketServer(address, plain)
-    ready.put(None)
+def _serve(address: str, settings: dict[str, Any], ready: Any) -> None:
+    server = SocketServer(address, keys=KEYS, **settings)
+    ready.put(server.address)
     server.serve(Desk())
 
 
 @contextmanager
-def served_by_process(directory: Path, plain: bool = True) -> Iterator[tuple[Peer, Any]]:
+def served_by_process(directory: Path, kind: str = "unix", **settings: Any) -> Iterator[tuple[Peer, Any]]:
     """A desk in a process of its own, which may be killed."""
     context = multiprocessing.get_context("fork")
     ready = context.SimpleQueue()
-    address = f"ipc://{directory}/process"
-    process = context.Process(target=_serve, args=(address, plain, ready))
+    process = context.Process(target=_serve, args=(address_of(kind, directory, "process"), settings, ready))
     process.start()
-    ready.get()
+    address = ready.get()
     ready.close()
     try:
-        yield Peer("desk", address, process.pid, pid_namespace()), process
+        yield Peer("desk", address), process
     finally:
         process.kill()
         process.join(JOIN_S)

@@ -11,7 +11,7 @@ from transfer_queue.control.indexes import MAX_INDEX
 from transfer_queue.control.lifecycle import cleared
 from transfer_queue.control.snapshot import Restored, decode, live_indexes, saved_indexes, snapshot
 from transfer_queue.control.state import PlaneState
-from transfer_queue.errors import CheckpointError, StorageFullError, TransferQueueError, to_wire
+from transfer_queue.errors import CheckpointError, StorageFullError
 
 FREEZERS = "\0freezers"
 """Lane of those who want to save: they wait for the writers that are replacing values."""
@@ -59,21 +59,9 @@ def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.R
     return take(state, client, request, now)
 
 
-def admit_freezers(state: PlaneState, now: float) -> list[tuple[str, p.Reply]]:
-    """Those who waited for writers that are done now."""
-    answers = []
-    while not state.frozen.has_leaves and (parked := state.waiters.first_come(FREEZERS)) is not None:
-        state.waiters.remove(parked)
-        answers.append((parked.client, take(state, parked.client, parked.request, now)))
-    return answers
-
-
 def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
     """The state as it is. Who got leave and still hasn't published is taken for one that never will."""
-    try:
-        data = snapshot(state, now)
-    except TransferQueueError as error:  # of a sampler
-        return p.Failed(request.id, *to_wire(error))
+    data = snapshot(state, now)
     state.frozen.begin(client, request.id, live_indexes(state))
     reply = p.Frozen(request.id, data)
     state.calls.add(client, request.id, FreezeRecord(state, client, reply))

@@ -122,16 +122,16 @@ class Draw:
 
     def needed(self) -> int:
         """Fewer ready samples than this can't make a round."""
-        with foreign(self.sampler):
+        with foreign(self.sampler, self.consumer.task):
             return self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
 
     def forget(self) -> None:
         """The ledger remembers from here on, or nobody does."""
-        with foreign(self.sampler):
+        with foreign(self.sampler, self.consumer.task):
             self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
 
     def _is_cached(self) -> bool:
-        with foreign(self.sampler):
+        with foreign(self.sampler, self.consumer.task):
             return any(
                 self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
                 for rank in self.ranks
@@ -150,7 +150,7 @@ class Draw:
         arguments["partition"] = SamplerView(self.partition)
         own = type(self.sampler).__module__.startswith("transfer_queue.")
         offered: Any = view if own else list(view)  # samplers of users were promised a list
-        with foreign(self.sampler):
+        with foreign(self.sampler, self.consumer.task):
             picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
             same = type(picked) is list and type(consumed) is list and picked == consumed
         indexes = self._as_indexes(picked)
@@ -160,7 +160,7 @@ class Draw:
         return Share(indexes, rows, rows if own and same else self._live_rows(self._as_indexes(consumed)))
 
     def _as_indexes(self, given: Any) -> Indexes:
-        with foreign(self.sampler):
+        with foreign(self.sampler, self.consumer.task):
             array: npt.NDArray[Any] = np.asarray(given)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise SamplerError(
@@ -194,7 +194,7 @@ class Draw:
             return []
         ready = self.consumer.ready(self.fields)
         view = ReadyView(ready, self.partition.table.column("index"))
-        with foreign(self.sampler):
+        with foreign(self.sampler, self.consumer.task):
             left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition))
         indexes = self._as_indexes(left)
         if not len(indexes):
@@ -221,22 +221,42 @@ class Draw:
         return shares
 
 
+_running: list[tuple[object, str | None]] = []
+"""What ``foreign`` guards at this moment: of the plane that this process runs."""
+
+
+def running() -> str | None:
+    """The sampler that runs right now, and its task where it draws for one. Any thread may ask."""
+    last = _running[-1:]
+    if not last:
+        return None
+    sampler, task = last[0]
+    return _name(sampler) if task is None else f"{_name(sampler)} of task {task!r}"
+
+
+def _name(sampler: object) -> str:
+    return sampler if isinstance(sampler, str) else type(sampler).__name__
+
+
 class foreign:
     """A sampler may be anybody's code: what it raises is the answer to the consumer that asked."""
 
     # A class, for @contextmanager makes a generator each time, and a fetch comes here often.
-    __slots__ = ("_sampler",)
+    __slots__ = ("_what",)
 
-    def __init__(self, sampler: BaseSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: BaseSampler | str, task: str | None = None) -> None:
+        """``sampler``: it, or the name of one that isn't made yet."""
+        self._what = (sampler, task)
 
     def __enter__(self) -> None:
-        pass
+        _running.append(self._what)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TransferQueueError):
-            name = type(self._sampler).__name__
-            raise SamplerError(f"{name} failed: {type(error).__name__}: {error}") from error
+        _running.pop()
+        if error is None or isinstance(error, TransferQueueError):
+            return
+        if isinstance(error, (Exception, SystemExit)):  # Ctrl-C is for this process, and not the sampler's
+            raise SamplerError(f"{_name(self._what[0])} failed: {type(error).__name__}: {error}") from error
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:

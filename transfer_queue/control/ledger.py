@@ -146,6 +146,10 @@ class Ledger:
         named = [entry.indexes for entry in self._entries.values()]
         return np.concatenate(named) if named else np.empty(0, dtype=np.int64)
 
+    def num_open_samples(self) -> int:
+        """Samples that open batches consume and that aren't cleared."""
+        return sum(entry.owned for entry in self._entries.values())
+
     def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
         """Samples of these entries were cleared, one number per sample; an entry with none left is settled."""
         if not self._by_number:

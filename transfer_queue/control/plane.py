@@ -6,17 +6,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control import checkpoints, lifecycle, queries, writing
 from transfer_queue.control.calls import Record
+from transfer_queue.control.draw import running
 from transfer_queue.control.serving import Service, check_fetch
 from transfer_queue.control.state import Chore, PlaneConfig, PlaneState
 from transfer_queue.control.waiters import Parked
-from transfer_queue.errors import ProducersGoneError, ProtocolError, TransferQueueError, to_wire
+from transfer_queue.errors import ProducersGoneError, ProtocolError, to_wire
 
 
 class To(NamedTuple):
@@ -27,7 +30,7 @@ class To(NamedTuple):
 
 
 _LAST = (math.inf, math.inf)
-_REFUSALS = (TransferQueueError, ValueError, TypeError, OverflowError, MemoryError)
+_MOST_NAMED = 5
 Verb = Callable[[str, Any, float], p.Reply | None]
 
 
@@ -62,6 +65,8 @@ class ControlPlane:
             p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
             p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
             p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
+            p.ForgetTask: lambda client, request, now: lifecycle.forget_task(state, request),
+            p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
             p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
             p.Thaw: lambda client, request, now: checkpoints.thaw(state, client, request),
@@ -80,29 +85,29 @@ class ControlPlane:
 
         A call that was answered and not yet received gets the same answer; one that is parked already gets none.
         """
-        replies = []
-        try:
-            known = self._state.calls.get(client, request.id)
-            if known is not None and not _completes(known, request):
-                return [To(client, _same_answer(known, request))]
-            if self._state.waiters.find(client, request.id) is not None:
-                return []
-            reply = self._verb(request)(client, request, now)
-        except _REFUSALS as error:
-            reply = p.Failed(request.id, *to_wire(error))
-        if reply is not None:
-            replies.append(To(client, reply))
+        if self._state.waiters.find(client, request.id) is not None:
+            return []
+        reply = _guarded(request.id, partial(self._carry_out, client, request, now))
+        replies = [] if reply is None else [To(client, reply)]
         replies.extend(self._settle(now))
         deadline = self._state.waiters.next_deadline()
         if deadline is not None and deadline <= now:
             replies.extend(self.expire(now))  # a request that doesn't want to wait
         return replies
 
-    def _verb(self, request: p.Request) -> Verb:
+    def _carry_out(self, client: str, request: p.Request, now: float) -> p.Reply | None:
+        known = self._state.calls.get(client, request.id)
+        if known is not None and not _completes(known, request):
+            return _same_answer(known, request)
         verb = self._verbs.get(type(request))
         if verb is None:
             raise ProtocolError(f"the control plane has no verb {type(request).__name__}.")
-        return verb
+        return verb(client, request, now)
+
+    @property
+    def running(self) -> str | None:
+        """The sampler that runs right now, and for which task: for a watchdog in another thread."""
+        return running()
 
     def received(self, client: str, calls: Iterable[int]) -> None:
         """The client has the answers of these calls, or no longer needs them: no cancel will undo them."""
@@ -121,8 +126,10 @@ class ControlPlane:
         """Answer parked requests whose deadline has come, and those whose producers are dead."""
         replies = []
         for parked in self._state.waiters.expired(now):
-            replies.append(To(parked.client, self._give_up(parked, now)))
+            reply = _guarded(parked.request.id, partial(self._too_late, parked, now))
             self._make_way(parked)
+            if reply is not None:
+                replies.append(To(parked.client, reply))
         if self._verdicts and self._verdicts[0] <= now:
             while self._verdicts and self._verdicts[0] <= now:
                 heapq.heappop(self._verdicts)
@@ -168,11 +175,17 @@ class ControlPlane:
         """One that waited has left: those behind it may be served now. Writers are looked at after every request."""
         if isinstance(parked.request, p.Fetch):
             self._state.touch(parked.lane, parked.request.task)
+        elif parked.lane == writing.WRITERS:
+            self._state.writers.remove(parked)
 
     def take_chores(self) -> list[Chore]:
         """Values that belong to nobody any more since the last call of this."""
         chores, self._state.chores = self._state.chores, []
         return chores
+
+    def held_up_by(self) -> str:
+        """Which tasks keep the queue full, in a sentence; empty: none does."""
+        return writing.held_up_by(self._state).rstrip()
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
@@ -196,7 +209,7 @@ class ControlPlane:
         if not state.waiters:
             state.touched.clear()
             return replies
-        replies.extend(To(*answer) for answer in checkpoints.admit_freezers(state, now))
+        replies.extend(self._admit_freezers(now))
         replies.extend(self._admit_rewriters(now))
         replies.extend(self._admit_writers(now))
         while state.touched:
@@ -204,7 +217,7 @@ class ControlPlane:
             replies.extend(self._serve(name, state.touched.pop(name), now))
         return replies
 
-    def _give_up(self, parked: Parked, now: float) -> p.Reply:
+    def _too_late(self, parked: Parked, now: float) -> p.Reply:
         request = parked.request
         if parked.lane == checkpoints.FREEZERS:
             return checkpoints.take(self._state, parked.client, request, now)
@@ -247,7 +260,8 @@ class ControlPlane:
             task = parked.request.task
             if only not in (None, task):
                 continue
-            reply = self._answer(parked.client, parked.request, now, may_draw=task not in waiting)
+            answer = partial(self._answer, parked.client, parked.request, now, may_draw=task not in waiting)
+            reply = _guarded(parked.request.id, answer)
             if reply is None:
                 waiting.add(task)
                 continue
@@ -264,11 +278,8 @@ class ControlPlane:
             return p.Ended(fetch.id, "cleared")
         if partition is None:
             return self._abandoned(fetch, now)
-        try:
-            service = Service(fetch, partition, self._state.tasks.get(fetch.task))
-            reply = service.answer(now, may_draw, waited)
-        except _REFUSALS as error:
-            return p.Failed(fetch.id, *to_wire(error))
+        service = Service(fetch, partition, self._state.tasks.get(fetch.task))
+        reply = service.answer(now, may_draw, waited)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             self._state.calls.add(client, fetch.id, service.taken(self._state, reply))
         return reply or self._abandoned(fetch, now)
@@ -286,12 +297,13 @@ class ControlPlane:
     def _not_ready(self, fetch: p.Fetch, now: float) -> p.Reply:
         partition = self._state.partitions.get(fetch.partition)
         task = self._state.tasks.get(fetch.task)
-        try:
-            if partition is None:
-                return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
-            return Service(fetch, partition, task).not_ready(now)
-        except _REFUSALS as error:  # the task was registered anew since
-            return p.Failed(fetch.id, *to_wire(error))
+        if partition is None:
+            return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
+        told = Service(fetch, partition, task).not_ready(now)
+        if not partition.num_held:
+            return told
+        owed_by = writing.writers_of(self._state, partition)[:_MOST_NAMED]
+        return msgspec.structs.replace(told, reserved=partition.num_held, owed_by=owed_by)
 
     # ---- sessions ----
 
@@ -302,6 +314,12 @@ class ControlPlane:
     def _goodbye(self, client: str, request: p.Goodbye, now: float) -> p.Reply:
         self._end_session(client, now, died=False)
         return p.Done(request.id)
+
+    def _evict(self, client: str, request: p.EvictClient, now: float) -> p.Reply:
+        state = self._state
+        held = bool(state.calls.of(request.client) or state.waiters.of(request.client))
+        self._end_session(request.client, now, died=True)
+        return p.Done(request.id, held)
 
     def _cancel(self, client: str, request: p.Cancel, now: float) -> p.Reply:
         parked = self._state.waiters.find(client, request.call)
@@ -339,30 +357,51 @@ class ControlPlane:
     # ---- producers ----
 
     def _write(self, client: str, request: writing.Writer, now: float) -> p.Reply | None:
-        reply, nobody_waits = None, self._state.waiters.first_come(writing.WRITERS) is None
-        if nobody_waits or not writing.count_of(self._state, request):  # who needs no room waits behind nobody
-            reply = writing.admit(self._state, client, request)
+        """Carried out at once where nobody waits in front, or no room is needed; else looked at with those that do."""
+        state, count = self._state, writing.count_of(self._state, request)
+        reply = None
+        if count and len(state.writers):
+            writing.check(state, request)
         else:
-            writing.check(self._state, request)
+            reply = writing.admit(state, client, request)
         if reply is None:
-            self._state.waiters.park(client, request, now, now + request.wait_s, writing.WRITERS, 0.0)
+            deadline = now + request.wait_s
+            state.writers.add(state.waiters.park(client, request, now, deadline, writing.WRITERS, 0.0), count, deadline)
         return reply
 
     def _admit_writers(self, now: float) -> list[To]:
-        """First come, first served: a small put never overtakes a large one that waits for room."""
-        replies = []
-        while (parked := self._state.waiters.first_come(writing.WRITERS)) is not None:
-            try:
-                reply = writing.admit(self._state, parked.client, parked.request)
-            except TransferQueueError as error:
-                reply = p.Failed(parked.request.id, *to_wire(error))
-            if reply is None:
-                break
-            self._state.waiters.remove(parked)
-            replies.append(To(parked.client, reply))
+        """Those for which there is room, as the queue of writers allows; and those that can't succeed any more."""
+        state, replies = self._state, []
+        for parked in state.writers.items():
+            refused = _guarded(parked.request.id, partial(writing.check, state, parked.request))
+            if refused is not None:
+                replies.append(self._answer_writer(parked, refused))
+            elif isinstance(parked.request, p.ResolveKeys):  # others may have made or cleared some of its keys
+                state.writers.resize(parked, writing.count_of(state, parked.request))
+        room = state.room()
+        admitted = state.writers.admit(2**62 if room is None else room)
+        for parked in admitted:
+            reply = _guarded(parked.request.id, partial(writing.admit, state, parked.client, parked.request))
+            assert reply is not None, "there is room for what the queue of writers admits"
+            replies.append(self._answer_writer(parked, reply))
         return replies
 
+    def _answer_writer(self, parked: Parked, reply: p.Reply) -> To:
+        self._state.waiters.remove(parked)
+        self._state.writers.remove(parked)
+        return To(parked.client, reply)
+
     # ---- checkpoints ----
+
+    def _admit_freezers(self, now: float) -> list[To]:
+        """Those who waited for writers that are done now."""
+        state, replies = self._state, []
+        while not state.frozen.has_leaves and (parked := state.waiters.first_come(checkpoints.FREEZERS)) is not None:
+            state.waiters.remove(parked)
+            reply = _guarded(parked.request.id, partial(checkpoints.take, state, parked.client, parked.request, now))
+            if reply is not None:
+                replies.append(To(parked.client, reply))
+        return replies
 
     def _rewrite(self, client: str, request: checkpoints.Rewrite, now: float) -> p.Reply | None:
         if checkpoints.park_rewrite(self._state, client, request, now):
@@ -375,13 +414,18 @@ class ControlPlane:
         """Whoever waits no longer for a checkpoint is carried out, and may then wait for room."""
         replies = []
         for client, request in checkpoints.take_rewriters(self._state):
-            try:
-                reply = self._rewrite(client, request, now)
-            except _REFUSALS as error:
-                reply = p.Failed(request.id, *to_wire(error))
+            reply = _guarded(request.id, partial(self._rewrite, client, request, now))
             if reply is not None:
                 replies.append(To(client, reply))
         return replies
+
+
+def _guarded(call: int, answer: Callable[[], p.Reply | None]) -> p.Reply | None:
+    """Whatever goes wrong with one request is its own answer, and nobody else's."""
+    try:
+        return answer()
+    except Exception as error:  # the one place: neither a user's code nor a bug of ours takes the queue down
+        return p.Failed(call, *to_wire(error))
 
 
 def _completes(known: Record, request: p.Request) -> bool:

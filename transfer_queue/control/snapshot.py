@@ -191,10 +191,10 @@ def _check(partitions: Mapping[str, Partition], allocator: IndexAllocator) -> No
 
 def _restore_tasks(saved: SavedQueue, state: PlaneState, shift: int) -> Tasks:
     """Tasks as they were saved, and those that only this queue knows. Samplers are new objects."""
-    default = _restore_sampler(copy.deepcopy(state.tasks.default), saved.sampler, shift)
+    default = _restore_sampler(_copy(state.tasks.default), saved.sampler, shift)
     tasks = Tasks(default, state.config.sampler_modules)
     for task in state.tasks:
-        sampler = default if task.sampler is state.tasks.default else copy.deepcopy(task.sampler)
+        sampler = default if task.sampler is state.tasks.default else _copy(task.sampler)
         tasks.add(Task(task.name, sampler, task.dp_size, task.tail, task.spec))
     for each in saved.tasks:
         sampler = default if each.sampler is None else _sampler_of(each, tasks, state)
@@ -206,14 +206,20 @@ def _restore_tasks(saved: SavedQueue, state: PlaneState, shift: int) -> Tasks:
 
 def _sampler_of(saved: SavedTask, tasks: Tasks, state: PlaneState) -> BaseSampler:
     if saved.spec is not None:
-        return resolve(saved.spec, state.config.sampler_modules)
+        with foreign(f"the sampler of task {saved.name!r}"):
+            return resolve(saved.spec, state.config.sampler_modules)
     sampler = tasks.get(saved.name).sampler  # one that was given as an object can't be made anew
     if saved.sampler is not None and _kind(sampler) != saved.sampler.kind:
         raise CheckpointError(
             f"task {saved.name!r} drew with a {saved.sampler.kind}, here it has {_kind(sampler)}. Give the task the "
             f"same sampler before the checkpoint is loaded."
         )
-    return copy.deepcopy(sampler)
+    return _copy(sampler)
+
+
+def _copy(sampler: BaseSampler) -> BaseSampler:
+    with foreign(sampler):
+        return copy.deepcopy(sampler)
 
 
 def _restore_sampler(sampler: BaseSampler, saved: SavedSampler, shift: int) -> BaseSampler:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transfer_queue.control.draw import TAIL_POLICIES
+from transfer_queue.control.draw import TAIL_POLICIES, foreign
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Fetch, RegisterTask
 from transfer_queue.sampler.base import BaseSampler
@@ -26,18 +26,22 @@ class Task:
 
     def size_for(self, fetch: Fetch) -> int | None:
         """Number of data-parallel ranks of a round; None: every rank draws for itself, first come first served."""
-        sizes = {size for size in (self.dp_size, fetch.dp_size, self.sampler.dp_size) if size is not None}
+        with foreign(self.sampler, self.name):
+            own = self.sampler.dp_size
+        sizes = {size for size in (self.dp_size, fetch.dp_size, own) if size is not None}
         if len(sizes) > 1:
             raise InvalidRequestError(
                 f"task {self.name!r} is used with different numbers of data-parallel ranks: {sorted(sizes)} "
-                f"(registered {self.dp_size}, fetch {fetch.dp_size}, sampler {self.sampler.dp_size}). "
+                f"(registered {self.dp_size}, fetch {fetch.dp_size}, sampler {own}). "
                 f"Use one dp_size everywhere."
             )
         return sizes.pop() if sizes else None
 
     def needed(self, fetch: Fetch) -> int:
         """Ready samples that a round for this fetch takes, for all its ranks together."""
-        return self.sampler.samples_needed(fetch.batch_size, self.size_for(fetch) or 1)
+        dp_size = self.size_for(fetch) or 1
+        with foreign(self.sampler, self.name):
+            return self.sampler.samples_needed(fetch.batch_size, dp_size)
 
     def tail_policy(self, dp_size: int | None) -> str:
         """As registered; else nothing is lost for a single consumer, and nobody is left alone in a collective."""
@@ -64,7 +68,8 @@ class Tasks:
             raise InvalidRequestError(f"tail must be one of {', '.join(TAIL_POLICIES)}, got {request.tail!r}.")
         task = self.get(request.task)
         if request.sampler is not None and request.sampler != task.spec:
-            task.sampler = resolve(request.sampler, self._allowed_modules)
+            with foreign(f"the sampler of task {request.task!r}"):
+                task.sampler = resolve(request.sampler, self._allowed_modules)
             task.spec = request.sampler
         task.dp_size = request.dp_size if request.dp_size is not None else task.dp_size
         task.tail = request.tail or task.tail
@@ -78,6 +83,10 @@ class Tasks:
     def add(self, task: Task) -> None:
         """In place of the one of that name."""
         self._tasks[task.name] = task
+
+    def forget(self, name: str) -> None:
+        """The task draws as one that nobody registered."""
+        self._tasks.pop(name, None)
 
     def __iter__(self) -> Iterator[Task]:
         """The registered ones."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,11 +44,11 @@ class Reservation(Record):
         self._give_back(self.indexes)
         return True
 
-    def complete(self, published: p.Indexes) -> None:
+    def complete(self, published: bytes) -> None:
         """The write is visible; what it reserved and didn't publish is given back."""
         self._state.frozen.end_leave(self.client, self.call)
-        if not np.array_equal(self.indexes, published):
-            self._give_back(self.indexes[~np.isin(self.indexes, published)])
+        if p.pack_indexes(self.indexes) != published:
+            self._give_back(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
 
     def _give_back(self, indexes: p.Indexes) -> None:
         """Values may have been stored for them, also after a clear; another writer may have published some."""
@@ -142,9 +143,35 @@ def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
     text = (
         f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
-        f"Clear consumed samples or partitions, raise it, or raise put_timeout_s."
+        f"{held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
     )
     return p.Failed(request.id, StorageFullError.__name__, text)
+
+
+def held_up_by(state: PlaneState) -> str:
+    """The tasks that keep most samples from being cleared, in a sentence."""
+    consumed: Counter[str] = Counter()
+    acked: Counter[str] = Counter()
+    unread = 0
+    for partition in state.partitions.values():
+        unread += partition.num_live if not partition.consumers else 0
+        for task, consumer in partition.consumers.items():
+            consumed[task] += consumer.num_unconsumed
+            acked[task] += consumer.ledger.num_open_samples()
+    parts = [f"task {task!r} has not consumed {count} of them" for task, count in consumed.most_common(2) if count]
+    parts += [f"task {task!r} has not acknowledged {count} of them" for task, count in acked.most_common(2) if count]
+    parts += [f"no task reads {unread} of them"] if unread else []
+    text = ", ".join(parts)
+    return f"{text[0].upper()}{text[1:]}. " if text else ""
+
+
+def writers_of(state: PlaneState, partition: Partition) -> list[str]:
+    """Clients that have reserved samples of this partition and not published them."""
+    names = dict.fromkeys(
+        record.client for record in state.calls
+        if isinstance(record, Reservation) and record.serial == partition.serial and len(record.indexes)
+    )  # fmt: skip
+    return list(names)
 
 
 def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
@@ -203,7 +230,7 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     begun = state.calls.get(client, request.begun)
     if isinstance(begun, Reservation):
         state.calls.take(client, request.begun)
-        begun.complete(indexes)
+        begun.complete(request.indexes)
     state.calls.add(client, request.id, Record(p.Publish, reply))
     return reply
 

@@ -8,21 +8,26 @@ last one that closes the client is gone for the server, and so is all that it ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transfer_queue.errors import ClosedError
-from transfer_queue.transport.base import NOBODY_WAITS, Call, Peer, Reply
+from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, Reply
 from transfer_queue.transport.connection import Connection, closed, gone, silent
 from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.loop_connection import LoopConnection, revoke
 from transfer_queue.transport.modes import is_blocking, pause
 from transfer_queue.transport.unix import UnixConnection
 from transfer_queue.transport.waiting import AllSent, wait_for_some
+
+if TYPE_CHECKING:
+    from transfer_queue.transport.tcp import TcpLinks
 
 _LAST = (-1,)
 
@@ -35,8 +40,24 @@ class _Asked(NamedTuple):
 class SocketCaller:
     """Calls peers from any thread and any event loop of the process that made it."""
 
-    def __init__(self, client_id: str) -> None:
+    def __init__(
+        self,
+        client_id: str,
+        server_key: str | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """The last three concern ``tcp://`` addresses only.
+
+        Args:
+            server_key: The public key of the queue's servers; None: they are called without encryption.
+            heartbeat_s: How often servers are told that this client lives.
+            lease_s: How long a server may be silent before calls to it fail.
+        """
         self._client = client_id
+        self._server_key = server_key
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
         self._ids = itertools.count(NOBODY_WAITS + 1)
         self._closed = False
         self._pid = os.getpid()
@@ -44,18 +65,15 @@ class SocketCaller:
         self._made: set[Connection] = set()  # held here, so that none is closed because a Ctrl-C lost it elsewhere
         self._idle: dict[str, list[Connection]] = {}
         self._of_loops: dict[tuple[int, str], LoopConnection] = {}
-        self._num_blocked = 0
-        self._wake: Descriptors | None = None
+        self._tcp: TcpLinks | None = None
+        self._blocked: set[object] = set()
+        self._wake = Descriptors(self, *os.pipe())
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         """See ``Caller``. Raises ClosedError after ``close``, also where that came while the call waited."""
         self._check_process()
         if is_blocking():
-            wake = self._enter()
-            try:
-                return await self._call_blocking(calls, timeout_s, wake)
-            finally:
-                self._leave()
+            return await self._call_blocking(calls, timeout_s)
         return await self._call_on_loop(calls, timeout_s)
 
     async def tell(self, call: Call) -> None:
@@ -74,7 +92,7 @@ class SocketCaller:
 
     def for_this_process(self, client_id: str) -> SocketCaller:
         """After a fork: the child's own caller, under another name."""
-        return SocketCaller(client_id)
+        return SocketCaller(client_id, self._server_key, self._heartbeat_s, self._lease_s)
 
     def close(self) -> None:
         """Close every socket. Idempotent; calls under way fail, in whatever thread or loop they wait."""
@@ -84,81 +102,100 @@ class SocketCaller:
             self._closed = True
             of_loops = list(self._of_loops.values())
             self._of_loops.clear()
-            if self._num_blocked and self._wake is not None:
+            if self._blocked:
                 os.write(self._wake.at(1), b"x")
-            elif self._wake is not None:
+            else:
                 self._wake.close()
-            for connection in itertools.chain.from_iterable(self._idle.values()):
-                connection.close()
-            self._idle.clear()
-            self._made.clear()  # those that are borrowed are closed when they are given back
+        self._close_idle()
+        self._made.clear()  # those that are borrowed are closed when they are given back
         for of_loop in of_loops:
             of_loop.close_from_anywhere(closed)
+        if self._tcp is not None:
+            self._tcp.close()
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
 
-    # ---- connections ----
+    # ---- connections: without a lock, which a Ctrl-C could leave locked ----
 
     def _borrow(self, peer: Peer, borrowed: list[Connection]) -> Connection:
         """A connection for this thread alone: one that it has borrowed already, or one more."""
         for connection in borrowed:
             if connection.peer.address == peer.address:
                 return connection
+        if self._closed:
+            raise closed()
+        idle = self._idle.setdefault(peer.address, [])
+        try:
+            borrowed.extend(map(idle.pop, _LAST))  # one step of Python: it is always in one of the two
+        except IndexError:
+            borrowed.append(self._connect(peer))
+            self._made.add(borrowed[-1])
+        return borrowed[-1]
+
+    def _connect(self, peer: Peer) -> Connection:
+        if not peer.address.startswith("tcp://"):
+            return UnixConnection(peer, self._client)
+        from transfer_queue.transport.tcp import TcpLinks
+
         with self._lock:
             if self._closed:
                 raise closed()
-            idle = self._idle.get(peer.address)
-            if idle:
-                borrowed.extend(map(idle.pop, _LAST))  # one step of Python: a Ctrl-C leaves it in one of the two
-                return borrowed[-1]
-        borrowed.append(UnixConnection(peer, self._client))
-        self._made.add(borrowed[-1])
-        return borrowed[-1]
+            if self._tcp is None:
+                self._tcp = TcpLinks(self._client, self._server_key, self._heartbeat_s, self._lease_s)
+                weakref.finalize(self, self._tcp.close)  # a caller may be dropped, or the process end, without closing
+        return self._tcp.connect(peer)
 
     def _give_back(self, borrowed: list[Connection]) -> None:
         while borrowed:
-            connection = borrowed[-1]
-            with self._lock:
-                if not self._closed and not connection.broken:
-                    self._idle.setdefault(connection.peer.address, []).extend(map(borrowed.pop, _LAST))
-                    continue
-            borrowed.pop()
-            self._discard(connection)
+            if borrowed[-1].broken:
+                self._discard(borrowed.pop())
+            else:
+                self._idle.setdefault(borrowed[-1].peer.address, []).extend(map(borrowed.pop, _LAST))
+        if self._closed:
+            self._close_idle()
 
     def _discard(self, connection: Connection) -> None:
         """It is broken, and so are those that wait for use: the same server was at their other end."""
+        self._made.discard(connection)
         connection.close()
-        with self._lock:
-            others = self._idle.pop(connection.peer.address, [])
-            self._made.difference_update(others, [connection])
-        for other in others:
-            other.close()
+        self._close_all(self._idle.get(connection.peer.address, []))
+
+    def _close_idle(self) -> None:
+        for idle in list(self._idle.values()):
+            self._close_all(idle)
+
+    def _close_all(self, connections: list[Connection]) -> None:
+        while connections:
+            with contextlib.suppress(IndexError):  # another thread does the same
+                connection = connections.pop()
+                self._made.discard(connection)
+                connection.close()
 
     # ---- in a blocked thread ----
 
-    def _enter(self) -> int:
+    def _enter(self, waiter: object) -> int:
         """One more thread that waits; gives what becomes readable when the caller is closed meanwhile."""
-        with self._lock:
-            if self._closed:
-                raise closed()
-            if self._wake is None:
-                self._wake = Descriptors(self, *os.pipe())
-            self._num_blocked += 1
-            return self._wake.at(0)
+        self._blocked.add(waiter)
+        if self._closed:
+            raise closed()
+        return self._wake.at(0)
 
-    def _leave(self) -> None:
-        with self._lock:
-            self._num_blocked -= 1
-            if self._closed and not self._num_blocked and self._wake is not None:
-                self._wake.close()
+    def _leave(self, waiter: object) -> None:
+        self._blocked.discard(waiter)
+        if self._closed:
+            with self._lock:
+                if not self._blocked:
+                    self._wake.close()
 
-    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float, wake: int) -> list[Reply]:
+    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
         borrowed: list[Connection] = []
         asked: dict[int, _Asked] = {}
         replies: dict[int, Reply] = {}
+        waiter = object()
         try:
+            wake = self._enter(waiter)
             for call in calls:
                 request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
                 asked[request_id] = _Asked(connection, call)
@@ -179,6 +216,7 @@ class SocketCaller:
                 revoke(connection, call.cancel)
             raise
         finally:
+            self._leave(waiter)
             self._give_back(borrowed)
 
     # ---- on an event loop ----
@@ -222,7 +260,7 @@ class SocketCaller:
                 if self._closed:
                     raise closed()
                 self._of_loops[key] = made
-            borrowed.clear()
+                borrowed.clear()
             return made
         finally:
             self._give_back(borrowed)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import struct
 from array import array
@@ -66,9 +65,11 @@ def encode(request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> lis
 class _Buffers:
     """Buffers that are sent or filled one after the other, and how far that has come."""
 
-    def __init__(self, buffers: Sequence[Buffer] = ()) -> None:
-        # What is left, and what has been moved since that was found out: replaced together, by one assignment.
-        self._state: tuple[list[Buffer], list[int]] = (list(buffers), [])
+    __slots__ = ("_state",)
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        # What was left, and what has been moved since then: replaced together, by one assignment.
+        self._state: tuple[list[Buffer], list[int]] = (buffers, [])
 
     def left(self) -> list[Buffer]:
         buffers, moved = self._state
@@ -90,9 +91,7 @@ class _Buffers:
         buffers = self.left()
         _, moved = self._state
         moved.extend(some(buffers if len(buffers) <= _MAX_BUFFERS else buffers[:_MAX_BUFFERS]))
-        nbytes = moved[0]
-        self.left()
-        return nbytes
+        return moved[0]
 
 
 def _after(buffers: list[Buffer], nbytes: int) -> list[Buffer]:
@@ -104,16 +103,18 @@ def _after(buffers: list[Buffer], nbytes: int) -> list[Buffer]:
     return []
 
 
-class Outbound:
+class Outbound(_Buffers):
     """What could not be sent yet."""
 
+    __slots__ = ("num_messages",)
+
     def __init__(self) -> None:
-        self._buffers = _Buffers()
+        super().__init__([])
         self.num_messages = 0
         """Roughly how many messages wait: those that came since nothing waited."""
 
     def __bool__(self) -> bool:
-        return bool(self._buffers.left())
+        return bool(self._state[0]) and bool(self.left())
 
     def send(self, sink: Sink, parts: list[Buffer]) -> None:
         """Send after what waits already, as far as it goes now; the buffers are kept until they are sent.
@@ -121,24 +122,38 @@ class Outbound:
         Raises:
             OSError: the other side has closed.
         """
-        waiting = self._buffers.left()
-        self._buffers.replace([*waiting, *parts] if waiting else parts)
-        self.num_messages = self.num_messages + 1 if waiting else 1
-        if not waiting:
+        if self:
+            self.replace([*self.left(), *parts])
+            self.num_messages += 1
+            return
+        moved: list[int] = []
+        self._state = (parts, moved)
+        self.num_messages = 1
+        if len(parts) > _MAX_BUFFERS:
             self.flush(sink)
+            return
+        try:
+            moved.extend(map(sink.sendmsg, (parts,)))  # see ``move``
+        except BlockingIOError:
+            return
+        if moved[0] == sum(map(len, parts)):
+            self._state = ([], [])
 
     def flush(self, sink: Sink) -> None:
         """Send what goes now."""
-        with contextlib.suppress(BlockingIOError):
-            self._buffers.move(lambda some: map(sink.sendmsg, (some,)))
+        try:
+            self.move(lambda some: map(sink.sendmsg, (some,)))
+        except BlockingIOError:
+            return
 
     def own(self) -> None:
         """Copy what waits: its buffers may be changed by their owners from now on."""
-        self._buffers.replace([part if isinstance(part, bytes) else bytes(part) for part in self._buffers.left()])
+        if self:
+            self.replace([part if isinstance(part, bytes) else bytes(part) for part in self.left()])
 
     def clear(self) -> None:
         """The other side has closed."""
-        self._buffers.replace([])
+        self.replace([])
 
 
 class Inbound:
@@ -170,7 +185,7 @@ class Inbound:
         if not chunk:
             raise EOFError
         if len(chunks) == 1 and (message := _whole(chunk)) is not None:
-            self._state = ([], (0, 0), None)
+            chunks.clear()
             return [message]
         size += sum(map(len, chunks[measured:]))
         self._state = (chunks, (len(chunks), size), None)

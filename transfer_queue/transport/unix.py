@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from transfer_queue.config import environment_text
-from transfer_queue.errors import LaunchError, QueueUnreachableError
+from transfer_queue.errors import ConfigError, LaunchError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer, Service
 from transfer_queue.transport.connection import gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
@@ -139,16 +139,25 @@ class _Route:
         if answer.envelope.request_id == NOBODY_WAITS or self._socket.fileno() < 0:
             return
         parts = encode(answer.envelope.request_id, answer.header, answer.frames)
-        self._try(lambda: self._outbound.send(self._socket, parts))
+        try:
+            self._outbound.send(self._socket, parts)
+        except OSError:
+            self._deaf()
+        if self._outbound or self._wanted != READ:
+            self._choose()
 
     def _flush(self) -> None:
-        self._try(lambda: self._outbound.flush(self._socket))
-
-    def _try(self, step: Callable[[], None]) -> None:
         try:
-            step()
-        except OSError:  # the client has closed its end; what it sent before is still to be read
-            self._outbound.clear()
+            self._outbound.flush(self._socket)
+        except OSError:
+            self._deaf()
+        self._choose()
+
+    def _deaf(self) -> None:
+        """The client has closed its end, and takes no answers. What it sent before is still to be read."""
+        self._outbound.clear()
+
+    def _choose(self) -> None:
         waiting = self._outbound.num_messages if self._outbound else 0
         wanted = READ if not waiting else READ | WRITE if waiting <= _MAX_UNREAD_ANSWERS else WRITE
         if wanted != self._wanted:
@@ -174,7 +183,9 @@ class UnixListener:
     """See ``Listener``."""
 
     def __init__(self, address: str, readiness: Readiness, service: Service) -> None:
-        """Raises OSError: the path can't be bound."""
+        """Raises OSError: the path can't be bound. ConfigError: there is no path."""
+        if not address.removeprefix(SCHEME) or not address.startswith(SCHEME):
+            raise ConfigError(f"{address!r} is no address: ipc://PATH or tcp://HOST:PORT.")
         self.address = address
         self.readiness = readiness
         self.service = service

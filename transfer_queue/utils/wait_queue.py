@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait for room. A small one that fits may overtake a large one, but never so often that it starves."""
+"""Requests that wait for room: which may go next, so that a large one is neither starved nor holds up all others.
 
-# Deadlines are the caller's monotonic seconds, passed in: this file must not read a clock.
+They go in order of arrival. One that fits may overtake those that don't, as long as what has overtaken each of them is
+together no more than its own size. So a large request waits for at most twice its size to come free.
+"""
+
+# Sizes are samples here, bytes there. Deadlines are the caller's monotonic seconds: this file must not read a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class _Entry(Generic[T]):
+@dataclass(slots=True)
+class _Waiting(Generic[T]):
     item: T
     size: int
     deadline: float
@@ -21,52 +24,51 @@ class _Entry(Generic[T]):
 
 
 class WaitQueue(Generic[T]):
-    """In order of arrival. What overtakes an item never adds up to more than the item's own size."""
+    """Items are told apart by identity."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry[T]] = []
+        self._waiting: dict[int, _Waiting[T]] = {}  # by identity, in order of arrival
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[T]:
-        return (entry.item for entry in self._entries)
-
-    @property
-    def size(self) -> int:
-        """What all waiting items need together."""
-        return sum(entry.size for entry in self._entries)
+        return len(self._waiting)
 
     def add(self, item: T, size: int, deadline: float) -> None:
-        """Wait behind everything that waits already."""
-        self._entries.append(_Entry(item, size, deadline))
+        """The last in the queue; it must not be there yet."""
+        self._waiting[id(item)] = _Waiting(item, size, deadline)
 
-    def take(self, fits: Callable[[T], bool]) -> T | None:
-        """Remove and return the first item that fits and may go now; None when there is none."""
-        for position, entry in enumerate(self._entries):
-            ahead = self._entries[:position]
-            if any(other.overtaken + entry.size > other.size for other in ahead):
+    def resize(self, item: T, size: int) -> None:
+        """The item needs another amount of room now."""
+        self._waiting[id(item)].size = size
+
+    def remove(self, item: T) -> bool:
+        """The item waits no longer. Returns whether it did."""
+        return self._waiting.pop(id(item), None) is not None
+
+    def items(self) -> list[T]:
+        """In order of arrival."""
+        return [each.item for each in self._waiting.values()]
+
+    def admit(self, free: int) -> list[T]:
+        """Remove and return those that may go now, in order; together they are no larger than ``free``."""
+        admitted: list[T] = []
+        in_front: list[_Waiting[T]] = []
+        allowed = free  # what may still overtake all of those in front
+        for key, each in list(self._waiting.items()):
+            if each.size > min(free, allowed):
+                in_front.append(each)
+                allowed = min(allowed, each.size - each.overtaken)
                 continue
-            if fits(entry.item):
-                for other in ahead:
-                    other.overtaken += entry.size
-                del self._entries[position]
-                return entry.item
-        return None
-
-    def remove(self, which: Callable[[T], bool]) -> list[T]:
-        """Remove and return every item that meets the condition."""
-        removed = [entry.item for entry in self._entries if which(entry.item)]
-        if removed:
-            self._entries = [entry for entry in self._entries if not which(entry.item)]
-        return removed
+            for other in in_front:
+                other.overtaken += each.size
+            free, allowed = free - each.size, allowed - each.size
+            del self._waiting[key]
+            admitted.append(each.item)
+        return admitted
 
     def expired(self, now: float) -> list[T]:
-        """Remove and return the items whose deadline has come."""
-        late = [entry.item for entry in self._entries if entry.deadline <= now]
-        if late:
-            self._entries = [entry for entry in self._entries if entry.deadline > now]
-        return late
+        """Remove and return those whose deadline has come, in order of arrival."""
+        late = [key for key, each in self._waiting.items() if each.deadline <= now]
+        return [self._waiting.pop(key).item for key in late]
 
     def next_deadline(self) -> float | None:
-        return min((entry.deadline for entry in self._entries), default=None)
+        return min((each.deadline for each in self._waiting.values()), default=None)

@@ -71,6 +71,11 @@ class Answer:
     num_resets: int = 0
 
 
+def size_of(request: Any) -> int:
+    """Most samples that the request may add."""
+    return len(request.keys) if isinstance(request, p.ResolveKeys) else int(request.count)
+
+
 class CheckedPlane:
     """Sends requests, and checks each reply when it comes, at once or later."""
 
@@ -84,6 +89,7 @@ class CheckedPlane:
         self.open: dict[tuple[str, int], Any] = {}
         self.since: dict[tuple[str, int], float] = {}
         self.producers = ProducersModel()
+        self.overtaken: dict[int, int] = {}
         self.chores: list[int] = []
         self.tokens: list[tuple[str, str, str]] = []
         self.answered: dict[tuple[str, int], Answer] = {}
@@ -255,8 +261,12 @@ class CheckedPlane:
         assert self.capacity is None or self.used() <= self.capacity
 
     def check_first_writer(self, request: Any) -> None:
-        others = [each for each in self.open.values() if isinstance(each, (p.Reserve, p.Insert, p.ResolveKeys))]
-        assert all(each.id > request.id for each in others), "a writer was overtaken"
+        """Those that came earlier and still wait may be overtaken by as much as they asked for themselves."""
+        writers = [each for each in self.open.values() if isinstance(each, (p.Reserve, p.Insert, p.ResolveKeys))]
+        for each in writers:
+            if each.id < request.id:
+                self.overtaken[each.id] = self.overtaken.get(each.id, 0) + size_of(request)
+                assert self.overtaken[each.id] <= size_of(each), "a writer was overtaken by too much"
 
     def check_refused_writer(self, request: Any, reply: p.Failed, since: float) -> None:
         if reply.code == "StorageFullError":
@@ -301,6 +311,9 @@ class CheckedPlane:
         assert (reply.wanted, reply.ready, reply.samples) == (wanted, len(ready), len(samples))
         assert reply.lacking == partition.lacking(samples, request.fields)
         assert reply.last_published_s == (None if last is None else self.now - last)
+        held = partition.held()
+        assert reply.reserved == len(held)
+        assert set(reply.owed_by) <= {partition.samples[index].holder for index in held}
 
     def known_batch(self, partition: PartitionModel, request: Any) -> list[int] | None:
         """The samples of a batch that was drawn before, and that this fetch can only get with more fields."""
@@ -488,6 +501,7 @@ class CheckedPlane:
         readers = set() if there is None else set(there.consumers)
         being_read = {i for a in self.answered.values() if a.partition is partition for i in a.drawn}
         done = partition.done_with(readers, being_read) if readers and readers.issuperset(request.tasks) else []
+        assert reply.not_begun == (sorted(set(request.tasks) - readers) if request.partition in self.model else [])
         self.check_cleared(client, request, reply, partition.clear(done))
 
     def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:

@@ -106,7 +106,15 @@ def test_not_yet_says_what_is_missing_in_numbers(plane):
     put(plane, 2, "x", "y", now=4.0)
     reserve(plane, 7)
     reply = fetch(plane, 4, names=("x", "y"), now=6.0)
-    assert reply == p.NotReady(reply.id, 4, 2, 5, {"y": 3}, 2.0, ["x", "y"])
+    assert reply == p.NotReady(reply.id, 4, 2, 5, {"y": 3}, 2.0, ["x", "y"], 7, ["rollout"])
+
+
+def test_not_yet_names_those_who_still_owe_samples(plane):
+    for i in range(7):
+        reserve(plane, 2, client=f"writer {i}")
+    reserve(plane, 1, partition="q", client="elsewhere")
+    reply = fetch(plane, 1)
+    assert (reply.reserved, reply.owed_by) == (14, [f"writer {i}" for i in range(5)])
 
 
 def test_not_yet_counts_what_the_task_has_still_to_get_for_all_ranks_together(plane):

@@ -318,9 +318,23 @@ def test_a_put_waits_for_room_and_gets_it_from_a_clear(make_plane):
 def test_parked_writers_are_served_first_come_first_served(make_plane):
     plane = make_plane(capacity=3)
     samples = put(plane, 3)
-    assert ask(plane, "large", p.Reserve, "p", 3) is None
+    for name in ("first", "second"):
+        assert ask(plane, name, p.Reserve, "p", 1) is None
+    for name in ("first", "second"):
+        replies = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes([samples.pop()]))
+        assert [to.client for to in replies[1:]] == [name]
+
+
+def test_a_large_put_that_waits_holds_up_no_small_ones_and_is_not_starved_by_them(make_plane):
+    plane = make_plane(capacity=4)
+    samples = put(plane, 3)
+    assert ask(plane, "large", p.Reserve, "p", 2) is None
+    small = [ask(plane, "small", p.Reserve, "p", 1)]
     assert ask(plane, "small", p.Reserve, "p", 1) is None
-    assert len(send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[:2]))) == 1
+    small += [to.reply for to in send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[:1]))[1:]]
+    assert [indexes(reply) for reply in small] == [[3], [4]]
+    assert ask(plane, "small", p.Reserve, "p", 1) is None
+    assert len(send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[1:2]))) == 1, "kept for the large one"
     replies = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes(samples[2:]))
     assert [to.client for to in replies[1:]] == ["large"]
 
@@ -329,12 +343,44 @@ def test_a_writer_that_waited_in_vain_is_told_what_to_do_and_makes_way(make_plan
     plane = make_plane(capacity=3)
     put(plane, 2)
     assert ask(plane, "large", p.Reserve, "p", 2, wait_s=1.0, now=10.0) is None
-    assert ask(plane, "small", p.Reserve, "p", 1, wait_s=9.0, now=10.0) is None
+    assert ask(plane, "larger", p.Reserve, "p", 3, wait_s=9.0, now=10.0) is None
     assert plane.next_deadline() == 11.0
-    first, second = plane.expire(11.0)
+    (told,) = plane.expire(11.0)
     texts = ("Storage capacity exceeded", "2 samples", "'p'", "waited 1.0 s", "1 of 3 are free", "put_timeout_s")
-    refused(first.reply, "StorageFullError", *texts)
-    assert (second.client, indexes(second.reply)) == ("small", [2])
+    refused(told.reply, "StorageFullError", *texts)
+    (_, woken) = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes([0, 1]))
+    assert (woken.client, len(plane.state.writers)) == ("larger", 0)
+
+
+def test_who_waited_for_room_in_vain_is_told_which_tasks_hold_it_up(make_plane):
+    plane = make_plane(capacity=6)
+    put(plane, 4)
+    fetch(plane, 3, 0, 0, task="train")
+    batch(plane, 1, task="eval")
+    put(plane, 2, partition="unread")
+    reply = ask(plane, ROLLOUT, p.Reserve, "p", 1, wait_s=0.0)
+    texts = (
+        "Task 'eval' has not consumed 3 of them, task 'train' has not consumed 1 of them",
+        "task 'train' has not acknowledged 3 of them, no task reads 2 of them.",
+    )
+    refused(reply, "StorageFullError", *texts)
+
+
+def test_a_writer_that_waits_for_a_partition_that_is_sealed_meanwhile_is_told_at_once(make_plane):
+    plane = make_plane(capacity=1)
+    put(plane, 1, partition="q")
+    assert ask(plane, "first", p.Reserve, "q", 1) is None
+    assert ask(plane, "second", p.Reserve, "p", 1) is None
+    (_, told) = seal(plane)
+    assert told.client == "second"
+    refused(told.reply, "InvalidRequestError", "sealed")
+
+
+@pytest.mark.parametrize("verb", [p.Reserve, p.Insert])
+def test_so_many_samples_at_once_that_they_must_be_a_mistake_are_refused(plane, verb):
+    for _ in range(2):
+        refused(ask(plane, ROLLOUT, verb, "p", 2**31 - 1), "InvalidRequestError", "at most 16777216 samples at once")
+    assert put(plane, 1) == [0]
 
 
 def test_a_writer_with_no_time_to_wait_is_refused_by_the_request_itself(make_plane):
@@ -418,12 +464,16 @@ def test_a_producer_killed_in_a_put_leaves_nothing_visible_and_its_values_are_a_
 
 
 def test_the_death_of_a_parked_writer_lets_the_next_one_in(make_plane):
-    plane = make_plane(capacity=2)
-    put(plane, 1)
-    assert ask(plane, "large", p.Reserve, "p", 2) is None
-    assert ask(plane, "small", p.Reserve, "p", 1) is None
+    plane = make_plane(capacity=4)
+    put(plane, 2)
+    assert ask(plane, "large", p.Reserve, "p", 3) is None
+    put(plane, 1, client="small")
+    assert ask(plane, "next", p.Reserve, "p", 4) is None
+    assert ask(plane, "small", p.Insert, "p", 1) is not None
+    clear(plane, [0, 1])
+    assert ask(plane, "small", p.Reserve, "p", 2) is None, "together with the others it would overtake more than 3"
     (woken,) = plane.client_gone("large", now=1.0)
-    assert (woken.client, indexes(woken.reply)) == ("small", [1])
+    assert woken.client == "small"
 
 
 def test_reservations_of_a_dead_writer_make_room(make_plane):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from control_kit import (
     ACTOR,
+    CRITIC,
     ask,
     batch,
     batches,
@@ -23,6 +24,7 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control.tasks import Task
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 
 
@@ -220,12 +222,74 @@ def test_a_sampler_that_answers_nonsense_is_an_error_for_who_asked_and_consumes_
     assert (plane.next_deadline(), batch(plane, 2, task="other")) == (None, [0, 1])
 
 
-def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_same(plane):
-    plane.state.tasks.set_sampler("train", Own(lambda ready: 1 // 0))
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, RecursionError, MemoryError, AssertionError])
+def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_same(plane, error):
+    def fail(ready):
+        raise error("on purpose")
+
+    plane.state.tasks.set_sampler("train", Own(fail))
     park(plane, 2)
-    own, failed = publish(plane, reserve(plane, 2))
+    park(plane, 2, task="other", client=CRITIC)
+    own, *others = publish(plane, reserve(plane, 2))
     assert isinstance(own.reply, p.Published)
-    refused(failed.reply, "SamplerError", "ZeroDivisionError")
+    assert batches(others) == [(CRITIC, [0, 1])]
+    (failed,) = [to.reply for to in others if isinstance(to.reply, p.Failed)]
+    refused(failed, "SamplerError", f"Own failed: {error.__name__}: on purpose")
+
+
+def test_ctrl_c_in_a_sampler_is_not_the_samplers(plane):
+    def interrupt(ready):
+        raise KeyboardInterrupt
+
+    put(plane, 1)
+    plane.state.tasks.set_sampler("train", Own(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fetch(plane, 1)
+    assert plane.running is None
+
+
+def test_the_plane_tells_which_sampler_runs_and_for_which_task(plane):
+    seen = []
+    plane.state.tasks.set_sampler("train", Own(lambda ready: seen.append(plane.running) or ([0], [0])))
+    put(plane, 1)
+    batch(plane, 1)
+    assert (seen, plane.running) == (["Own of task 'train'"], None)
+
+
+class Broken(SequentialSampler):
+    """Its number of ranks can't be told."""
+
+    @property
+    def dp_size(self):
+        raise SystemExit("no")
+
+    def __deepcopy__(self, memo):
+        raise SystemExit("no copies")
+
+
+def test_a_sampler_whose_number_of_ranks_cannot_be_told_is_an_error_for_its_task_alone(plane):
+    park(plane, 1)
+    park(plane, 1, task="other", client=CRITIC)
+    plane.state.tasks._tasks["train"] = Task("train", Broken())
+    _, *others = publish(plane, reserve(plane, 1))
+    assert batches(others) == [(CRITIC, [0])]
+    (failed,) = [to.reply for to in others if isinstance(to.reply, p.Failed)]
+    refused(failed, "SamplerError", "Broken failed: SystemExit")
+    refused(fetch(plane, 1), "SamplerError", "Broken failed: SystemExit")
+    assert [each["task"] for each in ask(plane, ACTOR, p.GetStats).value["waiting"]] == []
+    state = ask(plane, ACTOR, p.Freeze).state
+    refused(ask(plane, ACTOR, p.Restore, state, 10), "SamplerError", "no copies")
+
+
+def test_a_bug_of_ours_in_one_parked_request_loses_no_answer_of_others(plane):
+    park(plane, 1, names=("x",))
+    park(plane, 1, task="other", client=CRITIC)
+    plane.state.tasks._tasks["train"] = Task("train", SequentialSampler(), dp_size="two")
+    own, *others = publish(plane, reserve(plane, 1))
+    assert batches(others) == [(CRITIC, [0])]
+    (failed,) = [to.reply for to in others if isinstance(to.reply, p.Failed)]
+    assert isinstance(own.reply, p.Published)
+    assert failed.code == "InvalidRequestError", failed
 
 
 @pytest.mark.parametrize(

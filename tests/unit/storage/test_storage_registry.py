@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
+from transfer_queue.transport.inproc_channel import InprocCaller
 
 import transfer_queue.storage as storage
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage import registry
-from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import run_blocking
 
 UNITS = {"units": [{"name": "u0", "address": "inproc://u0"}]}

@@ -51,6 +51,9 @@ INLINE_NBYTES = 64 * 1024
 """Values of at most so many bytes travel in the message: cheaper than to lease, or to pin, memory for them."""
 
 
+_QUARANTINE_S = 60.0
+
+
 def least_in_arena(inline_nbytes: int) -> int:
     """Smaller blocks lie outside the arena, which gives whole pages only."""
     return max(1, inline_nbytes // 4)
@@ -96,6 +99,7 @@ class StorageUnit:
         self._store = BlockStore(self._allocate)
         self._leases = Leases()
         self._uncommitted = Uncommitted()
+        self._quarantine: list[tuple[float, list[ByteArray]]] = []
         self._waiting: WaitQueue[_Parked] = WaitQueue()
         self._now = -math.inf
         self._verbs: dict[type[Request], Callable[[str, Any, list[memoryview]], list[UnitReply]]] = {
@@ -123,9 +127,7 @@ class StorageUnit:
     def expire(self, now: float) -> list[UnitReply]:
         """Answer what may wait no longer; give memory back; move the live rows of mostly dead blocks a step on."""
         self._tick(now)
-        answers = self._admit()  # what may not wait any longer, and fits once dead rows are freed at once
-        for parked in self._waiting.expired(now):
-            answers.append(UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))))
+        answers = self._expire_waiting()
         trim = None if self._arena is None else self._arena.next_trim()
         if self._arena is not None and trim is not None and trim <= now:
             self._arena.trim(now)
@@ -143,21 +145,36 @@ class StorageUnit:
     def cancel(self, client: str, call: int, now: float) -> list[UnitReply]:
         """The client no longer waits for this call: what it wrote, leased or pinned is freed."""
         self._tick(now)
-        self._waiting.remove(lambda parked: parked.client == client and parked.call == call)
+        self._remove(lambda parked: parked.client == client and parked.call == call)
         self._leases.release(client, call)
         self._uncommitted.take(client, call)
         return self._admit()
 
-    def client_gone(self, client: str, now: float) -> list[UnitReply]:
-        """Its session has ended. Its uncommitted writes stay until ``EndSession`` says which were published."""
+    def client_gone(self, client: str, now: float, may_live: bool = False) -> list[UnitReply]:
+        """Its session has ended. Its uncommitted writes stay until ``EndSession`` says which were published.
+
+        ``may_live``: it was evicted, so what it leased and pinned is not used again for a minute.
+        """
         self._tick(now)
-        self._waiting.remove(lambda parked: parked.client == client)
+        if may_live:
+            self._quarantine.append((now + _QUARANTINE_S, self._leases.memory_of(client)))
+        self._remove(lambda parked: parked.client == client)
         self._leases.end(client)
         return self._admit()
 
     def holders(self) -> dict[str, tuple[int, int]]:
         """Per client, how many leases and how many pins it holds."""
         return self._leases.held_by()
+
+    def waiting(self, now: float) -> list[dict[str, Any]]:
+        """The requests that wait for room, as the controller's statistics show waiting requests."""
+        return [
+            {
+                "partition": None, "task": None, "client": parked.client, "waited_s": now - parked.since,
+                "writer": True, "wanted": None, "wanted_nbytes": parked.nbytes,
+            }
+            for parked in self._waiting.items()
+        ]  # fmt: skip
 
     def stats(self) -> UnitStats:
         store, arena = self._store, self._arena
@@ -171,7 +188,7 @@ class StorageUnit:
             blocks=store.num_blocks,
             capacity_bytes=self._capacity,
             parked=len(self._waiting),
-            parked_nbytes=self._waiting.size,
+            parked_nbytes=sum(parked.nbytes for parked in self._waiting.items()),
             arena_nbytes=0 if arena is None else arena.used_nbytes,
             recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
             leased_nbytes=self._leases.leased_nbytes,
@@ -181,6 +198,8 @@ class StorageUnit:
 
     def _tick(self, now: float) -> None:
         self._now = now
+        if self._quarantine and self._quarantine[0][0] <= now:
+            del self._quarantine[0]
         if self._arena is not None:
             self._arena.tick(now)
 
@@ -311,9 +330,7 @@ class StorageUnit:
             self._uncommitted.forget(indexes)
             # What still waits to be written for these samples has lost its purpose.
             error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
-            lost = self._waiting.remove(
-                lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all())
-            )
+            lost = self._remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
             answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
         return answers + self._admit()
 
@@ -339,40 +356,50 @@ class StorageUnit:
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
                 f"Put fewer samples at once, or give the queue more memory."
             )
-        if self._capacity is None:
+        if self._capacity is None or (not len(self._waiting) and self._taken_nbytes + nbytes <= self._capacity):
             return carry_out()
         deadline = self._now + wait_s
         parked = _Parked(client, call, indexes, fields, nbytes, self._now, deadline, carry_out)
-        self._waiting.add(parked, nbytes, deadline)
-        answers = self._admit()
-        if wait_s <= 0 and (late := self._waiting.remove(lambda each: each is parked)):
-            answers += [UnitReply(client, Failed(call, *to_wire(self._full(late[0]))))]
-        return answers
-
-    def _admit(self) -> list[UnitReply]:
-        """Carry out what has room now."""
-        answers: list[UnitReply] = []
-        while len(self._waiting) and (parked := self._waiting.take(self._fits)) is not None:
-            answers += self._answered(parked.client, parked.call, parked.carry_out)
-        return answers
+        freed = self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0
+        self._waiting.add(parked, max(0, nbytes - freed), deadline)
+        return self._admit() if wait_s > 0 else self._admit() + self._expire_waiting()
 
     @property
     def _taken_nbytes(self) -> int:
         return self._store.held_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
 
-    def _fits(self, parked: _Parked) -> bool:
-        if self._capacity is None or self._taken_nbytes + parked.nbytes <= self._capacity:
-            return True
-        freed = self._store.replaced_nbytes(parked.indexes, parked.fields)
-        unpacked = self._store.held_nbytes - self._store.live_nbytes
-        if self._taken_nbytes - unpacked - freed + parked.nbytes > self._capacity:
-            return False
-        if parked.deadline > self._now:  # else ``_squeeze`` does it at once, and nobody is served meanwhile
+    def _admit(self) -> list[UnitReply]:
+        """Carry out what has room now. What waits on makes dead rows free their room, step by step."""
+        answers: list[UnitReply] = []
+        if self._capacity is None or not len(self._waiting):
+            return answers
+        while admitted := self._waiting.admit(self._capacity - self._taken_nbytes):
+            for parked in admitted:
+                answers += self._answered(parked.client, parked.call, parked.carry_out)
+        if len(self._waiting):
             self._store.pack()
-        return not self._store.is_moving or parked.deadline <= self._now
+        return answers
+
+    def _expire_waiting(self) -> list[UnitReply]:
+        """What may wait no longer fails, unless there is room once dead rows are freed at once."""
+        due = self._waiting.next_deadline()
+        if due is None or due > self._now:
+            return []
+        self._store.squeeze()
+        answers = self._admit()
+        for parked in self._waiting.expired(self._now):
+            answers.append(UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))))
+        return answers
+
+    def _remove(self, which: Callable[[_Parked], bool]) -> list[_Parked]:
+        """Those that meet the condition wait no longer."""
+        removed = [parked for parked in self._waiting.items() if which(parked)]
+        for parked in removed:
+            self._waiting.remove(parked)
+        return removed
 
     def _squeeze(self) -> None:
-        """What was let in counting on dead rows, or on values that it replaced, needs their room now."""
+        """What was let in counting on values that it replaced needs their room now."""
         if self._capacity is not None and self._taken_nbytes > self._capacity:
             self._store.squeeze()
 

@@ -10,10 +10,10 @@ import pytest
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Call, Outgoing, Peer
-from transfer_queue.transport.inproc_channel import InprocCaller
+from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.modes import run_blocking
 
-SHELF = Peer("shelf", "inproc://shelf")
+SHELF = Peer("shelf", "local://shelf")
 
 
 class Shelf:
@@ -48,14 +48,14 @@ class Shelf:
         return answers
 
 
-def ask(caller: InprocCaller, *headers: bytes, frames=(), timeout_s: float = 5.0) -> list[bytes]:
+def ask(caller: LocalCaller, *headers: bytes, frames=(), timeout_s: float = 5.0) -> list[bytes]:
     calls = [Call(SHELF, header, frames) for header in headers]
     return [reply.header for reply in run_blocking(caller.call_many(calls, timeout_s))]
 
 
 def test_the_other_side_has_memory_of_its_own_and_answers_are_read_only():
     shelf, source = Shelf(), np.zeros(4, np.int64)
-    caller = InprocCaller({"shelf": shelf}, "me")
+    caller = LocalCaller({"shelf": shelf}, "me")
     assert ask(caller, b"put", frames=[source]) == [b"done"]
     source += 1
     ((_, (view,)),) = run_blocking(caller.call_many([Call(SHELF, b"get")], 1.0))
@@ -64,7 +64,7 @@ def test_the_other_side_has_memory_of_its_own_and_answers_are_read_only():
 
 def test_a_parked_call_is_answered_by_another_callers_request():
     handlers = {"shelf": Shelf()}
-    one, other = InprocCaller(handlers, "one"), InprocCaller(handlers, "other")
+    one, other = LocalCaller(handlers, "one"), LocalCaller(handlers, "other")
 
     async def story():
         waiting = asyncio.ensure_future(one.call_many([Call(SHELF, b"wait")], 5.0))
@@ -76,12 +76,12 @@ def test_a_parked_call_is_answered_by_another_callers_request():
 
 
 def test_answers_come_in_the_order_of_the_calls():
-    assert ask(InprocCaller({"shelf": Shelf()}, "me"), b"wait", b"get", b"wake") == [b"woken", b"done", b"done"]
+    assert ask(LocalCaller({"shelf": Shelf()}, "me"), b"wait", b"get", b"wake") == [b"woken", b"done", b"done"]
 
 
 @pytest.mark.parametrize("drive", [asyncio.run, run_blocking])
 def test_a_parked_call_is_answered_at_the_handlers_deadline(drive):
-    caller = InprocCaller({"shelf": Shelf()}, "me")
+    caller = LocalCaller({"shelf": Shelf()}, "me")
     assert [reply.header for reply in drive(caller.call_many([Call(SHELF, b"wait")], 5.0))] == [b"late"]
 
 
@@ -89,18 +89,19 @@ def test_a_call_without_an_answer_in_time_and_an_unknown_peer_are_unreachable():
     shelf = Shelf()
     shelf.next_deadline = lambda: None
     shelf.expire = lambda now: []
-    caller = InprocCaller({"shelf": shelf}, "me")
+    caller = LocalCaller({"shelf": shelf}, "me")
     with pytest.raises(QueueUnreachableError, match="1 of 2 calls had no answer in"):
         ask(caller, b"get", b"wait", timeout_s=0.01)
-    with pytest.raises(QueueUnreachableError, match="no peer 'nobody'"):
-        run_blocking(caller.call_many([Call(Peer("nobody", "inproc://x"), b"")], 1.0))
+    with pytest.raises(QueueUnreachableError, match="can't connect to 'nobody' at 'local://x': no such peer"):
+        run_blocking(caller.call_many([Call(Peer("nobody", "local://x"), b"")], 1.0))
 
 
-def test_goodbye_is_told_to_every_handler():
+def test_a_handler_that_was_called_is_told_when_the_caller_closes():
     shelf = Shelf()
-    caller, other = InprocCaller({"shelf": shelf}, "me"), InprocCaller({"shelf": shelf}, "other")
+    caller, other = LocalCaller({"shelf": shelf}, "me"), LocalCaller({"shelf": shelf}, "other")
 
     async def story():
+        await caller.call_many([Call(SHELF, b"get")], 5.0)
         waiting = asyncio.ensure_future(other.call_many([Call(SHELF, b"wait")], 5.0))
         await asyncio.sleep(0)
         caller.close()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C at every single step of a call: the connection stays, no answer is mixed up, and the call is cancelled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from transport_kit import Desk, calls, served_by_thread
+
+import transfer_queue.transport
+from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.modes import run_blocking
+
+FILES = {str(Path(transfer_queue.transport.__file__).parent / name) for name in ("caller.py", "framing.py", "unix.py")}
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),  # ended between being made and begun
+]
+
+
+def interrupted(step: int, act: Callable[[], Any]) -> bool:
+    """Do it, with a KeyboardInterrupt before that bytecode of the transport. Returns False where it had fewer."""
+    left = step
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in FILES:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("frames", [[], [b"x" * 300_000, b"y"]], ids=["small", "large"])
+def test_a_ctrl_c_at_any_step_leaves_connections_that_can_be_used_and_cancels_what_it_ends(tmp_path, frames):
+    served, caller = Desk(), SocketCaller("me")
+    with served_by_thread(tmp_path, served) as (peer, server):
+        run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
+        step = 0
+        while interrupted(step, partial(_call, caller, peer, step, frames)):
+            ((header, found),) = run_blocking(caller.call_many([Call(peer, b"after %d" % step, frames)], 10.0))
+            assert (header, [bytes(frame) for frame in found]) == (b"after %d" % step, frames)
+            step += 1
+        assert step > 300, "it was interrupted nowhere"
+        assert served.gone == []
+        assert server.clients()["me"] < 0.2 * step, "only where it is being borrowed or given back it may be lost"
+        caller.close()
+    # Sent and not cancelled is only what ended within the last steps of a call: its answer had been returned.
+    assert set(served.said) <= {b"cancel %d" % number for number in range(step)}
+    assert len(served.said) > 0.5 * step
+
+
+def _call(caller: SocketCaller, peer: Peer, step: int, frames: list[bytes]) -> None:
+    call = Call(peer, b"call %d" % step, frames, b"cancel %d" % step)
+    run_blocking(caller.call_many([call], 10.0))
