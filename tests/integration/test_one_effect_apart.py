@@ -12,7 +12,7 @@ import pytest
 
 import transfer_queue as tq
 from tests.integration import given_up
-from tests.integration.faults import comes_true, impatient_client, server_pids
+from tests.integration.faults import SERVED_S, comes_true, impatient_client, server_pids
 from tests.integration.given_up import CAPACITY, VERBS, WAYS, nothing_occupied
 from transfer_queue.transport.modes import run_blocking
 
@@ -79,6 +79,15 @@ def stopping_after(step: Callable[..., Any], pid: int) -> Callable[..., Any]:
     return stepped
 
 
+def check_described(client: tq.TransferQueueClient, partition: str) -> None:
+    """What the metadata says of the first samples is true of their values."""
+    for field in {"x", "y"} & set(given_up.numbers(client, partition)["fields"]):
+        meta = client.get_meta([field], given_up.BEFORE, partition, task_name=f"reads {field}", timeout_s=SERVED_S)
+        schema = meta.field_schema[field]
+        shapes = schema.get("per_sample_shapes") or [schema["shape"]] * meta.size
+        assert [tuple(value.shape) for value in client.get_data(meta)[field].unbind()] == shapes
+
+
 @pytest.mark.parametrize("verb", ["put", "large put", "put of a field", "put over values", "kv_put"])
 def test_a_put_whose_publish_gets_no_answer_is_readable_or_never_was(queue, client, name, monkeypatch, verb):
     meta = given_up.prepare(name)
@@ -92,8 +101,8 @@ def test_a_put_whose_publish_gets_no_answer_is_readable_or_never_was(queue, clie
         finally:
             os.kill(pid, signal.SIGCONT)
     assert comes_true(lambda: not client.get_stats()["partitions"][name]["held"])
-    everything = client.get_meta(None, partition_id=name, mode="force_fetch")
-    client.get_data(everything)
-    impatient.close()
     assert comes_true(lambda: nothing_occupied(client, name)), given_up.occupied(client)
+    client.get_data(client.get_meta(None, partition_id=name, mode="force_fetch"))
+    check_described(client, name)
+    impatient.close()
     given_up.check_one_effect(name, VERBS[verb])

@@ -68,12 +68,13 @@ class WriteTransaction:
                 await storage.write(begin.id, indexes, self._sources)
             publish = self._publication(packed, indexes)
             published = await session.send(publish, p.Reply, keep=True)
+            if self._sources:
+                await storage.commit(begin.id, indexes)
         except BaseException:
-            await storage.abort(begin.id, indexes)
+            if publish is None:  # else it may be published: the controller knows, and has the write ended accordingly
+                await storage.abort(begin.id, indexes)
             await session.cancel(begin.id)
             raise
-        if self._sources:
-            await storage.commit(begin.id, indexes)
         session.done(session.controller, begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else begun
 

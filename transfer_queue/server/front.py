@@ -164,9 +164,12 @@ class Front:
             return self._of_unit(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
+        answers = self._of_plane(self.plane.handle(client, request, now))
         if self._janitor is not None and isinstance(request, p.Publish) and request.begun:
-            self._janitor.published(client, request.id, request.begun)
-        return self._of_plane(self.plane.handle(client, request, now))
+            own = [answer.reply for answer in answers if (answer.client, answer.reply.id) == (client, request.id)]
+            if not isinstance(own[0], p.Failed):
+                self._janitor.published(client, request.id, request.begun)
+        return answers
 
     def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:
         """Carry on the composed calls that were answered a step, until every answer is one for a client."""
@@ -289,7 +292,12 @@ class Front:
         answers = [] if self.unit is None else self._of_unit(self.unit.cancel(client, cancel.call, now))
         if self.plane is None:
             return [Answer(client, p.Done(cancel.id)), *answers]
-        return [*answers, *self._of_plane(self.plane.handle(client, cancel, now))]
+        replies = self._of_plane(self.plane.handle(client, cancel, now))
+        if self._janitor is not None:
+            self._janitor.cancelled(
+                client, cancel.call, p.Done(cancel.id, "undone") in [each.reply for each in replies]
+            )
+        return [*answers, *replies]
 
     def _drop(self, client: str, number: int) -> None:
         call = self._calls.pop((client, number), None)
