@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase
-from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, TransferQueueError
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
 from transfer_queue.storage.base import InFront, Staged, StorageManager
@@ -23,7 +23,6 @@ from transfer_queue.utils.values import copy_tags
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
-_ASK_AGAIN_S = 5.0
 
 
 class WriteTransaction:
@@ -66,54 +65,24 @@ class WriteTransaction:
         """The same steps one by one, where controller and storage are apart."""
         session, begin = self._session, self._begin
         indexes: list[int] = []
+        publish: p.Publish | None = None
         try:
             begun = await session.send(begin, p.Reply, begin.wait_s, keep=True)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else begun.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._sources is not None:
                 await storage.write(begin.id, indexes, self._sources)
-        except BaseException:
-            await self._abort(storage, indexes)
-            raise
-        publish = self._publication(packed, indexes)
-        try:
+            publish = self._publication(packed, indexes)
             published = await session.send(publish, p.Reply, keep=True)
-            await self._commit(storage, indexes, publish)
-        except BaseException as error:
-            refused = isinstance(error, TransferQueueError) and not isinstance(error, QueueUnreachableError)
-            await self._settle(storage, indexes, publish, refused)
+            if self._sources is not None:
+                await storage.commit(begin.id, indexes)
+        except BaseException:
+            if publish is None:  # else it may be published: the controller knows, and has the write ended accordingly
+                await storage.abort(begin.id, indexes)
+            await session.cancel(begin.id)
             raise
+        session.done(session.controller, begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else begun
-
-    async def _settle(self, storage: StorageManager, indexes: Sequence[int], publish: p.Publish, refused: bool) -> None:
-        """Commit what was published, else abort. Where the controller can't say, it settles that with the session."""
-        published = False if refused else await self._is_published(publish)
-        if published:
-            await self._commit(storage, indexes, publish)
-        elif published is not None:
-            await self._abort(storage, indexes)
-
-    async def _is_published(self, publish: p.Publish) -> bool | None:
-        """The same call again gets the same answer, also where nobody waited for the first one. None: there is none."""
-        session = self._session
-        ask = (session.controller, publish, ())
-        try:
-            replies = await session.call_many([ask], min(session.timeout_s, _ASK_AGAIN_S), keep=True)
-            session.read(replies[0].header, publish, p.Reply)
-        except QueueUnreachableError:
-            return None
-        except TransferQueueError:
-            return False
-        return True
-
-    async def _commit(self, storage: StorageManager, indexes: Sequence[int], publish: p.Publish) -> None:
-        if self._sources is not None:
-            await storage.commit(self._begin.id, indexes)
-        self._session.done(self._session.controller, self._begin.id, publish.id)
-
-    async def _abort(self, storage: StorageManager, indexes: Sequence[int]) -> None:
-        await storage.abort(self._begin.id, indexes)
-        await self._session.cancel(self._begin.id)
 
     def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:
         begin = self._begin

@@ -314,7 +314,12 @@ class Front:
         answers = [] if self.unit is None else self._of_unit(self.unit.cancel(client, cancel.call, now))
         if self.plane is None:
             return [Answer(client, p.Done(cancel.id)), *answers]
-        return [*answers, *self._of_plane(self.plane.handle(client, cancel, now))]
+        replies = self._of_plane(self.plane.handle(client, cancel, now))
+        if self._janitor is not None:
+            self._janitor.cancelled(
+                client, cancel.call, p.Done(cancel.id, "undone") in [each.reply for each in replies]
+            )
+        return [*answers, *replies]
 
     def _drop(self, client: str, number: int) -> None:
         call = self._calls.pop((client, number), None)

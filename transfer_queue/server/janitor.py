@@ -20,7 +20,7 @@ class Janitor:
     """``storage``: the controller's own client of the storage. It is used in the janitor's thread alone.
 
     A write to a unit of another process is committed by its client after the controller has published it. A client may
-    end between the two. The controller knows which of its writes were published, and the unit commits them then.
+    end or give up between the two, not knowing whether it is published. The controller does, and has the units told.
     """
 
     def __init__(self, storage: StorageManager) -> None:
@@ -43,6 +43,13 @@ class Janitor:
             own.pop(call, None)
         if not own:
             del self._published[client]
+
+    def cancelled(self, client: str, call: int, undone: bool) -> None:
+        """The client has given this call up. Where it began a write, that is committed if published, else aborted."""
+        published = [number for number, write in self._published.get(client, {}).items() if write == call]
+        self.received(client, published)
+        if published or undone:
+            self._jobs.put(lambda: self._storage.end_write(client, call, bool(published)))
 
     def end_session(self, client: str) -> None:
         published = list(self._published.pop(client, {}).values())

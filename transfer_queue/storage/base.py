@@ -120,6 +120,10 @@ class StorageManager(ABC):
         """The write was not published. A backend that can't tell keeps it until its samples are cleared."""
         return
 
+    async def end_write(self, client: str, call: int, published: bool) -> None:
+        """The controller's word: this client has given up this write, and doesn't know whether it was published."""
+        return
+
     async def end_session(self, client: str, published: Sequence[int]) -> None:
         """The controller's word: this client has ended, and of its uncommitted writes these were published."""
         return

@@ -23,6 +23,7 @@ from transfer_queue.storage.shm.messages import (
     Delete,
     Deleted,
     EndSession,
+    EndWrite,
     Leased,
     Read,
     Release,
@@ -114,6 +115,12 @@ class SharedMemoryManager(StorageManager, InFront):
     async def abort(self, call: int, indexes: Sequence[int]) -> None:
         for unit, _ in self._shares(_as_indexes(indexes)):
             await self.session.tell(self._units[unit].peer, Cancel(self.session.number(), call))
+
+    async def end_write(self, client: str, call: int, published: bool) -> None:
+        """See ``StorageManager.end_write``."""
+        asks = [(unit.peer, EndWrite(self.session.number(), client, call, published), ()) for unit in self._units]
+        for answer in await self.session.call_many(asks, self._timeout_s):
+            decode_answer(answer.header, Done)
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:
         """The controller's word: this client has ended, and of its uncommitted writes these were published."""
