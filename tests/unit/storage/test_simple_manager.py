@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.simple.manager import SimpleStorageManager
-from transfer_queue.storage.simple.messages import Failed, Written, decode_request, encode
-from transfer_queue.storage.simple.routing import LONG_RUN, ROUTING_RUN, best_run, routing_run, unit_of
-from transfer_queue.storage.simple.unit import StorageUnit, Told
+from transfer_queue.storage.shm.manager import SimpleStorageManager
+from transfer_queue.transport.inproc_channel import InprocCaller
 
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
+from transfer_queue.storage.shm.messages import Failed, Written, decode_request, encode
+from transfer_queue.storage.shm.routing import LONG_RUN, ROUTING_RUN, best_run, routing_run, unit_of
+from transfer_queue.storage.shm.unit import StorageUnit, Told
 from transfer_queue.transport.base import Peer, Reply
-from transfer_queue.transport.inproc_channel import InprocCaller
 from transfer_queue.transport.modes import run_blocking
 
 

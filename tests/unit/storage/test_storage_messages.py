@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transfer_queue.storage.simple.messages import (
+
+from transfer_queue.errors import ProtocolError
+from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
+from transfer_queue.storage.shm.messages import (
     Drop,
     Hold,
     Part,
@@ -18,10 +21,7 @@ from transfer_queue.storage.simple.messages import (
     pack_indexes,
     unpack_indexes,
 )
-from transfer_queue.storage.simple.parts import Packer, unpack_parts
-
-from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
+from transfer_queue.storage.shm.parts import Packer, unpack_parts
 
 INT = dense_layout("int64", 8, ())
 

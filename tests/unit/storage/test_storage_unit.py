@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transfer_queue.storage.simple.field_blocks import STEP_NBYTES
-from transfer_queue.storage.simple.messages import (
+
+from transfer_queue.storage.pieces import Piece, dense_layout
+from transfer_queue.storage.shm.field_blocks import STEP_NBYTES
+from transfer_queue.storage.shm.messages import (
     Drop,
     Dropped,
     Failed,
@@ -22,10 +24,8 @@ from transfer_queue.storage.simple.messages import (
     encode,
     pack_indexes,
 )
-from transfer_queue.storage.simple.parts import Packer
-from transfer_queue.storage.simple.unit import StorageUnit
-
-from transfer_queue.storage.pieces import Piece, dense_layout
+from transfer_queue.storage.shm.parts import Packer
+from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Envelope
 
 KIB = 1024

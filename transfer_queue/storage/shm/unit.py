@@ -201,7 +201,9 @@ class StorageUnit:
         try:
             return [self._rows(client, request, indexes, fields)]
         except StorageKeyNotFoundError:
-            published = self._uncommitted.take_holding(indexes, fields) if self._uncommitted else []
+            if not self._uncommitted:
+                raise
+            published = self._uncommitted.take_holding(self._store.lacking(indexes, fields))
             if not published:
                 raise
             for write in published:
@@ -232,6 +234,9 @@ class StorageUnit:
         self._check_alive(client)
         if self._arena is None:
             return [UnitReply(client, Leased(request.id, -1))]
+        held = self._leases.leased(client, request.id)
+        if held is not None:  # the same call again
+            return [UnitReply(client, Leased(request.id, self._arena.offset_of(held)))]
         grant = partial(self._grant, client, request.id, request.nbytes)
         indexes = unpack_indexes(request.indexes)
         return self._wait_for_room(client, request.id, indexes, request.fields, request.nbytes, request.wait_s, grant)
@@ -366,9 +371,9 @@ class StorageUnit:
             return []
         self._store.squeeze()
         answers = self._admit()
-        for parked in self._waiting.expired(self._now):
-            answers.append(UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))))
-        return answers
+        late = self._waiting.expired(self._now)
+        answers += [UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))) for parked in late]
+        return answers + self._admit()
 
     def _remove(self, which: Callable[[_Parked], bool]) -> list[_Parked]:
         """Those that meet the condition wait no longer."""
