@@ -66,13 +66,13 @@ class UnitReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parked:
-    """A request that waits for room: ``nbytes``, less what its own values of these fields and indexes take now."""
+    """A request that waits for room. ``size``: its ``nbytes``, less what the values that it replaces take."""
 
     client: str
     call: int
     indexes: IntArray
-    fields: Sequence[str]
     nbytes: int
+    size: int
     since: float
     deadline: float
     carry_out: Callable[[], list[UnitReply]]
@@ -343,9 +343,9 @@ class StorageUnit:
         if self._capacity is None:
             return carry_out()
         deadline = self._now + wait_s
-        parked = _Parked(client, call, indexes, fields, nbytes, self._now, deadline, carry_out)
-        freed = self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0
-        self._waiting.add(parked, max(0, nbytes - freed), deadline)
+        size = max(0, nbytes - (self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0))
+        parked = _Parked(client, call, indexes, nbytes, size, self._now, deadline, carry_out)
+        self._waiting.add(parked, size, deadline)
         return self._admit() if wait_s > 0 else self._admit() + self._expire_waiting()
 
     @property
@@ -353,16 +353,25 @@ class StorageUnit:
         return self._store.held_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
 
     def _admit(self) -> list[UnitReply]:
-        """Carry out what has room now. What waits on makes dead rows free their room, step by step."""
+        """Carry out what has room now. For the others dead rows free their room, those of large blocks in steps."""
         answers: list[UnitReply] = []
-        if self._capacity is None or not len(self._waiting):
-            return answers
-        while admitted := self._waiting.admit(self._capacity - self._taken_nbytes):
+        while self._capacity is not None and len(self._waiting):
+            free = self._capacity - self._taken_nbytes
+            admitted = self._waiting.admit(free)
             for parked in admitted:
                 answers += self._answered(parked.client, parked.call, parked.carry_out)
-        if len(self._waiting):
-            self._store.pack()
+            if not admitted and not self._pack(free):
+                break
         return answers
+
+    def _pack(self, free: int) -> bool:
+        """Make dead rows free their room, where that helps one that waits. Returns whether there is more room now."""
+        held = self._store.held_nbytes
+        dead = held - self._store.live_nbytes
+        if not any(parked.size <= free + dead for parked in self._waiting.items()):
+            return False
+        self._store.pack()
+        return self._store.held_nbytes < held
 
     def _expire_waiting(self) -> list[UnitReply]:
         """What may wait no longer fails, unless there is room once dead rows are freed at once."""
