@@ -18,6 +18,7 @@ from typing import Any
 from tensordict import TensorDict
 from transfer_queue.storage.simple import manager, reading
 from transfer_queue.storage.simple.mapped import MappedArena
+from transfer_queue.transport.plain_line import PlainLine
 from transfer_queue.verbs import fetches, new_samples, puts
 
 import transfer_queue as tq
@@ -29,7 +30,6 @@ from transfer_queue.dataloader import pipeline
 from transfer_queue.storage import assembling, columns, recycling
 from transfer_queue.storage.copying import Copies
 from transfer_queue.transport import caller
-from transfer_queue.transport.plain_line import PlainLine
 
 STEPS: dict[str, list[tuple[Any, str]]] = {
     "describe the batch": [(puts, "extract_field_schema"), (puts, "to_specs"), (new_samples.NewSamples, "described")],

@@ -6,10 +6,14 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from transfer_queue.errors import ConfigError
+from transfer_queue.utils.memory import machine_memory, parse_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -17,6 +21,117 @@ if TYPE_CHECKING:
 ADDRESS_VARIABLE = "TQ_ADDRESS"
 _FREE_SECTIONS = ("zmq_info", "MooncakeStore", "Yuanrong", "RayStore")
 _TYPO_CUTOFF = 0.75
+_SHARE_OF_MACHINE = 2
+"""The queue may take one part in so many of the machine's memory, unless the configuration says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig:
+    """Prometheus metrics; not available in this version."""
+
+    enabled: bool = False
+    port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientConfig:
+    """What every client of the queue starts with."""
+
+    layout: Literal["jagged", "dense"] = "jagged"
+    """How tensors of at least one dim come back: always nested, or dense where the rows' shapes agree."""
+    timeout_s: float = 30.0
+    """Longest wait for a server's answer, on top of the wait that was asked for; then QueueUnreachableError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerConfig:
+    """The control plane."""
+
+    sampler: Any = "SequentialSampler"
+    """Default sampler of tasks: a name, "module:Class", an instance or a class."""
+    sampler_modules: list[str] = field(default_factory=list)
+    """Modules whose samplers clients may name for a task. The server imports them."""
+    polling_mode: bool = False
+    """True: get_meta returns an empty BatchMeta at once when nothing is ready."""
+    producer_grace_s: float = 5.0
+    """Seconds in which a dead producer may be replaced before its consumers get an error."""
+    zmq_info: Any = None
+    """Where the controller is; filled by init()."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpillConfig:
+    """Values on a disk above a limit; not available in this version."""
+
+    enabled: bool = False
+    path: str | None = None
+    threshold_bytes: int = 1 << 20
+    glibc_mmap_threshold_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedMemoryConfig:
+    """Storage in the memory of server processes, which clients of the same host map."""
+
+    total_storage_size: int | None = None
+    """Most samples held at once; a put waits when the queue is full. None: no limit."""
+    num_data_storage_units: int = 2
+    """Storage units. Units of one process are one: they share its memory as they need it."""
+    memory: str | int | None = "auto"
+    """Most bytes that all units together hold, as a number or "4GiB"; a put waits when they are full. "auto": half of
+    what the machine, or this process' cgroup, has. None: no limit."""
+    capacity_bytes: int | None = None
+    """Most bytes per unit, instead of ``memory``."""
+    arena: bool = True
+    """Clients of this host map the units' memory. False: values always travel in messages, which is slower."""
+    put_timeout_s: float = 60.0
+    """Longest wait of a put for room, then StorageFullError."""
+    allow_pickle: bool = False
+    """True: objects of any class may be stored. Readers then unpickle what producers sent."""
+    required_node_resource: str | None = None
+    zmq_info: Any = None
+    """Where the units are; filled by init()."""
+    ssd_offload: SpillConfig = field(default_factory=SpillConfig)
+
+    def memory_bytes(self) -> int | None:
+        """Most bytes that all units together hold; None: no limit."""
+        if self.capacity_bytes is not None:
+            return self.capacity_bytes * self.num_data_storage_units
+        if self.memory is None:
+            return None
+        if self.memory == "auto":
+            return machine_memory() // _SHARE_OF_MACHINE
+        nbytes = parse_bytes(self.memory)
+        if nbytes is None or nbytes < 1:
+            raise ConfigError(
+                f"backend.SimpleStorage.memory must be 'auto', null, a number of bytes or a text such as '4GiB', got "
+                f"{self.memory!r}."
+            )
+        return nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendConfig:
+    """Where values are stored."""
+
+    storage_backend: str = "SimpleStorage"
+    SimpleStorage: SharedMemoryConfig = field(default_factory=SharedMemoryConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueConfig:
+    """The whole configuration of ``init``; the defaults are those of config.yaml."""
+
+    address: str | None = None
+    """Join the queue at this address instead of starting one."""
+    launch: Literal["local"] = "local"
+    """What starts the servers: local is child processes of this one."""
+    server_processes: Literal["auto", "one", "each"] = "auto"
+    """one: controller and units share a process. each: every server has its own. auto: one, where there is an arena."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
 
 
 def environment_text(name: str, default: str) -> str:
@@ -80,7 +195,7 @@ def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
             _check_keys(given._get_node(key), known[key], str(key))
     merged: Any = OmegaConf.merge(defaults, given)
     merged._set_flag("allow_objects", True)
-    _check_values(merged)
+    typed(merged)
     result: DictConfig = merged
     return result
 
@@ -106,33 +221,40 @@ def _unknown(key: str, near: Iterable[str], known: Iterable[str]) -> ConfigError
     )
 
 
-def _check_values(conf: DictConfig) -> None:
-    storage = conf.backend.SimpleStorage
+def typed(conf: DictConfig | Mapping[str, Any]) -> QueueConfig:
+    """The merged configuration as frozen dataclasses; objects in it become their type's name.
+
+    Raises:
+        ConfigError: a value of the wrong type, or an impossible one; it names the key.
+    """
+    plain = conf if isinstance(conf, dict) else to_plain(conf)  # type: ignore[arg-type]
+    try:
+        config = msgspec.convert(plain, QueueConfig)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        raise ConfigError(f"{path.rstrip('`') or 'the configuration'}: {text}.") from None
+    _check(config)
+    return config
+
+
+def _check(config: QueueConfig) -> None:
+    storage = config.backend.SimpleStorage
     positive = {
         "backend.SimpleStorage.num_data_storage_units": storage.num_data_storage_units,
         "backend.SimpleStorage.total_storage_size": storage.total_storage_size,
         "backend.SimpleStorage.capacity_bytes": storage.capacity_bytes,
         "backend.SimpleStorage.put_timeout_s": storage.put_timeout_s,
-        "client.timeout_s": conf.client.timeout_s,
+        "client.timeout_s": config.client.timeout_s,
     }
     for name, value in positive.items():
-        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+        if value is not None and value <= 0:
             raise ConfigError(f"{name} must be a number above 0 or null, got {value!r}.")
-    if storage.num_data_storage_units is None:
-        raise ConfigError("backend.SimpleStorage.num_data_storage_units must be at least 1, got null.")
-    if conf.client.layout not in ("jagged", "dense"):
-        raise ConfigError(f"client.layout must be 'jagged' or 'dense', got {conf.client.layout!r}.")
-    if conf.client.sockets not in ("auto", "zmq"):
-        raise ConfigError(f"client.sockets must be 'auto' or 'zmq', got {conf.client.sockets!r}.")
-    if conf.launch not in ("local",):
-        raise ConfigError(f"launch must be 'local', got {conf.launch!r}.")
-    if conf.server_processes not in ("auto", "one", "each"):
-        raise ConfigError(f"server_processes must be 'auto', 'one' or 'each', got {conf.server_processes!r}.")
-    if conf.backend.storage_backend not in ("SimpleStorage", "AsyncSimpleStorageManager"):
+    storage.memory_bytes()
+    if config.backend.storage_backend not in ("SimpleStorage", "AsyncSimpleStorageManager"):
         raise ConfigError(
-            f"unknown storage backend {conf.backend.storage_backend!r}; this version has 'SimpleStorage'."
+            f"unknown storage backend {config.backend.storage_backend!r}; this version has 'SimpleStorage'."
         )
-    if conf.metrics.enabled or storage.ssd_offload.enabled:
+    if config.metrics.enabled or storage.ssd_offload.enabled:
         raise ConfigError(
             "metrics.enabled and ssd_offload.enabled aren't available in this version; set them to false."
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transport_kit import Desk, desk_behind, held
+from transport_kit import SOCKETS, Desk, desk_behind, held
 
 from transfer_queue.transport.base import Peer
 
@@ -23,8 +23,14 @@ def nothing_left() -> Iterator[None]:
     assert held() == before
 
 
-@pytest.fixture(params=["local", "unix"])
+@pytest.fixture(params=["local", *SOCKETS])
 def desk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[..., Any], Peer, Desk]]:
     """(makes callers, peer, what serves it)"""
     with desk_behind(request.param, tmp_path) as found:
         yield found
+
+
+@pytest.fixture(params=SOCKETS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of sockets."""
+    return str(request.param)

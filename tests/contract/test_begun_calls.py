@@ -7,11 +7,10 @@ import threading
 from typing import Any
 
 import pytest
-from transport_kit import JOIN_S, Desk, calls, desk_behind, served_by_thread, until
+from transport_kit import JOIN_S, Desk, calls, desk_behind, make_caller, served_by_thread, until
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import Begun, run_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -93,29 +92,29 @@ def test_a_call_that_nobody_finishes_leaves_nothing_behind(desk):
     assert run_blocking(asked(caller, peer, b"echo")) == [b"echo"], "late answers never reach a later call"
 
 
-def test_closing_the_caller_ends_what_was_begun(tmp_path):
-    with served_by_thread(tmp_path, Desk()) as (peer, _):
-        caller = SocketCaller("me")
+def test_closing_the_caller_ends_what_was_begun(tmp_path, kind):
+    with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
+        caller = make_caller("me")
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
         caller.close()
         with pytest.raises(ClosedError):
             begun.finish()
 
 
-def test_who_closes_the_caller_and_then_the_queue_is_told_of_the_first(tmp_path):
-    caller = SocketCaller("me")
-    with served_by_thread(tmp_path, Desk()) as (peer, _):
+def test_who_closes_the_caller_and_then_the_queue_is_told_of_the_first(tmp_path, kind):
+    caller = make_caller("me")
+    with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
         caller.close()
     with pytest.raises(ClosedError):
         begun.finish()
 
 
-def test_a_server_that_ends_meanwhile_is_told(tmp_path):
-    caller = SocketCaller("me")
-    with served_by_thread(tmp_path, Desk()) as (peer, _):
+def test_a_server_that_ends_meanwhile_is_told(tmp_path, kind):
+    caller = make_caller("me")
+    with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
-    assert begun.is_near()
+    until(begun.is_near)
     with pytest.raises(QueueUnreachableError, match="has ended"):
         begun.finish()
     caller.close()

@@ -14,10 +14,13 @@ from typing import Any
 
 from transfer_queue.transport.base import NOBODY_WAITS, Call, Outgoing, Peer
 from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.keys import make_keys
 from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.server import SocketServer
 
 JOIN_S = 10.0
+KEYS = make_keys()
+SOCKETS = ["unix", "tcp"]
 
 
 def until(wanted: Callable[[], bool], found: Callable[[], object] = str) -> None:
@@ -72,10 +75,22 @@ class Desk:
         return [Outgoing(envelope, b"left " + client.encode()) for envelope, _ in parked if envelope.client != client]
 
 
+def make_caller(name: str = "me", **settings: Any) -> SocketCaller:
+    """A caller of either kind of sockets."""
+    return SocketCaller(name, KEYS.public, **settings)
+
+
+def address_of(kind: str, directory: Path, name: str) -> str:
+    """Where a server may listen: at a "unix" socket or a "tcp" port."""
+    return f"ipc://{directory}/{name}" if kind == "unix" else "tcp://127.0.0.1:0"
+
+
 @contextmanager
-def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, SocketServer]]:
+def served_by_thread(
+    directory: Path, handler: Any, kind: str = "unix", **settings: Any
+) -> Iterator[tuple[Peer, SocketServer]]:
     """The handler behind a socket of this process."""
-    server = SocketServer(f"ipc://{directory}/thread")
+    server = SocketServer(address_of(kind, directory, "thread"), keys=KEYS, **settings)
     thread = threading.Thread(target=server.serve, args=(handler,))
     thread.start()
     try:
@@ -87,37 +102,37 @@ def served_by_thread(directory: Path, handler: Any) -> Iterator[tuple[Peer, Sock
 
 @contextmanager
 def desk_behind(kind: str, directory: Path) -> Iterator[tuple[Callable[..., Any], Peer, Desk]]:
-    """(makes callers by name, peer, desk): a desk behind the transport "local" or "unix"."""
+    """(makes callers by name, peer, desk): a desk behind the transport "local", "unix" or "tcp"."""
     made: list[Any] = []
     handler = Desk()
 
     def make(name: str = "me") -> Any:
-        made.append(LocalCaller({"desk": handler}, name) if kind == "local" else SocketCaller(name))
+        made.append(LocalCaller({"desk": handler}, name) if kind == "local" else make_caller(name))
         return made[-1]
 
     try:
         if kind == "local":
             yield make, Peer("desk", "local://desk"), handler
         else:
-            with served_by_thread(directory, handler) as (peer, _):
+            with served_by_thread(directory, handler, kind) as (peer, _):
                 yield make, peer, handler
     finally:
         for caller in made:
             caller.close()
 
 
-def _serve(address: str, ready: Any) -> None:
-    server = SocketServer(address)
+def _serve(address: str, settings: dict[str, Any], ready: Any) -> None:
+    server = SocketServer(address, keys=KEYS, **settings)
     ready.put(server.address)
     server.serve(Desk())
 
 
 @contextmanager
-def served_by_process(directory: Path) -> Iterator[tuple[Peer, Any]]:
+def served_by_process(directory: Path, kind: str = "unix", **settings: Any) -> Iterator[tuple[Peer, Any]]:
     """A desk in a process of its own, which may be killed."""
     context = multiprocessing.get_context("fork")
     ready = context.SimpleQueue()
-    process = context.Process(target=_serve, args=(f"ipc://{directory}/process", ready))
+    process = context.Process(target=_serve, args=(address_of(kind, directory, "process"), settings, ready))
     process.start()
     address = ready.get()
     ready.close()

@@ -35,6 +35,8 @@ class TransferQueueClient(AsyncTransferQueueClient):
     clear_consumed = blocking(AsyncTransferQueueClient.async_clear_consumed)
     clear_partition = blocking(AsyncTransferQueueClient.async_clear_partition)
     get_partition_list = blocking(AsyncTransferQueueClient.async_get_partition_list)
+    forget_task = blocking(AsyncTransferQueueClient.async_forget_task)
+    evict_client = blocking(AsyncTransferQueueClient.async_evict_client)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
     get_storage_stats = blocking(AsyncTransferQueueClient.async_get_storage_stats)
     get_consumption_status = blocking(AsyncTransferQueueClient.async_get_consumption_status)

@@ -107,7 +107,17 @@ class Gets(ClientBase):
         return to_meta(reply)
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
-        return to_meta(await self.session.ask(p.Describe, p.Batch, partition_id, fields, None))
+        """In pages, so that a large partition holds up no other client."""
+        page = await self.session.ask(p.Describe, p.Batch, partition_id, fields)
+        pages = [to_meta(page)]
+        while page.more:
+            last = pages[-1].global_indexes[-1]
+            page = await self.session.ask(p.Describe, p.Batch, partition_id, fields, None, last)
+            pages.append(to_meta(page))
+        if fields is None and len(pages) > 1:  # every field that all samples have
+            common = set.intersection(*(set(each.field_names) for each in pages))
+            pages = [each.select_fields([name for name in each.field_names if name in common]) for each in pages]
+        return BatchMeta.concat(pages) if len(pages) > 1 else pages[0]
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.

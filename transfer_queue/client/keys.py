@@ -60,7 +60,15 @@ class Keys(Puts):
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
         """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}."""
-        return (await self.session.ask(p.ListKeys, p.KeyList, partition_id)).keys
+        names = [partition_id] if partition_id is not None else await self.async_get_partition_list()
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for name in names:
+            page = await self.session.ask(p.ListKeys, p.KeyList, name)
+            found.update(page.keys)
+            while page.more:  # in pages, so that a long list holds up no other client
+                page = await self.session.ask(p.ListKeys, p.KeyList, name, page.last)
+                found.setdefault(name, {}).update(page.keys.get(name, {}))
+        return found
 
 
 def check_keys(keys: Sequence[str] | str) -> list[str]:

@@ -68,6 +68,22 @@ class Partitions(Keys):
         """Names of all partitions."""
         return [str(name) for name in (await self.session.ask(p.ListPartitions, p.Names)).names]
 
+    async def async_forget_task(self, task_name: str) -> int:
+        """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
+
+        Returns:
+            How many partitions knew it. Fetches of the task that wait are told that their stream has ended.
+        """
+        return int((await self.session.ask(p.ForgetTask, p.Done, task_name)).value)
+
+    async def async_evict_client(self, client: str) -> bool:
+        """End the session of a client that hangs, as if it had died; ``get_stats()["clients"]`` names them.
+
+        Returns:
+            Whether it held anything.
+        """
+        return bool((await self.session.ask(p.EvictClient, p.Done, client)).value)
+
     async def async_get_stats(self) -> dict[str, Any]:
         """Numbers of the whole queue, partition by partition and task by task, and who waits for what."""
         return dict((await self.session.ask(p.GetStats, p.Done)).value)

@@ -22,12 +22,20 @@ class Statuses(ClientBase):
 
     async def async_get_consumption_status(self, task_name: str, partition_id: str) -> Status:
         """(indexes int64 [N], consumed int8 [N]), pre-allocated samples included; (None, None): unknown partition."""
-        return _status(await self.session.ask(p.ConsumptionStatus, p.Status, partition_id, task_name))
+        pages = [await self.session.ask(p.ConsumptionStatus, p.Status, partition_id, task_name)]
+        while pages[-1].more:  # in pages, so that a large partition holds up no other client
+            after = _last_index(pages[-1])
+            pages.append(await self.session.ask(p.ConsumptionStatus, p.Status, partition_id, task_name, False, after))
+        return _status(pages)
 
     async def async_get_production_status(self, data_fields: Sequence[str], partition_id: str) -> Status:
         """(indexes int64 [N], produced int8 [N, F]), columns as the fields were registered; (None, None) unknown."""
         fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
-        return _status(await self.session.ask(p.ProductionStatus, p.Status, partition_id, fields), two_dim=True)
+        pages = [await self.session.ask(p.ProductionStatus, p.Status, partition_id, fields)]
+        while pages[-1].more:
+            after = _last_index(pages[-1])
+            pages.append(await self.session.ask(p.ProductionStatus, p.Status, partition_id, fields, False, after))
+        return _status(pages, two_dim=True)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
         """Has the task consumed every sample? False for an empty or unknown partition."""
@@ -55,9 +63,13 @@ class Statuses(ClientBase):
             metadata.mark_custom_meta_clean()
 
 
-def _status(reply: p.Status, two_dim: bool = False) -> Status:
-    if not reply.known:
+def _last_index(page: p.Status) -> int:
+    return int(p.unpack_indexes(page.indexes)[-1])
+
+
+def _status(pages: Sequence[p.Status], two_dim: bool = False) -> Status:
+    if not pages[0].known:
         return None, None
-    indexes = torch.from_numpy(p.unpack_indexes(reply.indexes).copy())
-    status = torch.from_numpy(np.frombuffer(reply.status, dtype=np.int8).copy())
-    return indexes, status.reshape(-1, reply.columns) if two_dim else status
+    indexes = torch.from_numpy(np.concatenate([p.unpack_indexes(page.indexes) for page in pages]))
+    status = torch.from_numpy(np.concatenate([np.frombuffer(page.status, dtype=np.int8) for page in pages]))
+    return indexes, status.reshape(-1, pages[0].columns) if two_dim else status

@@ -170,6 +170,11 @@ class Consumer:
         self._undrawn_with.clear()
         self.rebuild()
 
+    def drop_columns(self) -> None:
+        """The task is forgotten: what the table holds for it goes."""
+        self._table.drop_column(self._given)
+        self._table.drop_column(self._consumed)
+
     def rebuild(self) -> None:
         """Row numbers changed: make the ready sets again at their next use."""
         self._ready.clear()

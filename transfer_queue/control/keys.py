@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+
+_LEAST_GONE = 64
 
 
 class KeyMap:
@@ -12,14 +15,17 @@ class KeyMap:
     def __init__(self) -> None:
         self._index_of: dict[str, int] = {}
         self._key_of: dict[int, str] = {}
+        self._order: list[int] = []  # indexes in order of insertion, which is ascending; some may be gone
+        self._num_gone = 0
 
     def __len__(self) -> int:
         return len(self._index_of)
 
     def bind(self, key: str, index: int) -> None:
-        """Name a sample. The key must be unknown."""
+        """Name a sample. The key must be unknown, and the sample newer than those named before."""
         self._index_of[key] = index
         self._key_of[index] = key
+        self._order.append(index)
 
     def index_of(self, key: str) -> int | None:
         return self._index_of.get(key)
@@ -29,12 +35,34 @@ class KeyMap:
 
     def forget(self, indexes: Iterable[int]) -> None:
         """These samples are gone, and so are their names."""
-        if not self._key_of:
-            return
         for index in indexes:
             key = self._key_of.pop(index, None)
             if key is not None:
                 del self._index_of[key]
+                self._num_gone += 1
+        if self._num_gone > _LEAST_GONE and 2 * self._num_gone > len(self._order):
+            self._order, self._num_gone = list(self._key_of), 0
+
+    def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
+        """The first keys behind this one, with their indexes, and whether there are more.
+
+        They are the first ones of all where that key is gone.
+        """
+        last = None if after is None else self._index_of.get(after)
+        found: list[tuple[str, int]] = []
+        for at in range(0 if last is None else bisect_right(self._order, last), len(self._order)):
+            key = self._key_of.get(self._order[at])
+            if key is None:
+                continue
+            if len(found) == limit:
+                return found, True
+            found.append((key, self._order[at]))
+        return found, False
+
+    def is_ascending(self) -> bool:
+        """Are all keys in the order of their samples? For tests, and for what a checkpoint brings."""
+        named = list(self._key_of)
+        return named == sorted(named) == list(self._index_of.values()) == [i for i in self._order if i in self._key_of]
 
     def items(self) -> Iterator[tuple[str, int]]:
         return iter(self._index_of.items())

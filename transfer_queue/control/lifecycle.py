@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from transfer_queue import protocol as p
 from transfer_queue.control.calls import Record
 from transfer_queue.control.draw import foreign
@@ -87,15 +89,50 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
-    gone = partition.clear(partition.done_with(request.tasks, being_read(state, partition)))
+    being_read = _being_read(state, partition)
+    gone = partition.clear(partition.done_with(request.tasks, [batch.indexes for batch in being_read]))
     if len(gone):
         state.touch(request.partition)
-    return cleared(state, client, request, state.frozen.keep(gone))
+    reply = cleared(state, client, request, state.frozen.keep(gone))
+    told = msgspec.structs.replace(
+        reply,
+        held_by=_held_by(partition, being_read),
+        not_begun=sorted(set(request.tasks) - partition.consumers.keys()),
+    )
+    record = state.calls.get(client, request.id)
+    if record is not None:
+        record.reply = told
+    return told
 
 
-def being_read(state: PlaneState, partition: Partition) -> list[p.Indexes]:
-    """Samples of batches that their readers may not have read yet, for they haven't said that they have them."""
-    return [r.indexes for r in state.calls if isinstance(r, Taken) and r.serial == partition.serial]
+def _being_read(state: PlaneState, partition: Partition) -> list[Taken]:
+    """Batches that their readers may not have read yet, for they haven't said that they have them."""
+    return [record for record in state.calls if isinstance(record, Taken) and record.serial == partition.serial]
+
+
+def _held_by(partition: Partition, being_read: list[Taken]) -> dict[str, int]:
+    """By task: samples that it has not consumed, or has in flight."""
+    counts = {
+        task: consumer.num_unconsumed + consumer.ledger.num_open_samples()
+        for task, consumer in partition.consumers.items()
+    }
+    for batch in being_read:
+        if batch.batch is None and batch.task in counts:
+            counts[batch.task] += len(batch.indexes)
+    return {task: count for task, count in counts.items() if count}
+
+
+def forget_task(state: PlaneState, request: p.ForgetTask) -> p.Reply:
+    """No partition knows it, and its parked fetches are cut off. Should it come again, it reads from the start."""
+    known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
+    for partition in known:
+        state.touch(partition.name)  # a writer may wait for the room, a reader for none
+    state.tasks.forget(request.task)
+    for parked in state.waiters.all():
+        if isinstance(parked.request, p.Fetch) and parked.request.task == request.task:
+            state.waiters.remove(parked)
+            state.cut_off.append(parked)
+    return p.Done(request.id, len(known))
 
 
 def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -> p.Reply:

@@ -52,6 +52,7 @@ class Partition:
         self.incarnation = incarnation
         self.serial = next(_serials)  # of this very object; a restored partition has the incarnation that was saved
         self._restored = restored
+        self._num_forgotten = 0
         self._allocator = allocator
 
     @property
@@ -194,7 +195,8 @@ class Partition:
         self.num_held -= int(np.count_nonzero(_HELD[state]))
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
-        self.keys.forget(indexes.tolist())
+        if len(self.keys):
+            self.keys.forget(indexes.tolist())
         self.tags.forget(rows)
         self.table.mark_dead(rows)
         return indexes
@@ -222,7 +224,8 @@ class Partition:
     def consumer(self, task: str) -> Consumer:
         consumer = self.consumers.get(task)
         if consumer is None:
-            tokens = self._tokens(task) if self._restored is None else f"{self._tokens(task)}.{self._restored}"
+            made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
+            tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task has given such ones
             consumer = Consumer(task, tokens, self.table, self.schema)
             self.consumers[task] = consumer
         return consumer
@@ -234,10 +237,36 @@ class Partition:
         """Is it the token of a batch of this very partition, also from before a restore?"""
         return token.startswith((f"{self._tokens(task)}/", f"{self._tokens(task)}."))
 
-    def counted(self) -> Rows:
-        """Rows that status calls report: samples and pre-allocated ones."""
-        rows: Rows = _COUNTED[self.table.column("state")].nonzero()[0]
-        return rows
+    def page(self, after: int | None, limit: int) -> tuple[Rows, bool]:
+        """The first rows behind this index that status calls report, and whether there are more.
+
+        These are samples and pre-allocated ones.
+        """
+        state = self.table.column("state")
+        start = 0 if after is None else int(self.table.column("index").searchsorted(after, side="right"))
+        found, missing = [np.empty(0, dtype=np.intp)], limit + 1
+        while missing and start < self.table.size:
+            rows = _COUNTED[state[start : start + _CHUNK]].nonzero()[0][:missing] + start
+            found.append(rows)
+            start, missing = start + _CHUNK, missing - len(rows)
+        together = np.concatenate(found)
+        return together[:limit], len(together) > limit
+
+    def common_fields(self) -> list[str]:
+        """Written fields that all rows have which status calls report; none without any."""
+        other = ~_COUNTED[self.table.column("state")]
+        if all_of(other):
+            return []
+        return [name for name in self.schema.written() if all_of(self.schema.has(name) | other)]
+
+    def forget_task(self, task: str) -> bool:
+        """As if the task had never read here. Returns whether it has."""
+        consumer = self.consumers.pop(task, None)
+        if consumer is None:
+            return False
+        consumer.drop_columns()
+        self._num_forgotten += 1
+        return True
 
     def lacks_inserts(self) -> bool:
         """Were samples pre-allocated that haven't come yet?"""
@@ -298,5 +327,6 @@ class Partition:
         known = set(index[state != RowState.DEAD].tolist())
         assert known.issuperset(self.tags), "tags belong to rows"
         assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
+        assert self.keys.is_ascending(), "keys are in the order of their samples"
         for consumer in self.consumers.values():
             consumer.check_invariants()

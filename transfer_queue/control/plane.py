@@ -65,6 +65,8 @@ class ControlPlane:
             p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
             p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
             p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
+            p.ForgetTask: lambda client, request, now: lifecycle.forget_task(state, request),
+            p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
             p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
             p.Thaw: lambda client, request, now: checkpoints.thaw(state, client, request),
@@ -180,6 +182,10 @@ class ControlPlane:
         """Values that belong to nobody any more since the last call of this."""
         chores, self._state.chores = self._state.chores, []
         return chores
+
+    def held_up_by(self) -> str:
+        """Which tasks keep the queue full, in a sentence; empty: none does."""
+        return writing.held_up_by(self._state).rstrip()
 
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
@@ -308,6 +314,12 @@ class ControlPlane:
     def _goodbye(self, client: str, request: p.Goodbye, now: float) -> p.Reply:
         self._end_session(client, now, died=False)
         return p.Done(request.id)
+
+    def _evict(self, client: str, request: p.EvictClient, now: float) -> p.Reply:
+        state = self._state
+        held = bool(state.calls.of(request.client) or state.waiters.of(request.client))
+        self._end_session(request.client, now, died=True)
+        return p.Done(request.id, held)
 
     def _cancel(self, client: str, request: p.Cancel, now: float) -> p.Reply:
         parked = self._state.waiters.find(client, request.call)

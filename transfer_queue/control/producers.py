@@ -29,12 +29,18 @@ class Producers:
     def began(self, client: str, fields: Iterable[str]) -> None:
         """The session has asked to write these fields: it is alive, though it may never publish them."""
         for name in fields:
-            self._fields.setdefault(name, _Field()).alive.setdefault(client, False)
+            self._of(name).alive.setdefault(client, False)
 
     def published(self, client: str, fields: Iterable[str]) -> None:
         """The session is a living producer of these fields."""
         for name in fields:
-            self._fields.setdefault(name, _Field()).alive[client] = True
+            self._of(name).alive[client] = True
+
+    def _of(self, name: str) -> _Field:
+        found = self._fields.get(name)
+        if found is None:
+            found = self._fields[name] = _Field()
+        return found
 
     def gone(self, client: str, died: bool, now: float) -> set[float]:
         """The session left, or died. Returns when the producers of some field are lost, unless others come.

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
@@ -14,21 +16,34 @@ from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import Service
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
-from transfer_queue.control.writing import WRITERS
+from transfer_queue.control.writing import WRITERS, Reservation
 from transfer_queue.errors import TransferQueueError
+
+MOST_OF_A_PAGE = 5_000
+"""Samples or keys of one reply: what takes a few milliseconds, so that a long list holds up nobody."""
+MOST_STATUS = 200_000
+"""Samples of one reply that is made of arrays alone."""
 
 
 def describe(state: PlaneState, request: p.Describe) -> p.Reply:
-    """Metadata of samples, consumed or not; all that the partition counts when none are named."""
-    partition = state.get(request.partition)
+    """Metadata of samples, consumed or not; a page of all that the partition counts when none are named."""
+    partition, more, fields = state.get(request.partition), False, request.fields
     if request.indexes is None:
-        indexes = partition.table.column("index")[partition.counted()]
+        rows, more = partition.page(request.after, _page(request.limit))
+        indexes = partition.table.column("index")[rows]
+        if fields is None:
+            fields = partition.common_fields()
     else:
         indexes = p.unpack_indexes(request.indexes)
-    rows, fields = partition.rows_of(indexes), request.fields
-    if fields is None:
-        fields = partition.schema.fields_of(rows) if len(rows) else []
-    return describe_samples(request.id, partition, indexes, fields, rows)
+        rows = partition.rows_of(indexes)
+        if fields is None:
+            fields = partition.schema.fields_of(rows) if len(rows) else []
+    batch = describe_samples(request.id, partition, indexes, fields, rows)
+    return msgspec.structs.replace(batch, more=True) if more else batch
+
+
+def _page(limit: int, most: int = MOST_OF_A_PAGE) -> int:
+    return min(limit, most) if limit > 0 else most
 
 
 def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
@@ -38,10 +53,11 @@ def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Rep
         return p.Done(request.id, partition is not None and _all_consumed(partition, request.task))
     if partition is None:
         return p.Status(request.id, known=False)
-    rows = partition.counted()
+    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
     consumer = partition.consumers.get(request.task)
     status = np.zeros(len(rows), dtype=np.int8) if consumer is None else consumer.consumed[rows].astype(np.int8)
-    return p.Status(request.id, True, p.pack_indexes(partition.table.column("index")[rows]), status.tobytes())
+    indexes = p.pack_indexes(partition.table.column("index")[rows])
+    return p.Status(request.id, True, indexes, status.tobytes(), 1, more)
 
 
 def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply:
@@ -51,11 +67,11 @@ def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply
         return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
     if request.summary:
         return p.Done(request.id, _all_produced(partition, request.fields))
-    rows = partition.counted()
+    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
     names = [name for name in partition.schema.names if name in request.fields]
     status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
-    return p.Status(request.id, True, indexes, status.tobytes(), len(names))
+    return p.Status(request.id, True, indexes, status.tobytes(), len(names), more)
 
 
 def _all_consumed(partition: Partition, task: str) -> bool:
@@ -76,24 +92,35 @@ def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
 
 
 def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
-    """Keys of published samples and their tags; unknown partition: nothing."""
+    """A page of the keys of published samples and their tags; unknown partition: nothing."""
     names = list(state.partitions) if request.partition is None else [request.partition]
-    return p.KeyList(request.id, {n: _keys(state.partitions[n]) for n in names if n in state.partitions})
+    room, more, last = _page(request.limit), False, request.after
+    keys: dict[str, dict[str, p.Tags]] = {}
+    for name in names:
+        partition = state.partitions.get(name)
+        if partition is None:
+            continue
+        if not room:
+            return p.KeyList(request.id, keys, True, last)
+        items, others = partition.keys.page(request.after, room)
+        keys[name] = _published_keys(partition, items)
+        room, more = room - len(items), more or others
+        last = items[-1][0] if items else last
+    return p.KeyList(request.id, keys, more, last)
 
 
-def _keys(partition: Partition) -> dict[str, p.Tags]:
-    if not len(partition.keys):
+def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[str, p.Tags]:
+    if not items:
         return {}
-    items = list(partition.keys.items())
     indexes = np.array([index for _, index in items], dtype=np.int64)
     rows = partition.rows_of(indexes)
     live = partition.table.column("state")[rows] == RowState.LIVE
     tags = partition.tags.of(indexes, rows)
-    return {key: tags.get(index, {}) for (key, index), shown in zip(items, live, strict=True) if shown}
+    return {key: tags.get(index, {}) for (key, index), shown in zip(items, live.tolist(), strict=True) if shown}
 
 
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
-    """Numbers of every partition and task, and who waits for what since when.
+    """Numbers of every partition, task and client, and which requests wait for what since when.
 
     ``abandoned``: a field of the partition whose producers have all died.
     """
@@ -109,7 +136,26 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     for name, partition in state.partitions.items():
         abandoned = state.producers.missing(partition.schema.names, now)
         partitions[name] = {**_partition_stats(partition), "abandoned": abandoned}
-    return p.Done(request.id, {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity})
+    return p.Done(
+        request.id,
+        {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity, "clients": _clients(state)},
+    )
+
+
+def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
+    """What each session holds. ``unreceived``: answers that its client hasn't said to have."""
+    freezes, leaves = state.frozen.by_client(), state.frozen.leaves_by_client()
+    parked = Counter(each.client for each in state.waiters.all())
+    clients = {}
+    for client in {**dict.fromkeys(state.calls.clients()), **parked}:
+        records = [record for _, record in state.calls.of(client)]
+        writes = [record for record in records if isinstance(record, Reservation) and len(record.indexes)]
+        clients[client] = {
+            "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
+            "leaves": leaves[client], "freezes": freezes[client], "parked": parked[client],
+            "unreceived": sum(record.reply is not None for record in records),
+        }  # fmt: skip
+    return clients
 
 
 def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any]:

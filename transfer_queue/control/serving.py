@@ -55,7 +55,7 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
 class Taken(Record):
     """A batch of a fetch that named none: ``drawn`` without a ledger, or the rank's next one of it, ``batch``."""
 
-    __slots__ = ("_state", "batch", "drawn", "indexes", "num_resets", "partition", "serial", "task")
+    __slots__ = ("_packed", "_state", "batch", "consumer", "drawn", "num_resets", "partition", "serial", "task")
 
     def __init__(
         self, state: PlaneState, reply: Batch, partition: Partition, consumer: Consumer, drawn: Indexes,
@@ -64,9 +64,15 @@ class Taken(Record):
         super().__init__(Fetch, reply)
         self._state = state
         self.partition, self.serial, self.task = partition.name, partition.serial, consumer.task
+        self.consumer = consumer  # itself: the task may be forgotten and come again
         self.num_resets = consumer.ledger.num_resets
-        self.indexes = unpack_indexes(reply.indexes)
         self.drawn, self.batch = drawn, batch
+        self._packed = reply.indexes
+
+    @property
+    def indexes(self) -> Indexes:
+        """All samples of the batch."""
+        return unpack_indexes(self._packed)
 
     def undo(self) -> bool:
         partition = self._state.find(self.partition, self.serial)
@@ -79,7 +85,7 @@ class Taken(Record):
 def _give_back(partition: Partition, taken: Taken) -> None:
     """The batch came to nobody: its samples are drawn again, or the rank's share of a round is its next one again."""
     consumer = partition.consumers.get(taken.task)
-    if consumer is None or consumer.ledger.num_resets != taken.num_resets:
+    if consumer is not taken.consumer or consumer.ledger.num_resets != taken.num_resets:
         return  # it may be drawn again already
     drawn, number = taken.drawn, UNLEDGERED
     if taken.batch is not None:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.config import QueueConfig
 from transfer_queue.control.calls import Calls
 from transfer_queue.control.frozen import Frozen
 from transfer_queue.control.indexes import IndexAllocator
@@ -46,15 +46,15 @@ class PlaneConfig:
     producer_grace_s: float = 5.0
 
 
-def plane_config(conf: Mapping[str, Any], sampler: Any, preallocate: int) -> PlaneConfig:
+def plane_config(config: QueueConfig, sampler: Any, preallocate: int) -> PlaneConfig:
     """The plane's part of a queue's configuration. ``sampler``: a name, a spec, an instance or a class."""
-    controller = conf["controller"]
+    controller = config.controller
     return PlaneConfig(
-        sampler=resolve(sampler, controller["sampler_modules"]),
-        sampler_modules=tuple(controller["sampler_modules"]),
-        capacity=conf["backend"]["SimpleStorage"]["total_storage_size"],
+        sampler=resolve(sampler, controller.sampler_modules),
+        sampler_modules=tuple(controller.sampler_modules),
+        capacity=config.backend.SimpleStorage.total_storage_size,
         preallocate=preallocate,
-        producer_grace_s=controller["producer_grace_s"],
+        producer_grace_s=controller.producer_grace_s,
     )
 
 

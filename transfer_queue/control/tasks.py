@@ -84,6 +84,10 @@ class Tasks:
         """In place of the one of that name."""
         self._tasks[task.name] = task
 
+    def forget(self, name: str) -> None:
+        """The task draws as one that nobody registered."""
+        self._tasks.pop(name, None)
+
     def __iter__(self) -> Iterator[Task]:
         """The registered ones."""
         return iter(self._tasks.values())

@@ -44,11 +44,11 @@ class Reservation(Record):
         self._give_back(self.indexes)
         return True
 
-    def complete(self, published: p.Indexes) -> None:
+    def complete(self, published: bytes) -> None:
         """The write is visible; what it reserved and didn't publish is given back."""
         self._state.frozen.end_leave(self.client, self.call)
-        if not np.array_equal(self.indexes, published):
-            self._give_back(self.indexes[~np.isin(self.indexes, published)])
+        if p.pack_indexes(self.indexes) != published:
+            self._give_back(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
 
     def _give_back(self, indexes: p.Indexes) -> None:
         """Values may have been stored for them, also after a clear; another writer may have published some."""
@@ -143,12 +143,12 @@ def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
     text = (
         f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
-        f"{_held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
+        f"{held_up_by(state)}Clear consumed samples or partitions, raise it, or raise put_timeout_s."
     )
     return p.Failed(request.id, StorageFullError.__name__, text)
 
 
-def _held_up_by(state: PlaneState) -> str:
+def held_up_by(state: PlaneState) -> str:
     """The tasks that keep most samples from being cleared, in a sentence."""
     consumed: Counter[str] = Counter()
     acked: Counter[str] = Counter()
@@ -230,7 +230,7 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     begun = state.calls.get(client, request.begun)
     if isinstance(begun, Reservation):
         state.calls.take(client, request.begun)
-        begun.complete(indexes)
+        begun.complete(request.indexes)
     state.calls.add(client, request.id, Record(p.Publish, reply))
     return reply
 

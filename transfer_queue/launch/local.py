@@ -15,16 +15,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from transfer_queue.config import preallocated_samples, to_plain
+from transfer_queue.config import QueueConfig, preallocated_samples, to_plain, typed
 from transfer_queue.errors import LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.unix import short_directory
 from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.processes import pid_namespace
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
 
+_log = get_logger(__name__)
 _CONTROLLER = Role.CONTROLLER.value
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
@@ -66,12 +68,17 @@ class LocalQueue:
 
     def _start(self, conf: DictConfig) -> DictConfig:
         """One process hosts all; or the controller and each unit have one of their own."""
-        section = conf.backend.SimpleStorage
+        config = typed(conf)
+        storage = config.backend.SimpleStorage
         sampler = _portable(conf.controller.sampler)
-        together = _together(conf) and sampler is not None
-        count, capacity = section.num_data_storage_units, section.capacity_bytes
-        if _together(conf):  # units that share a process are one: they share its memory as they need it
-            count, capacity = 1, None if capacity is None else capacity * count
+        together = _together(config) and sampler is not None
+        count = 1 if _together(config) else storage.num_data_storage_units
+        memory = storage.memory_bytes()
+        capacity = None if memory is None else max(1, memory // count)
+        if storage.memory == "auto" and storage.capacity_bytes is None:
+            _log.info(
+                "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
+            )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
         if together:
             orders = [{"address": self.address, "controller": True, "unit": next(iter(units))}]
@@ -201,11 +208,11 @@ def _await_ready(process: subprocess.Popen[str]) -> None:
         raise LaunchError(said) if answer["code"] == RemoteError.__name__ else from_wire(answer["code"], said)
 
 
-def _together(conf: DictConfig) -> bool:
+def _together(config: QueueConfig) -> bool:
     """Do all servers share a process? Units without an arena move every byte themselves, and would hold up the rest."""
-    if conf.server_processes == "auto":
-        return bool(conf.backend.SimpleStorage.arena)
-    return bool(conf.server_processes == "one")
+    if config.server_processes == "auto":
+        return config.backend.SimpleStorage.arena
+    return config.server_processes == "one"
 
 
 def _portable(sampler: Any) -> str | dict[str, Any] | None:

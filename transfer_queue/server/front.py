@@ -18,7 +18,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
-from transfer_queue.errors import ProtocolError, TransferQueueError, to_wire
+from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.shm.messages import Commit, Delete, EndSession, Read, UnitRequest, Write, decode_columns
 from transfer_queue.storage.shm.unit import StorageUnit
@@ -70,6 +70,8 @@ class Front:
         self.unit = unit
         self.disconnect: Callable[[str], None] | None = None
         """Closes a client's connections; set by the server that this handler belongs to."""
+        self.connections: Callable[[], dict[str, int]] = dict
+        """How many connections each client has; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
         self._janitor = janitor
         self._welcome = json.dumps(conf).encode()
@@ -143,6 +145,8 @@ class Front:
         if isinstance(request, p.Goodbye):
             self._left.add(client)
             return [Answer(client, p.Done(request.id)), *self._end_session(client, False, now, but=request.id)]
+        if isinstance(request, p.EvictClient) and self.plane is not None:
+            return self._evict(client, request, now)
         if isinstance(request, p.GetStats) and self.plane is not None:
             return self._stats(client, request, now)
         compose = self._composed.get(type(request))
@@ -182,7 +186,14 @@ class Front:
                     continue
                 answer = final
             del self._calls[key]
-            outgoing.append(Outgoing(call.envelope, _encoded(answer.reply), answer.frames))
+            outgoing.append(Outgoing(call.envelope, _encoded(self._explained(answer.reply)), answer.frames))
+
+    def _explained(self, reply: p.Reply) -> p.Reply:
+        """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
+        if self.plane is None or not isinstance(reply, p.Failed) or reply.code != StorageFullError.__name__:
+            return reply
+        held_up_by = self.plane.held_up_by()
+        return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
 
     def _next_step(self, answer: Answer, steps: Steps, work: deque[Answer], now: float) -> Answer | None:
         """None: the call goes on."""
@@ -315,17 +326,20 @@ class Front:
     # ---- small verbs ----
 
     def _hello(self, hello: p.Hello) -> p.Reply:
-        if hello.version != p.PROTOCOL_VERSION:
-            return p.Failed(
-                hello.id,
-                *to_wire(
-                    ProtocolError(
-                        f"this client speaks protocol version {hello.version}, the queue speaks "
-                        f"{p.PROTOCOL_VERSION}. Install the same version of the package for both."
-                    )
-                ),
-            )
+        p.check_version(hello)
         return p.Welcome(hello.id, self._welcome)
+
+    def _evict(self, client: str, request: p.EvictClient, now: float) -> Iterable[Answer]:
+        assert self.plane is not None
+        evicted = request.client
+        if evicted == client:
+            raise InvalidRequestError(f"client {client!r} can't evict itself: close it instead.")
+        # It may live, and still copy into its leases or from its pins: that memory stays its own for a while.
+        freed = [] if self.unit is None else self._of_unit(self.unit.client_gone(evicted, now, may_live=True))
+        answers = [*freed, *self._of_plane(self.plane.handle(client, request, now))]
+        if self.disconnect is not None:
+            self.disconnect(evicted)
+        return answers
 
     def _stats(self, client: str, request: p.GetStats, now: float) -> Iterable[Answer]:
         assert self.plane is not None
@@ -333,8 +347,12 @@ class Front:
         for answer in answers:
             if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
                 answer.reply.value["alarms"] = self.alarms()
+                answer.reply.value["waiting"] += [] if self.unit is None else self.unit.waiting(now)
+                clients = answer.reply.value["clients"]
+                for name, count in self.connections().items():
+                    clients.setdefault(name, {})["connections"] = count
                 for holder, (leases, pins) in ({} if self.unit is None else self.unit.holders()).items():
-                    answer.reply.value["clients"].setdefault(holder, {}).update(leases=leases, pins=pins)
+                    clients.setdefault(holder, {}).update(leases=leases, pins=pins)
         return answers
 
     def _of_plane(self, replies: Iterable[Any]) -> list[Answer]:

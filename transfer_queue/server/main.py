@@ -56,6 +56,7 @@ def make_front(
 
     ``orders``: ``controller`` says whether it decides; ``unit`` is the name of the storage unit it hosts, or None.
     """
+    from transfer_queue.config import typed
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
@@ -64,19 +65,19 @@ def make_front(
     from transfer_queue.storage.shm.unit import INLINE_NBYTES
 
     conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
-    section = conf["backend"]["SimpleStorage"]
+    config = typed(conf)
     unit = plane = janitor = None
     if name is not None:
         inline_nbytes = INLINE_NBYTES if most is None else most
-        unit = host_unit(name, orders["capacity_bytes"], section["arena"], server, inline_nbytes)
+        unit = host_unit(name, orders["capacity_bytes"], config.backend.SimpleStorage.arena, server, inline_nbytes)
     if not orders["controller"]:
         return Front(conf, None, unit), _nothing
-    plane = ControlPlane(plane_config(conf, sampler, orders["preallocate"]))
+    plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
     if unit is None:
         janitor = _janitor(conf)
     watchdog = Watchdog(lambda: getattr(plane, "running", None))
     front = Front(conf, plane, unit, janitor)
-    front.alarms, front.disconnect = watchdog.alarms, server.disconnect
+    front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
 
     def close() -> None:
         watchdog.close()

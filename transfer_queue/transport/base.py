@@ -13,6 +13,12 @@ Buffer = Any
 NOBODY_WAITS = 0
 """The request id of a message that expects no answer: of ``tell``, and of a cancel."""
 
+HEARTBEAT_S = 2.0
+"""Between hosts: how often each end of a connection hears of the other, at least."""
+
+LEASE_S = 15.0
+"""Between hosts: how long an end of a connection may be silent before the other takes it for dead."""
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -62,7 +68,7 @@ class Caller(Protocol):
         of its connection. An event loop sends it as soon as there is room.
 
         Raises:
-            QueueUnreachableError: the peer has ended.
+            QueueUnreachableError: the peer has ended, as far as that is known by now.
         """
         ...
 
@@ -131,7 +137,7 @@ class Route(Protocol):
         ...
 
     def disconnect(self) -> None:
-        """End the connection soon: the server is told by ``left``, but not within this call."""
+        """Send no more, and end the connection soon: the server is told by ``left``, but not within this call."""
         ...
 
 

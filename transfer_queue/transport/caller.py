@@ -13,17 +13,21 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transfer_queue.errors import ClosedError
-from transfer_queue.transport.base import NOBODY_WAITS, Call, Peer, Reply
+from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, Reply
 from transfer_queue.transport.connection import Connection, closed, gone, silent
 from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.loop_connection import LoopConnection, revoke
 from transfer_queue.transport.modes import is_blocking, pause
 from transfer_queue.transport.unix import UnixConnection
 from transfer_queue.transport.waiting import AllSent, wait_for_some
+
+if TYPE_CHECKING:
+    from transfer_queue.transport.tcp import TcpLinks
 
 _LAST = (-1,)
 
@@ -36,8 +40,24 @@ class _Asked(NamedTuple):
 class SocketCaller:
     """Calls peers from any thread and any event loop of the process that made it."""
 
-    def __init__(self, client_id: str) -> None:
+    def __init__(
+        self,
+        client_id: str,
+        server_key: str | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """The last three concern ``tcp://`` addresses only.
+
+        Args:
+            server_key: The public key of the queue's servers; None: they are called without encryption.
+            heartbeat_s: How often servers are told that this client lives.
+            lease_s: How long a server may be silent before calls to it fail.
+        """
         self._client = client_id
+        self._server_key = server_key
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
         self._ids = itertools.count(NOBODY_WAITS + 1)
         self._closed = False
         self._pid = os.getpid()
@@ -45,6 +65,7 @@ class SocketCaller:
         self._made: set[Connection] = set()  # held here, so that none is closed because a Ctrl-C lost it elsewhere
         self._idle: dict[str, list[Connection]] = {}
         self._of_loops: dict[tuple[int, str], LoopConnection] = {}
+        self._tcp: TcpLinks | None = None
         self._blocked: set[object] = set()
         self._wake = Descriptors(self, *os.pipe())
 
@@ -71,7 +92,7 @@ class SocketCaller:
 
     def for_this_process(self, client_id: str) -> SocketCaller:
         """After a fork: the child's own caller, under another name."""
-        return SocketCaller(client_id)
+        return SocketCaller(client_id, self._server_key, self._heartbeat_s, self._lease_s)
 
     def close(self) -> None:
         """Close every socket. Idempotent; calls under way fail, in whatever thread or loop they wait."""
@@ -89,6 +110,8 @@ class SocketCaller:
         self._made.clear()  # those that are borrowed are closed when they are given back
         for of_loop in of_loops:
             of_loop.close_from_anywhere(closed)
+        if self._tcp is not None:
+            self._tcp.close()
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -107,9 +130,22 @@ class SocketCaller:
         try:
             borrowed.extend(map(idle.pop, _LAST))  # one step of Python: it is always in one of the two
         except IndexError:
-            borrowed.append(UnixConnection(peer, self._client))
+            borrowed.append(self._connect(peer))
             self._made.add(borrowed[-1])
         return borrowed[-1]
+
+    def _connect(self, peer: Peer) -> Connection:
+        if not peer.address.startswith("tcp://"):
+            return UnixConnection(peer, self._client)
+        from transfer_queue.transport.tcp import TcpLinks
+
+        with self._lock:
+            if self._closed:
+                raise closed()
+            if self._tcp is None:
+                self._tcp = TcpLinks(self._client, self._server_key, self._heartbeat_s, self._lease_s)
+                weakref.finalize(self, self._tcp.close)  # a caller may be dropped, or the process end, without closing
+        return self._tcp.connect(peer)
 
     def _give_back(self, borrowed: list[Connection]) -> None:
         while borrowed:

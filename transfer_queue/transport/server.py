@@ -6,8 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from transfer_queue.transport.base import Envelope, Handler, Listener, Outgoing, Route, Service
-from transfer_queue.transport.loop import Readiness, ServingLoop, guarded
+from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, Envelope, Handler, Listener, Outgoing, Route
+from transfer_queue.transport.keys import ServerKeys
+from transfer_queue.transport.loop import ServingLoop, guarded
 from transfer_queue.transport.unix import UnixListener
 from transfer_queue.utils.processes import close_descriptor, open_process
 
@@ -17,12 +18,27 @@ Ready = Callable[[float], Iterable[Outgoing]]
 class SocketServer:
     """Binds at once, so that a client may connect as soon as the constructor returns."""
 
-    def __init__(self, address: str, loop: ServingLoop | None = None) -> None:
-        """Args:
-            address: ``ipc://PATH``, a Unix socket of this host.
+    def __init__(
+        self,
+        address: str,
+        loop: ServingLoop | None = None,
+        keys: ServerKeys | None = None,
+        insecure: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """The last four concern ``tcp://`` addresses only.
+
+        Args:
+            address: ``ipc://PATH``, a Unix socket of this host, or ``tcp://HOST:PORT`` for other hosts.
             loop: Whose thread serves it, with the loop's other servers; None: one of its own.
+            keys: Clients must know the public one; all that is said is encrypted.
+            insecure: Listen without keys: everybody who can reach the address can read and change all values.
+            heartbeat_s: How often silent clients are counted.
+            lease_s: How long a client may be silent before it is counted as gone.
         Raises:
             OSError: the address can't be bound.
+            ConfigError: it is no address, or keys are missing.
         """
         self._loop = loop or ServingLoop()
         self._readiness = self._loop.readiness
@@ -32,7 +48,13 @@ class SocketServer:
         self._attended: dict[int, Ready] = {}
         self._last_acts: list[Callable[[], None]] = []
         try:
-            self._listener = _listener(address, self._readiness, self)
+            self._listener: Listener
+            if address.startswith("tcp://"):
+                from transfer_queue.transport.tcp_listener import TcpListener
+
+                self._listener = TcpListener(address, self._readiness, self, keys, insecure, heartbeat_s, lease_s)
+            else:
+                self._listener = UnixListener(address, self._readiness, self)
         except BaseException:
             if loop is None:
                 self._loop.close()
@@ -173,7 +195,3 @@ class SocketServer:
         self._attended.clear()
         self._routes.clear()
         self._listener.close()
-
-
-def _listener(address: str, readiness: Readiness, service: Service) -> Listener:
-    return UnixListener(address, readiness, service)

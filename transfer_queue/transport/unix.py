@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from transfer_queue.config import environment_text
-from transfer_queue.errors import LaunchError, QueueUnreachableError
+from transfer_queue.errors import ConfigError, LaunchError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer, Service
 from transfer_queue.transport.connection import gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
@@ -183,7 +183,9 @@ class UnixListener:
     """See ``Listener``."""
 
     def __init__(self, address: str, readiness: Readiness, service: Service) -> None:
-        """Raises OSError: the path can't be bound."""
+        """Raises OSError: the path can't be bound. ConfigError: there is no path."""
+        if not address.removeprefix(SCHEME) or not address.startswith(SCHEME):
+            raise ConfigError(f"{address!r} is no address: ipc://PATH or tcp://HOST:PORT.")
         self.address = address
         self.readiness = readiness
         self.service = service

@@ -501,6 +501,7 @@ class CheckedPlane:
         readers = set() if there is None else set(there.consumers)
         being_read = {i for a in self.answered.values() if a.partition is partition for i in a.drawn}
         done = partition.done_with(readers, being_read) if readers and readers.issuperset(request.tasks) else []
+        assert reply.not_begun == (sorted(set(request.tasks) - readers) if request.partition in self.model else [])
         self.check_cleared(client, request, reply, partition.clear(done))
 
     def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:

@@ -278,7 +278,7 @@ def test_a_sampler_whose_number_of_ranks_cannot_be_told_is_an_error_for_its_task
     refused(fetch(plane, 1), "SamplerError", "Broken failed: SystemExit")
     assert [each["task"] for each in ask(plane, ACTOR, p.GetStats).value["waiting"]] == []
     state = ask(plane, ACTOR, p.Freeze).state
-    refused(ask(plane, ACTOR, p.Restore, state), "SamplerError", "no copies")
+    refused(ask(plane, ACTOR, p.Restore, state, 10), "SamplerError", "no copies")
 
 
 def test_a_bug_of_ours_in_one_parked_request_loses_no_answer_of_others(plane):

@@ -45,6 +45,11 @@ class Leases:
         lease, pin = _take(self._leases, client, call), _take(self._pins, client, call)
         return lease is not None or pin is not None
 
+    def memory_of(self, client: str) -> list[ByteArray]:
+        """All that the client has leased or pinned."""
+        pinned = self._pins.get(client, {}).values()
+        return [*self._leases.get(client, {}).values(), *(extent for extents in pinned for extent in extents)]
+
     def end(self, client: str) -> bool:
         """The client's session has ended. Returns whether it held anything."""
         lease, pin = self._leases.pop(client, None), self._pins.pop(client, None)

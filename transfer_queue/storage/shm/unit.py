@@ -51,6 +51,9 @@ INLINE_NBYTES = 64 * 1024
 """Values of at most so many bytes travel in the message: cheaper than to lease, or to pin, memory for them."""
 
 
+_QUARANTINE_S = 60.0
+
+
 def least_in_arena(inline_nbytes: int) -> int:
     """Smaller blocks lie outside the arena, which gives whole pages only."""
     return max(1, inline_nbytes // 4)
@@ -96,6 +99,7 @@ class StorageUnit:
         self._store = BlockStore(self._allocate)
         self._leases = Leases()
         self._uncommitted = Uncommitted()
+        self._quarantine: list[tuple[float, list[ByteArray]]] = []
         self._waiting: WaitQueue[_Parked] = WaitQueue()
         self._now = -math.inf
         self._verbs: dict[type[Request], Callable[[str, Any, list[memoryview]], list[UnitReply]]] = {
@@ -146,9 +150,14 @@ class StorageUnit:
         self._uncommitted.take(client, call)
         return self._admit()
 
-    def client_gone(self, client: str, now: float) -> list[UnitReply]:
-        """Its session has ended. Its uncommitted writes stay until ``EndSession`` says which were published."""
+    def client_gone(self, client: str, now: float, may_live: bool = False) -> list[UnitReply]:
+        """Its session has ended. Its uncommitted writes stay until ``EndSession`` says which were published.
+
+        ``may_live``: it was evicted, so what it leased and pinned is not used again for a minute.
+        """
         self._tick(now)
+        if may_live:
+            self._quarantine.append((now + _QUARANTINE_S, self._leases.memory_of(client)))
         self._remove(lambda parked: parked.client == client)
         self._leases.end(client)
         return self._admit()
@@ -156,6 +165,16 @@ class StorageUnit:
     def holders(self) -> dict[str, tuple[int, int]]:
         """Per client, how many leases and how many pins it holds."""
         return self._leases.held_by()
+
+    def waiting(self, now: float) -> list[dict[str, Any]]:
+        """The requests that wait for room, as the controller's statistics show waiting requests."""
+        return [
+            {
+                "partition": None, "task": None, "client": parked.client, "waited_s": now - parked.since,
+                "writer": True, "wanted": None, "wanted_nbytes": parked.nbytes,
+            }
+            for parked in self._waiting.items()
+        ]  # fmt: skip
 
     def stats(self) -> UnitStats:
         store, arena = self._store, self._arena
@@ -179,6 +198,8 @@ class StorageUnit:
 
     def _tick(self, now: float) -> None:
         self._now = now
+        if self._quarantine and self._quarantine[0][0] <= now:
+            del self._quarantine[0]
         if self._arena is not None:
             self._arena.tick(now)
 
@@ -340,7 +361,7 @@ class StorageUnit:
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
                 f"Put fewer samples at once, or give the queue more memory."
             )
-        if self._capacity is None:
+        if self._capacity is None or (not len(self._waiting) and self._taken_nbytes + nbytes <= self._capacity):
             return carry_out()
         deadline = self._now + wait_s
         size = max(0, nbytes - (self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0))

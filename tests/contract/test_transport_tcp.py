@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between hosts: keys keep strangers out, and heartbeats tell each end whether the other lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+from transport_kit import JOIN_S, KEYS, Desk, calls, held, make_caller, served_by_process, served_by_thread, until
+
+from transfer_queue.errors import ConfigError, QueueUnreachableError
+from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.keys import make_keys, read_keys, read_public_key, write_keys
+from transfer_queue.transport.modes import Begun, run_blocking
+from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, VERSION
+
+DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
+SHORT = {"heartbeat_s": 0.02, "lease_s": 0.2}
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.fixture
+def caller() -> Iterator[SocketCaller]:
+    made = make_caller()
+    yield made
+    made.close()
+
+
+def echo(caller: SocketCaller, peer: Peer, header: bytes = b"echo", timeout_s: float = 10.0) -> bytes:
+    ((found, _),) = run_blocking(caller.call_many(calls(peer, header), timeout_s))
+    return found
+
+
+# ---- keys ----
+
+
+def test_a_key_file_is_this_user_s_alone_and_is_never_written_over(tmp_path):
+    keys = write_keys(tmp_path / "keys")
+    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+    assert (read_keys(tmp_path / "keys"), read_public_key(tmp_path / "keys")) == (keys, keys.public)
+    assert keys.secret not in repr(keys)
+    with pytest.raises(FileExistsError):
+        write_keys(tmp_path / "keys")
+
+
+def test_a_client_s_key_file_may_lack_the_secret(tmp_path):
+    path = tmp_path / "public"
+    path.touch(0o600)
+    path.write_text(json.dumps({"public": KEYS.public}))
+    assert read_public_key(path) == KEYS.public
+    with pytest.raises(ConfigError, match="there is no secret key in"):
+        read_keys(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"public": 5}', '{"public": "short"}', "\0"])
+def test_what_is_no_key_file_is_told_as_such(tmp_path, text):
+    path = tmp_path / "keys"
+    path.touch(0o600)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="key"):
+        read_public_key(path)
+
+
+def test_keys_that_others_can_read_are_not_used(tmp_path):
+    write_keys(tmp_path / "keys")
+    os.chmod(tmp_path / "keys", 0o640)
+    with pytest.raises(ConfigError, match=r"other users can read the keys in \S+ \(mode 640\)"):
+        read_keys(tmp_path / "keys")
+
+
+def test_without_keys_a_server_listens_only_where_that_is_asked_for_and_warns(caplog):
+    with pytest.raises(ConfigError, match="needs keys"):
+        SocketServer("tcp://127.0.0.1:0")
+    server = SocketServer("tcp://127.0.0.1:0", insecure=True)
+    assert "open to everybody" in caplog.text
+    thread = threading.Thread(target=server.serve, args=(Desk(),))
+    thread.start()
+    caller = SocketCaller("me")
+    assert echo(caller, Peer("desk", server.address)) == b"echo"
+    caller.close()
+    server.stop()
+    thread.join(JOIN_S)
+
+
+@pytest.mark.parametrize("key", [None, make_keys().public], ids=["none", "another"])
+@DRIVES
+def test_a_client_without_the_right_key_is_told_at_once_and_never_heard(tmp_path, caller, key, drive):
+    served, stranger = Desk(), SocketCaller("stranger", key)
+    with served_by_thread(tmp_path, served, "tcp") as (peer, server):
+        with pytest.raises(QueueUnreachableError, match="does not accept this client's key"):
+            drive(stranger.call_many([Call(peer, b"park")], 60.0))
+        assert echo(caller, peer) == b"echo"
+        assert (server.clients(), served.parked) == ({"me": 1}, [])
+    stranger.close()
+
+
+def test_a_client_with_a_key_says_nothing_to_a_server_without(caller):
+    server = SocketServer("tcp://127.0.0.1:0", insecure=True)
+    thread = threading.Thread(target=server.serve, args=(Desk(),))
+    thread.start()
+    with pytest.raises(QueueUnreachableError, match="does not accept this client's key"):
+        echo(caller, Peer("desk", server.address), timeout_s=60.0)
+    server.stop()
+    thread.join(JOIN_S)
+
+
+# ---- strangers ----
+
+
+@contextmanager
+def stranger_at(address: str, key: str | None = None) -> Iterator[Any]:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    if key is not None:
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+        dealer.curve_serverkey = key.encode()
+    dealer.connect(address)
+    yield dealer
+    dealer.close()
+    context.term()
+
+
+SAID: list[list[bytes]] = [
+    [b""], [b"a", b"b"], [HELLO], [HELLO, VERSION], [HELLO, b"TQT0", b"me"], [CALL], [CALL, b"short", b"echo"],
+    [BYE], [BEAT, b"more"], [b"\xff\xfe"],
+]  # fmt: skip
+
+
+def test_strangers_without_a_key_get_no_word_and_the_server_goes_on(tmp_path, caller):
+    with served_by_thread(tmp_path, Desk(), "tcp") as (peer, server):
+        echo(caller, peer)
+        with stranger_at(peer.address) as dealer:
+            for parts in SAID:
+                dealer.send_multipart(parts)
+            with socket.create_connection(peer.address.removeprefix("tcp://").rsplit(":", 1), JOIN_S) as raw:
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+                assert b"echo" not in raw.recv(1000)
+            with socket.create_connection(peer.address.removeprefix("tcp://").rsplit(":", 1), JOIN_S) as raw:
+                raw.sendall(struct.pack("<Q", 0) * 10)
+            for _ in range(50):
+                assert echo(caller, peer) == b"echo"
+            assert dealer.poll(0) == 0
+        assert server.clients() == {"me": 1}
+
+
+def test_garbage_of_one_with_a_key_harms_nobody(tmp_path, caller):
+    hello = [HELLO, VERSION, b"known"]
+    with served_by_thread(tmp_path, Desk(), "tcp") as (peer, _):
+        with stranger_at(peer.address, KEYS.public) as dealer:
+            for parts in [*SAID, hello, *SAID, [HELLO, VERSION, b"\xff"], hello]:
+                dealer.send_multipart(parts)
+            dealer.send_multipart([CALL, struct.pack("<Q", 7), b"echo", b"frame"])
+            dealer.rcvtimeo = int(JOIN_S * 1000)
+            while (answer := dealer.recv_multipart())[0] in (BYE, BEAT):
+                pass
+            assert answer == [CALL, struct.pack("<Q", 7), b"echo", b"frame"]
+        assert echo(caller, peer) == b"echo"
+
+
+@DRIVES
+def test_answers_of_a_strange_server_are_not_taken_for_ours(drive):
+    context = zmq.Context()
+    strange = context.socket(zmq.ROUTER)
+    strange.bind("tcp://127.0.0.1:0")
+
+    def answer() -> None:
+        for _ in range(2):  # the greeting and the call
+            route, *_ = strange.recv_multipart()
+        for parts in ([b""], [CALL], [CALL, b"no number", b""], [CALL, b"\x07" * 8, b"of another call"], [b"?"]):
+            strange.send_multipart([route, *parts])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    caller = SocketCaller("me")
+    with pytest.raises(QueueUnreachableError, match="did not answer within"):
+        drive(caller.call_many([Call(Peer("strange", strange.last_endpoint.decode()), b"echo")], 0.3))
+    thread.join(JOIN_S)
+    caller.close()
+    strange.close(linger=0)
+    context.term()
+
+
+# ---- addresses ----
+
+
+@DRIVES
+def test_where_nobody_listens_a_call_says_so_at_once(caller, drive):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    with pytest.raises(QueueUnreachableError, match="has ended, or the address is wrong: nothing listens there"):
+        drive(caller.call_many(calls(Peer("desk", f"tcp://127.0.0.1:{port}"), b"echo"), 60.0))
+
+
+@pytest.mark.parametrize("address", ["tcp://", "tcp://nowhere", "tcp://127.0.0.1:no", "http://localhost:80"])
+def test_what_is_no_address_is_told_as_such(caller, address):
+    with pytest.raises(QueueUnreachableError, match="can't connect to desk at"):
+        echo(caller, Peer("desk", address))
+    with pytest.raises(ConfigError, match="is no address"):
+        SocketServer(address, keys=KEYS)
+
+
+def test_an_address_in_use_is_told_as_such(tmp_path):
+    with (
+        served_by_thread(tmp_path, Desk(), "tcp") as (peer, _),
+        pytest.raises(OSError, match="Address already in use"),
+    ):
+        SocketServer(peer.address, keys=KEYS)
+
+
+def test_on_one_host_nothing_of_zmq_is_loaded(tmp_path):
+    code = f"""
+import sys, threading
+from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.server import SocketServer
+class Echo:
+    def handle(self, envelope, header, frames, now): return [Outgoing(envelope, header)]
+    def next_deadline(self): return None
+    def client_gone(self, client, now): return []
+server = SocketServer("ipc://{tmp_path}/server")
+thread = threading.Thread(target=server.serve, args=(Echo(),))
+thread.start()
+caller = SocketCaller("me")
+run_blocking(caller.call_many([Call(Peer("echo", server.address), b"x")], 10.0))
+caller.close(); server.stop(); thread.join()
+sys.exit("zmq" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=JOIN_S * 3).returncode == 0
+
+
+# ---- the other end lives, or not ----
+
+
+def test_a_client_that_waits_for_longer_than_its_lease_is_not_gone(tmp_path):
+    served, caller, other = Desk(), make_caller("waits", **SHORT), make_caller("other", **SHORT)
+    with served_by_thread(tmp_path, served, "tcp", **SHORT) as (peer, server):
+        begun = Begun(caller.call_many(calls(peer, b"park"), 10.0))
+        until(lambda: len(served.parked) == 1)
+        with pytest.raises(QueueUnreachableError, match="did not answer"):
+            echo(other, peer, b"never", 3 * SHORT["lease_s"])
+        assert (server.clients(), served.gone) == ({"waits": 1, "other": 1}, [])
+        echo(other, peer, b"free")
+        assert [reply.header for reply in begun.finish()] == [b"park"]
+        caller.close()
+        other.close()
+
+
+def _park(peer: Peer, ready: Any) -> None:
+    caller = make_caller("mortal", **SHORT)
+    begun = Begun(caller.call_many(calls(peer, b"park"), 60.0))
+    echo(caller, peer)
+    ready.put(None)
+    try:
+        begun.finish()
+    except QueueUnreachableError as error:
+        ready.put(str(error))
+
+
+@contextmanager
+def parked_process(peer: Peer) -> Iterator[tuple[Any, Any]]:
+    """(a process that waits for an answer, what it says)"""
+    context = multiprocessing.get_context("fork")
+    ready = context.SimpleQueue()
+    process = context.Process(target=_park, args=(peer, ready))
+    process.start()
+    ready.get()
+    yield process, ready
+    process.kill()
+    process.join(JOIN_S)
+    process.close()
+    ready.close()
+
+
+def test_a_killed_client_is_gone_when_its_lease_has_ended(tmp_path):
+    served = Desk()
+    with served_by_thread(tmp_path, served, "tcp", **SHORT) as (peer, server), parked_process(peer) as (process, _):
+        assert server.clients() == {"mortal": 1}
+        process.kill()
+        until(lambda: served.gone == ["mortal"])
+        assert server.clients() == {}
+
+
+def test_a_client_that_was_stopped_for_longer_than_its_lease_is_told_that_it_is_gone(tmp_path):
+    served = Desk()
+    with served_by_thread(tmp_path, served, "tcp", **SHORT) as (peer, _), parked_process(peer) as (process, said):
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: served.gone == ["mortal"])
+        os.kill(process.pid, signal.SIGCONT)
+        assert "heard nothing of this client for too long" in said.get()
+
+
+@DRIVES
+def test_a_silent_server_is_given_up_when_its_lease_has_ended(tmp_path, drive):
+    caller = make_caller("me", **SHORT)
+    with served_by_process(tmp_path, "tcp", **SHORT) as (peer, process):
+        drive(caller.call_many(calls(peer, b"echo"), 10.0))
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(QueueUnreachableError, match=r"desk at tcp:\S+ has been silent for 0 s"):
+            drive(caller.call_many(calls(peer, b"park"), 60.0))
+        os.kill(process.pid, signal.SIGCONT)
+        drive(caller.call_many(calls(peer, b"echo"), 10.0))
+    caller.close()
+
+
+def test_all_calls_of_a_caller_share_one_connection_and_one_thread(tmp_path, caller):
+    with served_by_thread(tmp_path, Desk(), "tcp") as (peer, server):
+        several = [Begun(caller.call_many(calls(peer, b"park"), 10.0)) for _ in range(5)]
+        echo(caller, peer)
+        asyncio.run(caller.call_many(calls(peer, b"echo"), 10.0))
+        assert (server.clients(), held()[0].count("tq-tcp")) == ({"me": 1}, 1)
+        echo(caller, peer, b"free")
+        for begun in several:
+            begun.finish()
+
+
+def test_a_caller_that_is_dropped_says_goodbye(tmp_path):
+    served = Desk()
+    with served_by_thread(tmp_path, served, "tcp") as (peer, _):
+        echo(make_caller("dropped"), peer)
+        until(lambda: served.gone == ["dropped"])
+
+
+def test_a_process_that_ends_without_closing_says_goodbye_and_nothing_else(tmp_path):
+    served = Desk()
+    with served_by_thread(tmp_path, served, "tcp") as (peer, _):
+        code = (
+            "from transfer_queue.transport.base import Call, Peer\n"
+            "from transfer_queue.transport.caller import SocketCaller\n"
+            "from transfer_queue.transport.modes import run_blocking\n"
+            f"caller = SocketCaller('unclosed', {KEYS.public!r})\n"
+            f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
+        )
+        ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+        assert (ended.stdout, ended.stderr) == ("[Reply(header=b'echo', frames=[])]\n", "")
+        until(lambda: served.gone == ["unclosed"])
+
+
+def test_what_was_said_before_closing_arrives(tmp_path):
+    served, caller = Desk(), make_caller("me")
+    with served_by_thread(tmp_path, served, "tcp") as (peer, _):
+        for number in range(200):
+            run_blocking(caller.tell(Call(peer, b"%d" % number)))
+        caller.close()
+        until(lambda: served.gone == ["me"])
+        assert served.said == [b"%d" % number for number in range(200)]

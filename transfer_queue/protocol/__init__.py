@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message between client and controller: requests, replies, and their encoding."""
+
+from transfer_queue.protocol.codec import *  # noqa: F403
+from transfer_queue.protocol.replies import *  # noqa: F403
+from transfer_queue.protocol.requests import *  # noqa: F403
+from transfer_queue.protocol.types import *  # noqa: F403

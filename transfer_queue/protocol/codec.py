@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages as bytes and back: what a client sends is checked here, and what is wrong with it is told by name."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, get_args
+
+import msgspec
+
+from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
+from transfer_queue.protocol.replies import AnyReply
+from transfer_queue.protocol.requests import AnyRequest, Fetch, Hello, Publish, Put, RegisterTask, SetTags
+from transfer_queue.protocol.types import Call
+
+PROTOCOL_VERSION = 2
+"""Client and server must have the same one."""
+MAX_DEPTH = 64
+"""Levels of lists and dicts in a tag or an argument."""
+
+R = TypeVar("R")
+
+
+class Message(msgspec.Struct, Generic[R], frozen=True, array_like=True):
+    """What a client sends. ``received``: earlier calls of its session whose answers it has, or no longer needs."""
+
+    received: list[Call]
+    request: R
+
+
+# ---- encoding ----
+
+
+def _plain(value: Any) -> Any:
+    if getattr(value, "ndim", None) == 0:  # NumPy scalars and 0-dim tensors
+        return value.item()
+    raise UnsupportedValueError(
+        f"a tag or argument holds a {type(value).__name__}: tags are small plain data (str, int, float, bool, None, "
+        f"lists and dicts of them). Store it as a field instead."
+    )
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_FREE_FORM: dict[type[Any], str] = {
+    Publish: "tags",
+    SetTags: "tags",
+    Put: "tags",
+    Fetch: "sampler_args",
+    RegisterTask: "sampler",
+}
+"""Requests with a part that may be nested as the caller likes."""
+
+
+def encode(message: Any) -> bytes:
+    """The message as it travels. Raises UnsupportedValueError for tags that aren't plain data."""
+    try:
+        return _encoder.encode(message)
+    except RecursionError:
+        raise UnsupportedValueError(_too_deep("a value")) from None
+    except OverflowError as error:
+        raise UnsupportedValueError(f"a number in a request needs more than 64 bits: {error}. Use a float.") from error
+
+
+def encode_request(request: Any, received: Sequence[int] = ()) -> bytes:
+    """A request as it travels. Raises UnsupportedValueError for tags that aren't plain data or are nested too deep."""
+    _check_depth(request, UnsupportedValueError)
+    return encode(Message(list(received), request))
+
+
+def _check_depth(request: Any, error: type[Exception]) -> None:
+    name = _FREE_FORM.get(type(request))
+    if name is not None and _is_too_deep(getattr(request, name)):
+        raise error(_too_deep(f"{name} of {type(request).__name__}"))
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, _CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in inside if isinstance(inner, _CONTAINERS)]
+    return bool(level)
+
+
+def _too_deep(name: str) -> str:
+    return f"{name} is nested deeper than {MAX_DEPTH} levels. Flatten it, or store it as a field."
+
+
+# ---- decoding ----
+
+Decode = Callable[[bytes | memoryview], Message[Any]]
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\[1\]((?:\[[^`]*\])+)`$")
+_STEP = re.compile(r"\[([^\]]*)\]")
+
+
+def message_decoder(*more: type[msgspec.Struct]) -> Decode:
+    """A decoder for messages whose request is one of ours, or of these types of another server's.
+
+    It raises InvalidRequestError, which names the field, for a value of the wrong type or out of range; ProtocolError
+    for what is no message at all.
+    """
+    types = (*get_args(AnyRequest), *more)
+    kinds = {str(kind.__struct_config__.tag): kind for kind in types}
+    union = functools.reduce(operator.or_, types)
+    decoder: msgspec.msgpack.Decoder[Message[Any]] = msgspec.msgpack.Decoder(Message[union])  # type: ignore[valid-type]
+
+    def decode(data: bytes | memoryview) -> Message[Any]:
+        try:
+            message = decoder.decode(data)
+        except RecursionError:
+            raise ProtocolError(_too_deep("a request")) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            named = _with_name(str(error), data, kinds) if isinstance(error, msgspec.ValidationError) else None
+            if named is not None:
+                raise InvalidRequestError(named) from error
+            raise ProtocolError(
+                f"this is no request of protocol version {PROTOCOL_VERSION}: {error}. Use the same version of "
+                f"lightning-tq on both sides."
+            ) from error
+        _check_depth(message.request, ProtocolError)
+        return message
+
+    return decode
+
+
+decode_message = message_decoder()
+
+
+def _with_name(text: str, data: bytes | memoryview, kinds: dict[str, type[msgspec.Struct]]) -> str | None:
+    """Fields travel by position, which says nothing to the caller that gave the value."""
+    place = _PLACE.search(text)
+    if place is None:
+        return None
+    try:
+        value, names, rest = msgspec.msgpack.decode(data)[1], [], ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind the place there may be anything
+        return None
+    for step in _STEP.findall(place[1]):
+        kind = kinds.get(str(value[0])) if isinstance(value, list) and value and not rest else None
+        if kind is not None and step.isdecimal() and int(step):
+            names.append(f"{kind.__struct_fields__[int(step) - 1]} of {kind.__name__}")
+            value = value[int(step)]
+        else:
+            rest += f"[{step}]"
+    if not names:
+        return None
+    name, _, of = names[-1].partition(" of ")
+    return f"{name}{rest} of {of}: {text[: place.start()]}"
+
+
+def check_version(hello: Hello) -> None:
+    """Raises ProtocolError, which names both versions, where the client speaks another protocol than this server."""
+    if hello.version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the client speaks version {hello.version} of the protocol, this server version {PROTOCOL_VERSION}. Use "
+            f"the same version of lightning-tq on both sides."
+        )
+
+
+_replies = msgspec.msgpack.Decoder(AnyReply)
+
+
+def decode_reply(data: bytes | memoryview) -> AnyReply:
+    """Raises msgspec.DecodeError for anything that isn't one of our replies."""
+    reply: AnyReply = _replies.decode(data)
+    return reply

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the controller answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transfer_queue.protocol.types import FieldSpec, Reply, Tags
+
+
+class Done(Reply, frozen=True):
+    """Carried out. ``value`` is the verb's own small result."""
+
+    value: Any = None
+
+
+class Failed(Reply, frozen=True):
+    """Refused or failed; nothing changed. ``code`` names a class of ``errors``."""
+
+    code: str
+    text: str
+
+
+class Welcome(Reply, frozen=True):
+    """The queue's configuration as JSON, server addresses included."""
+
+    config: bytes
+
+
+class Reserved(Reply, frozen=True):
+    """Indexes for a put, ascending, and the dtypes the partition's fields already have."""
+
+    indexes: bytes
+    dtypes: dict[str, str | None] = {}
+
+
+class Published(Reply, frozen=True):
+    """Visible now."""
+
+
+class Batch(Reply, frozen=True):
+    """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
+
+    ``more``: this is a page of a Describe, and not the last one.
+    """
+
+    partition: str
+    indexes: bytes
+    fields: dict[str, FieldSpec]
+    status: bytes
+    tags: dict[int, Tags] = {}
+    token: str | None = None
+    batch_index: int | None = None
+    padding: bytes | None = None
+    keys: list[str] = []
+    more: bool = False
+
+
+class NotReady(Reply, frozen=True):
+    """No batch yet; try again. Of ``samples`` that the task has still to get, ``lacking`` counts those without a field.
+
+    ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
+    Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
+    partition are being written, by the clients ``owed_by`` (five at most are named).
+    """
+
+    wanted: int
+    ready: int
+    samples: int
+    lacking: dict[str, int] = {}
+    last_published_s: float | None = None
+    known_fields: list[str] = []
+    reserved: int = 0
+    owed_by: list[str] = []
+
+
+class Ended(Reply, frozen=True):
+    """No batch will come any more. ``dropped`` samples were left over by the tail policy."""
+
+    reason: str
+    dropped: int = 0
+
+
+class Status(Reply, frozen=True):
+    """``status`` is int8 [samples] or [samples, columns]; ``known`` False for an unknown partition or field.
+
+    ``more``: there are samples behind these.
+    """
+
+    known: bool
+    indexes: bytes = b""
+    status: bytes = b""
+    columns: int = 1
+    more: bool = False
+
+
+class Cleared(Reply, frozen=True):
+    """Samples that are forgotten; their values may be deleted from storage.
+
+    Of ClearConsumed: ``held_by`` counts by task the samples that stay because the task has not consumed or not
+    acknowledged them; ``not_begun`` names tasks that must be done and never fetched.
+    """
+
+    indexes: bytes
+    held_by: dict[str, int] = {}
+    not_begun: list[str] = []
+
+
+class Names(Reply, frozen=True):
+    """Names or keys."""
+
+    names: list[str | None]
+
+
+class KeyList(Reply, frozen=True):
+    """Per partition, user keys and their tags in order of insertion.
+
+    ``more``: there are others behind these, after key ``last``, which may be one that isn't published yet.
+    """
+
+    keys: dict[str, dict[str, Tags]]
+    more: bool = False
+    last: str | None = None
+
+
+class Frozen(Reply, frozen=True):
+    """The queue's state, for ``Restore``."""
+
+    state: bytes
+
+
+AnyReply = (
+    Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
+    | Frozen
+)  # fmt: skip

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client may ask of the controller. Adding a verb starts here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transfer_queue.protocol.types import Call, Count, FieldSpec, NumRanks, Position, Request, Seconds, Tags
+
+
+class Hello(Request, frozen=True):
+    """A client is here. ``version``: the protocol it speaks."""
+
+    pid: Call
+    version: Call = 0
+
+
+class Goodbye(Request, frozen=True):
+    """A client leaves on purpose: its session ends as when it dies, but it isn't counted as a dead producer."""
+
+
+class CreatePartition(Request, frozen=True):
+    """Make a partition; with ``num_samples`` it seals itself when that many samples are published."""
+
+    partition: str
+    num_samples: Position | None = None
+
+
+class SealPartition(Request, frozen=True):
+    """No more samples will come into this partition."""
+
+    partition: str
+
+
+class RegisterTask(Request, frozen=True):
+    """How ``task`` draws its batches: sampler spec, data-parallel size, tail policy. Missing parts stay as they are."""
+
+    task: str
+    sampler: str | dict[str, Any] | None = None
+    dp_size: NumRanks | None = None
+    tail: str | None = None
+
+
+class Reserve(Request, frozen=True):
+    """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked for dtype."""
+
+    partition: str
+    count: Count
+    fields: dict[str, FieldSpec] = {}
+    wait_s: Seconds = 60.0
+
+
+class CheckFields(Request, frozen=True):
+    """Is a write of these fields onto existing samples allowed? Asked before values are replaced.
+
+    Parked up to ``wait_s`` while these values are being read for a checkpoint. A client that may replace values holds
+    a leave; it ends with the Publish that names this call, or when this call is cancelled.
+    """
+
+    partition: str
+    indexes: bytes
+    fields: dict[str, FieldSpec]
+    wait_s: Seconds = 0.0
+
+
+class Publish(Request, frozen=True):
+    """These fields of these samples are stored whole. The only message that makes data visible.
+
+    Tags merge into those the samples have. ``describe`` asks for a Batch in place of Published. ``begun``: number of
+    the call (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call's own. It
+    can't be undone from then on, and samples that it reserved and that aren't published here are given back.
+    """
+
+    partition: str
+    indexes: bytes
+    fields: dict[str, FieldSpec]
+    tags: dict[int, Tags] = {}
+    describe: bool = False
+    begun: Call = 0
+
+
+class Insert(Request, frozen=True):
+    """New samples without values yet (``get_meta`` in mode "insert")."""
+
+    partition: str
+    count: Count
+    fields: list[str] = []
+    wait_s: Seconds = 60.0
+
+
+class Fetch(Request, frozen=True):
+    """The next batch for a consumer, or the one it was given before. Parked up to ``wait_s`` seconds.
+
+    ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not. ``first_index``:
+    the batches from there up to this one are drawn first, in their order, where nobody asked for them yet. ``skip``:
+    rows at the start of a batch given before that the caller doesn't need again; they may be cleared. ``pass_start``:
+    the batch that the caller's pass over a finite stream began with; all who began before an end are told that end.
+    ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
+    ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
+    ``mapped``: large ones as places in memory that the client has mapped.
+    """
+
+    partition: str
+    task: str
+    fields: list[str]
+    batch_size: Count
+    dp_rank: Position | None = None
+    batch_index: Position | None = None
+    dp_size: NumRanks | None = None
+    wait_s: Seconds = 0.0
+    finite: bool = False
+    sampler_args: dict[str, Any] = {}
+    acks: list[str] = []
+    first_index: Position | None = None
+    skip: Position = 0
+    pass_start: Position | None = None
+    after: str | None = None
+    with_values: bool = False
+    mapped: bool = False
+
+
+class Cancel(Request, frozen=True):
+    """The caller no longer waits for this call of its own: it is not carried out, or is undone.
+
+    Done says what became of it: "removed" (it was parked), "undone", or "kept": there was nothing to undo, because it
+    took effect for good or was never seen. The values of samples that it cleared are deleted by the server then.
+    """
+
+    call: Call
+
+
+class Ack(Request, frozen=True):
+    """These batches are settled and won't be asked for again; ``earlier``: those before them of their rank neither."""
+
+    partition: str
+    task: str
+    tokens: list[str]
+    earlier: bool = False
+
+
+class Describe(Request, frozen=True):
+    """Metadata of given samples, or of all: consumed or not, marks nothing (``get_meta`` in mode "force_fetch").
+
+    Of all it is given in pages: the samples that come ``after`` this index, ``limit`` at most (0: as many as a page
+    takes); the reply says whether there are more.
+    """
+
+    partition: str
+    fields: list[str] | None = None
+    indexes: bytes | None = None
+    after: Position | None = None
+    limit: Count = 0
+
+
+class ConsumptionStatus(Request, frozen=True):
+    """Which samples of the partition ``task`` has consumed; with ``summary`` only whether it has all, as Done.
+
+    Given in pages, as Describe gives all samples.
+    """
+
+    partition: str
+    task: str
+    summary: bool = False
+    after: Position | None = None
+    limit: Count = 0
+
+
+class ProductionStatus(Request, frozen=True):
+    """Which of the fields each sample of the partition has; with ``summary`` only whether all have all, as Done.
+
+    Given in pages, as Describe gives all samples.
+    """
+
+    partition: str
+    fields: list[str]
+    summary: bool = False
+    after: Position | None = None
+    limit: Count = 0
+
+
+class ResetConsumption(Request, frozen=True):
+    """Make consumed samples available again, for one task or all. The ledger stays: equal questions, equal answers."""
+
+    partition: str
+    task: str | None = None
+
+
+class SetTags(Request, frozen=True):
+    """Tags of samples; ``merge`` keeps keys that aren't named."""
+
+    tags: dict[str, dict[int, Tags]]
+    merge: bool = False
+
+
+class ClearSamples(Request, frozen=True):
+    """Forget samples. Unknown and already cleared ones are ignored."""
+
+    partition: str
+    indexes: bytes
+
+
+class ClearConsumed(Request, frozen=True):
+    """Forget the samples that every task of the partition has consumed and settled; ``tasks`` must be among them."""
+
+    partition: str
+    tasks: list[str]
+
+
+class ClearPartition(Request, frozen=True):
+    """Forget a partition and all it holds. Unknown: nothing."""
+
+    partition: str
+
+
+class ListPartitions(Request, frozen=True):
+    """Names of all partitions."""
+
+
+class ResolveKeys(Request, frozen=True):
+    """Samples of user keys; with ``create``, unknown keys get new samples, in the order given.
+
+    ``hold``: new ones stay invisible until published, and can be cancelled. ``writes``: fields whose values will be
+    written, maybe over others; then the request asks for leave, as CheckFields does.
+    """
+
+    partition: str
+    keys: list[str]
+    create: bool = False
+    hold: bool = False
+    fields: dict[str, FieldSpec] = {}
+    wait_s: Seconds = 60.0
+    writes: list[str] = []
+
+
+class Put(Request, frozen=True):
+    """``begin``, the write of the values and their publish in one turn, where one server does all three.
+
+    ``tags`` by row of the put. ``write``: the storage unit's own message. All steps are one call, so ``begin`` has the
+    same ``id``.
+    """
+
+    begin: Reserve | CheckFields | ResolveKeys
+    tags: dict[int, Tags] = {}
+    write: bytes = b""
+
+
+class KeysOf(Request, frozen=True):
+    """User keys of samples, None where a sample has none."""
+
+    partition: str
+    indexes: bytes
+
+
+class ListKeys(Request, frozen=True):
+    """Keys and tags of one partition, or of all as far as they fit in one page.
+
+    A page holds the keys that come ``after`` this one, ``limit`` at most (0: as many as a page takes). Where that key
+    was cleared meanwhile the list begins anew: keys may come twice, and none is left out.
+    """
+
+    partition: str | None = None
+    after: str | None = None
+    limit: Count = 0
+
+
+class ForgetTask(Request, frozen=True):
+    """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
+
+    Done with the number of partitions that knew it. Its parked fetches are told that their stream has ended.
+    """
+
+    task: str
+
+
+class GetStats(Request, frozen=True):
+    """Numbers of the whole queue: partitions, tasks, clients, waiting fetches and what they lack."""
+
+
+class EvictClient(Request, frozen=True):
+    """End the session of a client that hangs, as if it had died. Done says whether it held anything."""
+
+    client: str
+
+
+class Freeze(Request, frozen=True):
+    """The state of the whole queue at one moment, to be saved with the values that belong to it.
+
+    Until Thaw, a Cancel, or the end of the session these values stay: what is cleared is hidden but not deleted, and a
+    write that would replace one waits. Waits itself up to ``wait_s`` for writes that hold a leave to replace values.
+    """
+
+    wait_s: Seconds = 30.0
+
+
+class Thaw(Request, frozen=True):
+    """The values are read. The reply names those that were cleared meanwhile: they may be deleted now.
+
+    ``call``: number of the Freeze.
+    """
+
+    call: Call
+
+
+class Stage(Request, frozen=True):
+    """Samples with these indexes are about to be restored; their values come first.
+
+    Done with how much to add to each index: none was ever in use in this queue then.
+    """
+
+    indexes: bytes
+
+
+class Restore(Request, frozen=True):
+    """Replace the state of the queue by a saved one, whose values are stored. Cleared names what was here before."""
+
+    state: bytes
+    shift: Position = 0
+
+
+AnyRequest = (
+    Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
+    | Cancel | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags | ClearSamples
+    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
+    | EvictClient | Freeze | Thaw | Stage | Restore
+)  # fmt: skip
+KEPT = (
+    Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
+    Thaw, Stage, Restore,
+)  # fmt: skip
+"""Requests whose answers a server may keep until the client says that it has them."""

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between hosts: what is said over ZMQ, and a caller's connections. Imported only where one is needed.
+
+One thread of the caller sends and receives for all its connections. So nobody waits for ZMQ, and the servers hear that
+the client lives whatever its other threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from transfer_queue.errors import QueueUnreachableError
+from transfer_queue.transport.base import Buffer, Peer
+from transfer_queue.transport.connection import absent, gone, no_address, unconnected
+from transfer_queue.transport.descriptors import Descriptors
+from transfer_queue.transport.framing import Message
+
+SCHEME = "tcp://"
+VERSION = b"TQT1"
+HELLO, BEAT, BYE, CALL = b"H", b"B", b"E", b"C"
+"""The first part of a message: with the version and a client's name; alone; alone; with number, header and frames."""
+LINGER_MS = 500
+
+_CLOSE_S = 5.0
+_NEVER_MS = 1 << 30
+_NUMBER = struct.Struct("<Q")
+_ID_BITS = 40
+_ID_MASK = (1 << _ID_BITS) - 1
+_EVENTS = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> list[zmq.Frame]:
+    """A call or its answer, with copies of all: their owners may change them from now on."""
+    return [_frame(part) for part in (CALL, _NUMBER.pack(number), header, *frames)]
+
+
+def _frame(data: Buffer) -> zmq.Frame:
+    view = memoryview(data)
+    return zmq.Frame(view.cast("B") if view.nbytes else b"", copy=True)
+
+
+def unpack(parts: Sequence[zmq.Frame]) -> Message | None:
+    """The parts of a call or an answer; None: it is something else."""
+    if len(parts) < 3 or len(parts[1]) != _NUMBER.size:
+        return None
+    (number,) = _NUMBER.unpack(parts[1].bytes)
+    return Message(number, parts[2].bytes, [part.buffer.toreadonly() for part in parts[3:]])
+
+
+class TcpConnection:
+    """See ``Connection``. All connections of a caller to one peer share a link, which tells them apart by number."""
+
+    unsent = False
+
+    def __init__(self, links: TcpLinks, link: _Link, number: int) -> None:
+        self.peer = link.peer
+        self.broken = False
+        self._links = links
+        self._link = link
+        self._number = number
+        self._inbox: deque[Message] = deque()
+        self._news = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._closing = threading.Lock()
+        self.descriptor = self._news.at(0)
+
+    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+        if self._link.error is not None:
+            raise self._broken(self._link.error)
+        number = request_id and self._number << _ID_BITS | request_id
+        self._link.outbox.append(pack(number, header, frames))
+        self._links.wake()
+
+    def flush(self) -> None:
+        """Nothing to do: the links' thread sends."""
+
+    def own(self) -> None:
+        """Nothing to do: ``send`` has copied all."""
+
+    def receive(self) -> list[Message]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+        messages = []
+        while self._inbox:
+            messages.append(self._inbox.popleft())
+        error = self._link.error
+        if error is not None and not messages:
+            raise self._broken(error)
+        if error is not None:
+            self.notify()  # there is more to say
+        return messages
+
+    def _broken(self, text: str) -> QueueUnreachableError:
+        self.broken = True
+        return QueueUnreachableError(text)
+
+    def deliver(self, message: Message) -> None:
+        """In the links' thread."""
+        self._inbox.append(message)
+        self.notify()
+
+    def notify(self) -> None:
+        """``receive`` is due."""
+        with self._closing:
+            if self._news.at(0) >= 0:
+                os.eventfd_write(self._news.at(0), 1)
+
+    def close(self) -> None:
+        with self._closing:
+            self._news.close()
+
+
+class _Link:
+    """One ZMQ connection. The sockets are used by the links' thread alone."""
+
+    def __init__(self, peer: Peer, dealer: Any) -> None:
+        self.peer = peer
+        self.dealer = dealer
+        self.monitor: Any = dealer.get_monitor_socket(_EVENTS)
+        self.outbox: deque[list[Any]] = deque()
+        self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
+        self.error: str | None = None
+        self.silent_beats = 0
+
+    def send(self) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection has ended: ``receive`` will hear of it
+            while self.outbox:
+                self.dealer.send_multipart(self.outbox.popleft(), zmq.NOBLOCK, copy=False)
+
+    def receive(self) -> None:
+        """All that is here; then, whether the connection has ended."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._take(self.dealer.recv_multipart(zmq.NOBLOCK, copy=False))
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._note(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])
+
+    def _take(self, parts: Sequence[zmq.Frame]) -> None:
+        self.silent_beats = 0
+        kind = parts[0].bytes
+        if kind == BYE:
+            self.fail(
+                f"{self.peer.name} at {self.peer.address} has ended this connection: it was told to, or heard nothing "
+                f"of this client for too long. What the client held there has been released."
+            )
+        message = unpack(parts) if kind == CALL else None
+        if message is None:
+            return
+        connection = self.connections.get(message.request_id >> _ID_BITS)
+        if connection is not None:
+            connection.deliver(message._replace(request_id=message.request_id & _ID_MASK))
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_CLOSED:
+            self.fail(str(absent(self.peer)))
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.fail(str(gone(self.peer)))
+        else:
+            self.fail(
+                f"can't connect to {self.peer.name} at {self.peer.address}: it does not accept this client's key. Take "
+                f"the public key from the key file of the running queue; a queue without encryption has none."
+            )
+
+    def fail(self, text: str) -> None:
+        """The first reason counts."""
+        if self.error is None:
+            self.error = text
+            for connection in list(self.connections.values()):
+                connection.notify()
+
+    def close(self) -> None:
+        self.dealer.disable_monitor()
+        self.monitor.close(linger=0)
+        self.dealer.close(linger=LINGER_MS if self.error is None else 0)
+
+
+class TcpLinks:
+    """All TCP connections of one caller, and the thread that serves them."""
+
+    def __init__(self, client: str, server_key: str | None, heartbeat_s: float, lease_s: float) -> None:
+        self._client = client
+        self._server_key = server_key
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._links: dict[str, _Link] = {}
+        self._new: deque[_Link] = deque()
+        self._num_connections = 0
+        self._closed = False
+        self._wake = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        self._thread: threading.Thread | None = None
+        _all.add(self)
+
+    def connect(self, peer: Peer) -> TcpConnection:
+        """One more connection. Raises QueueUnreachableError: the address is none, or there are no descriptors."""
+        with self._lock:
+            link = self._links.get(peer.address)
+            if link is None or link.error is not None:
+                link = self._links[peer.address] = self._connected(peer)
+                self._new.append(link)
+            self._num_connections += 1
+            made = TcpConnection(self, link, self._num_connections)
+            link.connections[self._num_connections] = made
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tq-tcp", daemon=True)
+                self._thread.start()
+        self.wake()
+        return made
+
+    def _connected(self, peer: Peer) -> _Link:
+        link = None
+        try:
+            link = _Link(peer, self._dealer())
+            link.outbox.append([HELLO, VERSION, self._client.encode()])
+            link.dealer.connect(peer.address)
+        except zmq.ZMQError as error:
+            if link is not None:
+                link.close()
+            if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT):
+                raise no_address(peer) from error
+            raise unconnected(peer, OSError(error.errno, error.strerror)) from error
+        return link
+
+    def _dealer(self) -> Any:
+        dealer: Any = self._context.socket(zmq.DEALER)
+        dealer.set_hwm(0)  # nothing is ever dropped, and a send never waits for room
+        # A connection that has ended is closed by us. (-1, for never, can keep a closed socket from ending.)
+        dealer.reconnect_ivl = _NEVER_MS
+        if self._server_key is not None:
+            public, secret = zmq.curve_keypair()
+            dealer.curve_publickey, dealer.curve_secretkey = public, secret
+            dealer.curve_serverkey = self._server_key.encode()
+        return dealer
+
+    def wake(self) -> None:
+        """The thread has something to do."""
+        os.eventfd_write(self._wake.at(0), 1)
+
+    def _run(self) -> None:
+        links: list[_Link] = []
+        poller = zmq.Poller()
+        poller.register(self._wake.at(0), zmq.POLLIN)
+        beat_at = time.monotonic() + self._heartbeat_s
+        while not self._closed:
+            poller.poll(math.ceil(max(0.0, beat_at - time.monotonic()) * 1000))
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake.at(0))
+            while self._new:
+                links.append(self._new.popleft())
+                poller.register(links[-1].dealer, zmq.POLLIN)
+                poller.register(links[-1].monitor, zmq.POLLIN)
+            is_due = time.monotonic() >= beat_at
+            if is_due:
+                beat_at = time.monotonic() + self._heartbeat_s
+            links = [link for link in links if self._serve(link, is_due) or self._drop(link, poller)]
+        for link in [*links, *self._new]:
+            link.outbox.append([BYE])
+            link.send()
+            link.close()
+        self._context.term()
+
+    def _serve(self, link: _Link, is_due: bool) -> bool:
+        """Returns False once it has ended."""
+        if is_due:
+            link.outbox.append([BEAT])
+        link.send()
+        link.receive()
+        if is_due and link.error is None:
+            # Beats are counted, not seconds: where this process was stopped for a while, the peer may be well.
+            if link.silent_beats * self._heartbeat_s >= self._lease_s:
+                link.fail(
+                    f"{link.peer.name} at {link.peer.address} has been silent for {self._lease_s:.0f} s, and was given "
+                    f"up. Is its host reachable, and its process running?"
+                )
+            link.silent_beats += 1
+        return link.error is None
+
+    def _drop(self, link: _Link, poller: zmq.Poller) -> bool:
+        poller.unregister(link.dealer)
+        poller.unregister(link.monitor)
+        link.close()
+        return False
+
+    def close(self) -> None:
+        """Say goodbye to all peers, and wait until that is sent. Idempotent."""
+        with self._lock:
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+        if self._thread is None:
+            self._context.term()
+        else:
+            self.wake()
+            if self._thread is not threading.current_thread():
+                self._thread.join(_CLOSE_S)
+        self._wake.close()
+
+
+_all: weakref.WeakSet[TcpLinks] = weakref.WeakSet()
+_of_parents: list[object] = []
+
+
+def _after_fork() -> None:
+    # A socket of the parent used, closed or collected here would disturb both: keep all for ever, untouched.
+    for links in list(_all):
+        _of_parents.append((links._context, [(link.dealer, link.monitor) for link in links._links.values()]))
+    _all.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where clients of other hosts come in: one ZMQ socket, encrypted, and a lease for each client that it hears of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from transfer_queue.errors import ConfigError
+from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing, Service
+from transfer_queue.transport.keys import ServerKeys
+from transfer_queue.transport.loop import Readiness, guarded
+from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, pack, unpack
+from transfer_queue.utils.logging_utils import get_logger
+
+_log = get_logger(__name__)
+_MESSAGES_PER_TURN = 64
+
+
+class _Route:
+    """See ``base.Route``."""
+
+    def __init__(self, listener: TcpListener, address: bytes, client: str) -> None:
+        self._listener = listener
+        self.address = address
+        self.client = client
+        self.silent_beats = 0
+        self._is_leaving = False
+
+    def send(self, answer: Outgoing) -> None:
+        if answer.envelope.request_id != NOBODY_WAITS and not self._is_leaving:
+            self._listener.send(self.address, pack(answer.envelope.request_id, answer.header, answer.frames))
+
+    def disconnect(self) -> None:
+        self._is_leaving = True
+        self._listener.disconnect(self)
+
+
+class TcpListener:
+    """See ``Listener``. A client is gone when it says so, and when nothing came of it for ``lease_s``."""
+
+    def __init__(
+        self,
+        address: str,
+        readiness: Readiness,
+        service: Service,
+        keys: ServerKeys | None,
+        insecure: bool,
+        heartbeat_s: float,
+        lease_s: float,
+    ) -> None:
+        """Raises OSError: the address can't be bound. ConfigError: there are no keys, and that was not asked for."""
+        if keys is None and not insecure:
+            raise ConfigError(f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True.")
+        if keys is None:
+            _log.warning("%s is open to everybody who can reach it: there is no encryption and no key", address)
+        self._readiness = readiness
+        self._service = service
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
+        self._beat_at = time.monotonic() + heartbeat_s
+        self._routes: dict[bytes, _Route] = {}
+        self._leaving: list[_Route] = []
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        try:
+            self._router = _bound(self._context, address, keys)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT):
+                raise ConfigError(f"{address!r} is no address of this host: tcp://HOST:PORT, or :0 for any.") from error
+            raise OSError(error.errno, f"can't listen at {address}: {error.strerror}") from error
+        self.address: str = self._router.last_endpoint.decode()
+        # ZMQ's own descriptor tells of news once, and any use of the socket may swallow that: hence the second one.
+        self._descriptor: int = self._router.FD
+        self._again = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_taking = False
+        for descriptor in (self._descriptor, self._again):
+            readiness.add(descriptor, self._take)
+        os.eventfd_write(self._again, 1)
+
+    def _take(self, _: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._again)
+        self._is_taking = True
+        try:
+            for _ in range(_MESSAGES_PER_TURN):
+                guarded(self._handle, self._router.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            while self._leaving:  # all that came has been handled
+                self._end(self._leaving.pop())
+        else:
+            os.eventfd_write(self._again, 1)
+        finally:
+            self._is_taking = False
+
+    def _handle(self, parts: Sequence[zmq.Frame]) -> None:
+        address, kind = parts[0].bytes, parts[1].bytes if len(parts) > 1 else b""
+        route = self._routes.get(address)
+        if route is None:
+            self._welcome(address, kind, parts)
+            return
+        route.silent_beats = 0
+        if kind == BEAT:
+            self.send(address, [BEAT])
+        elif kind == BYE:
+            self._end(route)
+        elif kind == CALL and (message := unpack(parts[1:])) is not None:
+            self._service.deliver(Envelope(route.client, message.request_id, route), message.header, message.frames)
+
+    def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
+        if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:
+            route = self._routes[address] = _Route(self, address, parts[3].bytes.decode(errors="replace"))
+            self._service.joined(route.client, route)
+        elif kind in (HELLO, BEAT, CALL):  # of another version, or one whose lease has ended
+            self.send(address, [BYE])
+
+    def _end(self, route: _Route) -> None:
+        if self._routes.pop(route.address, None) is not None:
+            self.send(route.address, [BYE])
+            self._service.left(route.client, route)
+
+    def send(self, address: bytes, parts: Sequence[Any]) -> None:
+        """Dropped when the client is there no more."""
+        self._router.send_multipart([address, *parts], copy=False)
+        if not self._is_taking and self._router.events & zmq.POLLIN:
+            os.eventfd_write(self._again, 1)
+
+    def disconnect(self, route: _Route) -> None:
+        """Soon; from any thread."""
+        self._leaving.append(route)
+        os.eventfd_write(self._again, 1)
+
+    def next_deadline(self) -> float | None:
+        return self._beat_at if self._routes else None
+
+    def expire(self, now: float) -> None:
+        if now < self._beat_at:
+            return
+        self._beat_at = now + self._heartbeat_s
+        # Beats are counted, not seconds: where this process was stopped for a while, its clients may be well.
+        for route in list(self._routes.values()):
+            if route.silent_beats * self._heartbeat_s >= self._lease_s:
+                _log.warning(
+                    "client %s has been silent for %.0f s, and is counted as gone", route.client, self._lease_s
+                )
+                self._end(route)
+            route.silent_beats += 1
+
+    def close(self) -> None:
+        for descriptor in (self._descriptor, self._again):
+            self._readiness.remove(descriptor)
+        os.close(self._again)
+        for address in self._routes:
+            self._router.send_multipart([address, BYE])
+        self._routes.clear()
+        self._router.close(linger=LINGER_MS)
+        self._context.term()
+
+
+def _bound(context: zmq.Context[Any], address: str, keys: ServerKeys | None) -> Any:
+    router: Any = context.socket(zmq.ROUTER)
+    router.set_hwm(0)  # nothing is ever dropped, and a send never blocks
+    if keys is not None:
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    router.bind(address)
+    return router

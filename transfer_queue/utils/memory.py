@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Amounts of memory: what a user writes, what this machine or container has."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def parse_bytes(amount: str | int) -> int | None:
+    """A number of bytes from "4GiB", "500MB" or a plain number; None for anything else."""
+    if isinstance(amount, bool):
+        return None
+    if isinstance(amount, int):
+        return amount
+    match = _AMOUNT.fullmatch(amount)
+    return None if match is None else int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or a smaller limit of its cgroup."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *_cgroup_limits()])
+
+
+def _cgroup_limits() -> list[int]:
+    """Of this process' cgroup and those around it, version 1 and 2; none where there are none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (_CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (_CGROUPS, "memory.max")
+        own = Path(path.lstrip("/"))
+        for folder in (own, *own.parents):
+            limits.append(_limit(root / folder / name))
+    return [limit for limit in limits if limit is not None]
+
+
+def _limit(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None  # "max": no limit
