@@ -74,12 +74,12 @@ class ClientBase:
         """How long a put may wait for room."""
         return float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
 
-    async def clear(self, request: type[p.Request], *args: Any) -> int:
-        """Ask the controller to forget samples; their values are deleted, too. Returns how many samples that were."""
+    async def clear(self, request: type[p.Request], *args: Any) -> p.Cleared:
+        """Ask the controller to forget samples; their values are deleted, too."""
         session = self.session
         message = request(session.number(), *args)
         if self._storage is not None and self.front is not None:
-            return len((await session.send(message, p.Cleared)).indexes) // 8
+            return await session.send(message, p.Cleared)
         cleared = await session.send(message, p.Cleared, keep=True)
         try:
             indexes = p.unpack_indexes(cleared.indexes).tolist()
@@ -89,7 +89,7 @@ class ClientBase:
             await session.cancel(message.id)  # the controller has these values deleted
             raise
         session.done(session.controller, message.id)
-        return len(indexes)
+        return cleared
 
     def close(self) -> None:
         """Leave the queue; what was put stays, and so do values that were got. Idempotent."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -44,6 +45,10 @@ class Step(NamedTuple):
     frames: list[memoryview] = []  # noqa: RUF012 (never changed)
 
 
+PAUSE = Step(p.ListPartitions(0))
+"""Go on in the next turn: others are served first."""
+PER_TURN = 10_000
+"""Samples whose values are deleted in one turn: some milliseconds."""
 Steps = Generator[Step, Answer, Answer]
 
 
@@ -78,6 +83,8 @@ class Front:
         self._calls: dict[tuple[str, int], _Call] = {}
         self._left: set[str] = set()  # clients that said goodbye and are still connected
         self._owed: list[Answer] = []
+        self._paused: deque[tuple[str, int]] = deque()
+        self._unwanted: deque[p.Indexes] = deque()  # values that belong to nobody, to be deleted
         self._now = 0.0
         composed: dict[type[p.Request], Callable[[str, Any, list[memoryview]], Steps]] = {p.Put: self._put}
         if plane is not None and unit is not None:
@@ -114,9 +121,16 @@ class Front:
             answers += self._of_plane(self.plane.expire(now))
         if self.unit is not None:
             answers += self._of_unit(self.unit.expire(now))
+        if self._paused:
+            client, call = self._paused.popleft()
+            answers.append(Answer(client, p.Done(call)))
+        if self._unwanted:
+            answers += self._delete_unwanted(now)
         return self._finish(answers, now)
 
     def next_deadline(self) -> float | None:
+        if self._paused or self._unwanted:
+            return -math.inf  # a little each turn, between requests
         deadlines = [part.next_deadline() for part in (self.plane, self.unit) if part is not None]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -200,7 +214,11 @@ class Front:
         client, call = answer.client, answer.reply.id
 
         def go_on() -> Iterable[Answer]:
-            return self._ask(client, steps.send(answer), now)
+            step = steps.send(answer)
+            if step is PAUSE:
+                self._paused.append((client, call))
+                return []
+            return self._ask(client, step, now)
 
         try:
             work.extend(self._guarded(client, call, go_on))
@@ -271,7 +289,10 @@ class Front:
         assert self.plane is not None
         cleared = yield Step(request)
         if isinstance(cleared.reply, p.Cleared) and cleared.reply.indexes:
-            yield Step(Delete(request.id, cleared.reply.indexes))
+            for some in _slices(p.unpack_indexes(cleared.reply.indexes)):
+                yield Step(Delete(request.id, p.pack_indexes(some)))
+                if len(some) == PER_TURN:
+                    yield PAUSE
             self.plane.received(client, [request.id])
         return cleared
 
@@ -312,16 +333,21 @@ class Front:
         return answers
 
     def _chores(self, now: float) -> list[Answer]:
-        """Delete values that belong to nobody any more."""
+        """What is owed to others; and values that belong to nobody any more are deleted, or at least the first ones."""
         answers, self._owed = self._owed, []
-        chores = [] if self.plane is None else self.plane.take_chores()
-        for chore in chores:
-            packed = p.pack_indexes(chore.indexes)
-            if self.unit is not None:
-                answers += self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
-            elif self._janitor is not None:
-                self._janitor.delete(chore.indexes)
+        for chore in [] if self.plane is None else self.plane.take_chores():
+            if self.unit is None:
+                if self._janitor is not None:
+                    self._janitor.delete(chore.indexes)
+                continue
+            self._unwanted.extend(_slices(chore.indexes))
+            answers += self._delete_unwanted(now)
         return answers
+
+    def _delete_unwanted(self, now: float) -> list[Answer]:
+        assert self.unit is not None
+        packed = p.pack_indexes(self._unwanted.popleft())
+        return self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
 
     # ---- small verbs ----
 
@@ -360,6 +386,11 @@ class Front:
 
     def _of_unit(self, replies: Iterable[Any]) -> list[Answer]:
         return [Answer(*reply) for reply in replies]
+
+
+def _slices(indexes: p.Indexes) -> Iterator[p.Indexes]:
+    """So many of them as are deleted in one turn."""
+    return (indexes[start : start + PER_TURN] for start in range(0, len(indexes), PER_TURN))
 
 
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:
