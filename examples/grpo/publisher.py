@@ -28,7 +28,7 @@ class PolicyPublisher(PublishWeights):
 
 def plan_of(trainer: L.Trainer, seed: int) -> Plan:
     """Where a Trainer stands, and what it wants. Raises ValueError when its train stream doesn't say how much."""
-    stream, num_ranks = trainer.datamodule.train_feed().stream, trainer.datamodule.dp_size
+    stream, num_ranks = trainer.datamodule.train_reader().stream, trainer.datamodule.dp_size
     answers_per_prompt = getattr(stream.sampler, "n_samples_per_prompt", None)
     if stream.num_batches is None or answers_per_prompt is None:
         raise ValueError(

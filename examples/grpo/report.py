@@ -46,7 +46,7 @@ class RunReport(L.Callback):
         series = read_metrics(Path(logger.log_dir) / "metrics.csv")
         picture = Path(logger.root_dir) / "reward.png"
         draw(series, picture)
-        waited_s = trainer.datamodule.train_feed().waited_s
+        waited_s = trainer.datamodule.train_reader().waited_s
         print(summary(series, trainer.world_size, waited_s, now - self._trained_from, now - self._started))
         print(f"  picture             {picture}", flush=True)
 
