@@ -93,7 +93,8 @@ class Stream:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise InvalidRequestError(f"{name} must be a name, got {value!r}.")
-        if isinstance(self.fields, str) or not self.fields or not all(isinstance(f, str) and f for f in self.fields):
+        names = self.fields if isinstance(self.fields, Sequence) and not isinstance(self.fields, str) else []
+        if not names or not all(isinstance(name, str) and name for name in names):
             raise InvalidRequestError(f"fields must be a list of field names, at least one, got {self.fields!r}.")
         unknown = [name for name in self.variables if name not in VARIABLES]
         if unknown:

@@ -10,7 +10,7 @@ VOCABULARY = 16
 """Number of different tokens."""
 PROMPT_TOKENS = 24
 
-_START = VOCABULARY  # stands before the first token
+_START = VOCABULARY  # comes before the first token
 _TEACHER_GAIN = 20.0  # sharpens the distributions of random weights
 
 

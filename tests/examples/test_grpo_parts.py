@@ -134,7 +134,7 @@ def test_advantages_are_measured_against_the_own_group_only():
     torch.testing.assert_close(advantages, expected, atol=1e-3, rtol=0.0)
 
 
-def test_rewards_that_are_no_whole_groups_are_refused():
+def test_rewards_of_incomplete_groups_are_refused():
     with pytest.raises(ValueError, match="not whole groups of 4 answers"):
         group_advantages(torch.zeros(6), num_answers=4)
 

@@ -144,7 +144,7 @@ def switching(logs: Path) -> Job:
             producing.fill(client, f"val@{step}", 8)
 
     def note(trainer: Trainer, model: Any) -> None:
-        trainer.strategy.barrier("noted")  # the first rank clears, and may be slower
+        trainer.strategy.barrier("recorded")  # the first rank clears, and may be slower
         partitions = sorted(trainer.datamodule.client.get_partition_list())
         seen = {stage: model.seen[stage] for stage in ("train", "val")}
         (logs / f"rank{trainer.global_rank}").write_text(json.dumps([seen, partitions, loader.is_used, warned]) + "\n")
@@ -163,8 +163,8 @@ def pacing(logs: Path) -> Job:
             oldest.append(float(trainer.callback_metrics.get("staleness/max", 0.0)))
 
     def note(trainer: Trainer, model: Any) -> None:
-        noted = json.dumps([oldest, model.indexes()])
-        (logs / f"rank{trainer.global_rank}").write_text(noted + "\n")
+        recorded = json.dumps([oldest, model.indexes()])
+        (logs / f"rank{trainer.global_rank}").write_text(recorded + "\n")
 
     producers = [Producer(target="producing:produce_paced", args={"partition": "train"}, count=2)]
     callbacks = [PublishWeights(), StalenessGuard(max_staleness=2), Ages()]

@@ -141,7 +141,7 @@ def test_from_the_first_checkpoint_that_is_saved_by_hand_batches_wait_for_the_ne
     assert [acked for acked, _, _ in watched.seen] == [0, 1, 2, 2, 4]
 
 
-def test_what_is_read_again_is_not_settled(data: Make, trainer: MakeTrainer) -> None:
+def test_replayed_batches_are_not_acknowledged(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", replay=True), val=stream("val", task="evaluate"))
     indexes, val = fill(dm.client, "train", 8), fill(dm.client, "val", 4)
     model = Recorder()

@@ -26,7 +26,7 @@ def test_each_sample_is_trained_on_one_rank_and_leftovers_are_dropped_and_report
     code, output, ranks = run("ddp", "--test")
     assert code == 0, output
     # Rounds are 2 ranks x 4 rows. 22 rows are two rounds and 6 rows; 9 rows for validation are one round and 1 row.
-    beyond = 0  # between two partitions lies what was reserved for a put that didn't come
+    beyond = 0  # indexes of an earlier reservation may stay unused between two partitions
     for epoch in range(2):
         batches = given(ranks, "train", f"train@{epoch}")
         first = batches[0][0][0]

@@ -133,7 +133,7 @@ def test_a_dead_producer_ends_a_waiting_fit_and_reports_its_traceback(
         trainer(max_epochs=-1).fit(Recorder(), datamodule=dm)
 
 
-def test_producers_that_are_done_leave_the_fit_alone(trainer: MakeTrainer) -> None:
+def test_finished_producers_do_not_end_the_fit(trainer: MakeTrainer) -> None:
     args = {"partition": "train", "count": 4, "seal": False}
     dm = TQDataModule(train=stream(), producers=[Producer(target=producing.produce, args=args, count=2)])
     model = Recorder()
@@ -193,6 +193,7 @@ def test_streams_of_one_task_with_different_tails_are_refused() -> None:
         ({"partition": "train@{epoc}"}, r"uses \{epoc\}; did you mean \{epoch\}"),
         ({"partition": "train@{"}, "malformed"),
         ({"fields": "x"}, "fields must be a list"),
+        ({"fields": 5}, "fields must be a list"),
         ({"tail": "keep"}, "tail must be one of 'drop', 'pad'"),
         ({"persistent_workers": True}, "needs num_workers"),
         ({"num_batches": 0}, "num_batches must be an int of at least 1"),

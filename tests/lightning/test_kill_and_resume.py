@@ -37,8 +37,8 @@ class Training:
 
     def run(self, kill: tuple[int, str] | None = None) -> int:
         """Run until the end or the kill. Keeps the lines up to the newest checkpoint, and adds the new ones."""
-        for notes in self.folder.glob("rank*"):
-            notes.unlink()
+        for record in self.folder.glob("rank*"):
+            record.unlink()
         found = newest(self.folder)
         since = 0 if found is None else int(found.stem.split("=")[1])
         self.kept = [[line for line in rank if line[0] < since] for rank in self.kept]
@@ -57,8 +57,8 @@ class Training:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
         for rank, lines in enumerate(self.kept):
-            notes = self.folder / f"rank{rank}.jsonl"
-            lines += [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+            record = self.folder / f"rank{rank}.jsonl"
+            lines += [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
         return code
 
     def weights(self) -> Any:

@@ -119,9 +119,7 @@ def test_turns_need_no_space_in_the_queue() -> None:
     assert client.get_stats()["partitions"]["train"]["samples"] == 2
 
 
-def test_the_end_of_training_ends_waits_and_voids_permits_that_nobody_took(
-    client: TransferQueueClient, permits: Permits
-) -> None:
+def test_the_end_of_training_ends_waits_and_voids_unused_permits(client: TransferQueueClient, permits: Permits) -> None:
     permits.issue(up_to=3, version=0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(Pacer(client).admit, 4, 20.0)

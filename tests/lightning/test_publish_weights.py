@@ -61,7 +61,7 @@ def test_producers_that_wait_for_each_version_get_it_from_the_first_sample_on(da
 def test_a_version_holds_the_weights_of_its_step_and_later_ones_do_not_change_it(
     data: Make, trainer: MakeTrainer
 ) -> None:
-    class Noting(Recorder):
+    class Recording(Recorder):
         def __init__(self) -> None:
             super().__init__()
             self.own: list[dict[str, torch.Tensor]] = []
@@ -71,7 +71,7 @@ def test_a_version_holds_the_weights_of_its_step_and_later_ones_do_not_change_it
 
     dm = data(train=stream("train"))
     fill(dm.client, "train", 16)
-    reading, model = ReadsWeights(), Noting()
+    reading, model = ReadsWeights(), Recording()
     trainer(callbacks=[PublishWeights(), reading]).fit(model, datamodule=dm)
     assert [weights.version for weights in reading.seen] == [0, 1, 2, 3, 4]
     wanted = [*model.own, model.state_dict()]
@@ -85,12 +85,12 @@ def test_versions_come_every_n_steps_and_at_the_end_and_only_some_stay(data: Mak
     fill(dm.client, "train", 28)  # seven steps of two micro-batches
     versions: list[int | None] = []
 
-    class Noting(Callback):
+    class Recording(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             versions.append(publish.version)
 
     publish = PublishWeights(every_n_steps=3, keep=1, when_busy="wait")
-    trainer(callbacks=[publish, Noting()], accumulate_grad_batches=2).fit(Recorder(), datamodule=dm)
+    trainer(callbacks=[publish, Recording()], accumulate_grad_batches=2).fit(Recorder(), datamodule=dm)
     assert versions == [0, 0, 0, 0, 0, 3, 3, 3, 3, 3, 3, 6, 6, 6]
     assert publish.version == 7
     weights = dm.client.get_stats()["partitions"]["weights"]
@@ -195,12 +195,12 @@ def test_an_empty_training_also_ends_readers_and_paced_producers(
     fill(dm.client, "train", 8)
     sealed: dict[str, bool] = {}
 
-    class Noting(Callback):
+    class Recording(Callback):
         def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             sealed.update({name: each["sealed"] for name, each in dm.client.get_stats()["partitions"].items()})
 
     model = Recorder()
-    trainer(callbacks=[PublishWeights(), StalenessGuard(), Noting()], **options).fit(model, datamodule=dm)
+    trainer(callbacks=[PublishWeights(), StalenessGuard(), Recording()], **options).fit(model, datamodule=dm)
     assert (model.indexes(), sealed["weights"], sealed["permits"]) == ([], True, True)
 
 

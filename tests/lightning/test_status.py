@@ -61,7 +61,7 @@ def test_clearing_what_was_consumed_does_not_lower_the_rate() -> None:
     assert rates(snapshot(12.0, {"published": 10, "samples": 2}, consumed=0), before) == (0.0, 2.0)
 
 
-def test_a_partition_that_began_anew_has_no_rate() -> None:
+def test_a_new_partition_with_the_same_name_has_no_rate() -> None:
     before = snapshot(10.0, {"published": 10, "samples": 10}, consumed=4)
     assert rates(snapshot(12.0, {"published": 3, "samples": 3}, consumed=0), before) == (None, None)
 

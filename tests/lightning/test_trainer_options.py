@@ -114,11 +114,11 @@ class Loaders(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         own = trainer.datamodule.train_dataloader
 
-        def noting() -> Any:
+        def recording() -> Any:
             self.given.append(own())
             return self.given[-1]
 
-        trainer.datamodule.train_dataloader = noting
+        trainer.datamodule.train_dataloader = recording
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         self.used.append(trainer.train_dataloader)

@@ -43,14 +43,14 @@ def test_samples_that_fill_no_round_are_dropped_on_all_ranks(
     run_ranks: Any, tmp_path: Path, ranks: int, options: dict[str, Any], trainer: dict[str, Any]
 ) -> None:
     plan = {"train": [17, 26, 40], "val": [13, 1, 9], "stream": options, "trainer": trainer}
-    code, output, noted = run_ranks("uneven_partitions_script.py", str(ranks), "LOGS", json.dumps(plan))
+    code, output, recorded = run_ranks("uneven_partitions_script.py", str(ranks), "LOGS", json.dumps(plan))
     assert code == 0, output
     size = options["batch_size"]
     of_batch = [3, 1] if "micro_batch_size" in options else [size]
     for epoch in range(3):
         rounds, left = divmod(plan["train"][epoch], ranks * size)
-        assert sizes(noted, "train", f"train@{epoch}") == [of_batch * rounds] * ranks
-        assert distinct(noted, "train", f"train@{epoch}") == rounds * ranks * size
+        assert sizes(recorded, "train", f"train@{epoch}") == [of_batch * rounds] * ranks
+        assert distinct(recorded, "train", f"train@{epoch}") == rounds * ranks * size
         text = f"{left} samples of partition 'train@{epoch}' could not fill a last round"
         assert (text in output) == bool(left)
     assert f"{13 % (ranks * size)} samples of partition 'val@0' could not fill a last round" in output
@@ -61,23 +61,23 @@ def test_samples_that_fill_no_round_are_dropped_on_all_ranks(
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_padding_keeps_ranks_together_and_loses_nothing(run_ranks: Any, ranks: int) -> None:
     plan = {"train": [17, 1], "val": [5, 2], "stream": {"batch_size": 2, "tail": "pad"}, "trainer": {}}
-    code, output, noted = run_ranks("uneven_partitions_script.py", str(ranks), "LOGS", json.dumps(plan))
+    code, output, recorded = run_ranks("uneven_partitions_script.py", str(ranks), "LOGS", json.dumps(plan))
     assert code == 0, output
     for stage in ("train", "val"):
         for epoch, count in enumerate(plan[stage]):
             rounds = -(-count // (2 * ranks))
-            batches = sizes(noted, stage, f"{stage}@{epoch}")
+            batches = sizes(recorded, stage, f"{stage}@{epoch}")
             if (stage, epoch) == ("val", 0):  # the second loader also reads it in each epoch
                 batches = [rank[:rounds] for rank in batches]
             assert batches == [[2] * rounds] * ranks
-            assert distinct(noted, stage, f"{stage}@{epoch}") == count
+            assert distinct(recorded, stage, f"{stage}@{epoch}") == count
     assert "could not fill a last round" not in output
 
 
 def test_an_uneven_end_is_refused_for_training_on_several_ranks(run_ranks: Any) -> None:
     plan = {"train": [4], "val": [4], "stream": {"batch_size": 2, "tail": "uneven_ok"}, "trainer": {}}
-    code, output, noted = run_ranks("uneven_partitions_script.py", "2", "LOGS", json.dumps(plan))
-    assert (code, noted) == (1, [])
+    code, output, recorded = run_ranks("uneven_partitions_script.py", "2", "LOGS", json.dumps(plan))
+    assert (code, recorded) == (1, [])
     assert "tail='uneven_ok' can end the stream on one of 2 ranks before the others" in output
 
 
