@@ -230,7 +230,12 @@ class StreamReader:
         while True:
             data, meta = self._next_item(iterator)
             state = self.dataset.state_dict()
-            position = replace(self._start, **state)
+            position = replace(
+                self._start,
+                partition_id=state["partition_id"],
+                batch_index=state["batch_index"],
+                micro_batch=state["micro_batch"],
+            )
             if position.micro_batch == 0:
                 completed.append(meta)
             batch = TQBatch(data, meta, position)
