@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.shm.client import SharedMemoryManager
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
