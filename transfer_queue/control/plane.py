@@ -88,12 +88,8 @@ class ControlPlane:
         if self._state.waiters.find(client, request.id) is not None:
             return []
         reply = _guarded(request.id, partial(self._carry_out, client, request, now))
-        replies = [] if reply is None else [To(client, reply)]
-        replies.extend(self._settle(now))
-        deadline = self._state.waiters.next_deadline()
-        if deadline is not None and deadline <= now:
-            replies.extend(self.expire(now))  # a request that doesn't want to wait
-        return replies
+        own = [] if reply is None else [To(client, reply)]
+        return own + self._settle_all(now)
 
     def _carry_out(self, client: str, request: p.Request, now: float) -> p.Reply | None:
         known = self._state.calls.get(client, request.id)
@@ -139,8 +135,9 @@ class ControlPlane:
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has something to do: minus infinity for at once, None for never."""
-        if not self._state.is_tidy:
-            return -math.inf
+        return self._next_due() if self._state.is_tidy else -math.inf
+
+    def _next_due(self) -> float | None:
         parked = self._state.waiters.next_deadline()
         if not self._verdicts:
             return parked
@@ -153,7 +150,7 @@ class ControlPlane:
         A death may leave consumers without a producer.
         """
         self._end_session(client, now, died)
-        return self._settle(now)
+        return self._settle_all(now)
 
     def _end_session(self, client: str, now: float, died: bool) -> None:
         state = self._state
@@ -200,6 +197,12 @@ class ControlPlane:
         used = sum(partition.num_used for partition in self._state.partitions.values())
         assert used == self._state.allocator.num_used, "samples and reservations are counted"
         assert not self._state.touched, "every touched lane was served"
+
+    def _settle_all(self, now: float) -> list[To]:
+        """Also what is due at once: a request that doesn't want to wait, or producers that were lost long ago."""
+        replies = self._settle(now)
+        due = self._next_due()
+        return replies if due is None or due > now else replies + self.expire(now)
 
     def _settle(self, now: float) -> list[To]:
         """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched.

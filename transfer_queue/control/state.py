@@ -109,8 +109,8 @@ class PlaneState:
         return self.partitions.get(name) or self.create(name)
 
     def discard(self, partition: Partition) -> None:
-        """The partition is gone. A large one is freed in slices, so that nobody waits for it."""
-        if partition.table.size > _SLICE:
+        """The partition is gone. Many keys and tags are freed in slices, so that nobody waits for it."""
+        if partition.table.size > _SLICE and partition.has_objects():
             self._discarded.append(partition)
 
     def tidy(self) -> None:

@@ -47,6 +47,10 @@ class TagStore(Mapping[int, Tags]):
             return np.zeros(len(rows), dtype=np.bool_)
         return self._table.column(_COLUMN)[rows].astype(np.bool_)
 
+    def has_any(self) -> bool:
+        """Has some sample had tags?"""
+        return self._table.has_column(_COLUMN)
+
     def shrink(self, count: int) -> bool:
         """Free the tags of so many rows, the last ones first. Returns whether there are more."""
         if not self._table.has_column(_COLUMN):

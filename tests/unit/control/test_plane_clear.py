@@ -392,5 +392,4 @@ def test_a_large_partition_that_is_gone_is_freed_in_slices(plane, how):
 def test_a_large_partition_without_keys_and_tags_is_freed_at_once(plane):
     ask(plane, ROLLOUT, p.Insert, "p", 50_000)
     ask(plane, ACTOR, p.ClearPartition, "p")
-    plane.expire(0.0)
     assert plane.next_deadline() is None

@@ -151,8 +151,9 @@ def test_a_session_that_only_reserved_and_left_says_nothing_about_those_that_pub
     park(plane, 2, wait_s=600.0)
     ask(plane, "second", p.Reserve, "q", 1, fields("x"))
     plane.client_gone(ROLLOUT, now=1.0)
-    plane.client_gone("second", now=60.0, died=False)
-    refused(plane.expire(60.0)[0].reply, "ProducersGoneError")
+    ((client, reply),) = plane.client_gone("second", now=60.0, died=False)
+    assert client == ACTOR
+    refused(reply, "ProducersGoneError")
 
 
 def test_a_producer_that_dies_in_its_first_put_is_told(make_plane):
