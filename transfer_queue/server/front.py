@@ -337,8 +337,10 @@ class Front:
         for answer in answers:
             if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
                 answer.reply.value["alarms"] = self.alarms()
-                for holder, (leases, pins) in ({} if self.unit is None else self.unit.holders()).items():
-                    answer.reply.value["clients"].setdefault(holder, {}).update(leases=leases, pins=pins)
+                holders = {} if self.unit is None else self.unit.holders()
+                answer.reply.value["clients"] = {
+                    holder: {"leases": leases, "pins": pins} for holder, (leases, pins) in holders.items()
+                }
         return answers
 
     def _of_plane(self, replies: Iterable[Any]) -> list[Answer]:
