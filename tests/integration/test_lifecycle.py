@@ -267,6 +267,25 @@ def test_a_producer_that_ends_without_close_is_not_taken_for_dead(start, fork):
         client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
 
 
+def test_a_script_that_ends_without_close_is_not_taken_for_dead(start, script):
+    start({"controller": {"producer_grace_s": 0.0}})
+    put = "tq.get_client().put({'a': torch.arange(1)}, partition_id='p')"
+    assert finished(script(f"import torch, transfer_queue as tq; {put}")) == ""
+    client = tq.get_client()
+    assert client.get_meta(["a"], 1, "p", task_name="t").size == 1
+    with pytest.raises(tq.BatchTimeoutError):
+        client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
+
+
+@pytest.mark.parametrize("close", ["tq.close()", ""], ids=["closed", "not closed"])
+def test_a_queue_of_several_servers_ends_silently(script, close):
+    put = "tq.get_client().put({'a': torch.arange(200)}, partition_id='p')"
+    assert (
+        finished(script(f"import torch, transfer_queue as tq; tq.init({{'server_processes': 'each'}}); {put}; {close}"))
+        == ""
+    )
+
+
 def test_threads_share_one_client(start):
     start()
     errors: list[BaseException] = []

@@ -163,19 +163,25 @@ def _end(
             server.stop()
             thread.join(_STOP_TIMEOUT_S)
     own_controller.clear()
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+    # The controller was started last, and ends first: it still tells units what ended clients have left there.
+    for together in (processes[-1:], processes[:-1]):
+        for process in together:
+            process.terminate()
+        for process in together:
+            _await_end(process)
     processes.clear()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _await_end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _tell(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:

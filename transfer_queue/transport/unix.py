@@ -16,6 +16,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 
 from transfer_queue.config import environment_text
 from transfer_queue.errors import ConfigError, LaunchError, QueueUnreachableError
@@ -52,7 +53,8 @@ class UnixConnection:
             self._socket = _prepared(lambda new: _connect(new, path))
         except OSError as error:
             raise unconnected(peer, error) from error
-        weakref.finalize(self, self._socket.close)  # a caller may be dropped, or the process end, without closing it
+        # A caller may be dropped, or the process end, without closing it. Then it comes after the goodbyes of clients.
+        Finalize(self, self._socket.close, exitpriority=0)
         self.descriptor = self._socket.fileno()
         self._greeting: list[Buffer] = encode(NOBODY_WAITS, client.encode())
         self._inbound = Inbound()
