@@ -72,7 +72,8 @@ class ClientBase:
 
     async def put_timeout_s(self) -> float:
         """How long a put may wait for room."""
-        return float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+        configured = float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+        return min(configured, p.LONGEST_WAIT_S)
 
     async def clear(self, request: type[p.Request], *args: Any) -> int:
         """Ask the controller to forget samples; their values are deleted, too. Returns how many samples that were."""
