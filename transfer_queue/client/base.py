@@ -18,9 +18,6 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 if TYPE_CHECKING:
     from transfer_queue.storage.base import StorageManager
 
-LONGEST_WAIT_S = 1e9
-"""What a server waits at most, 30 years: for ever."""
-
 
 class ClientBase:
     """Any thread and any event loop may use it. After a fork the child has a session of its own."""
@@ -75,8 +72,8 @@ class ClientBase:
 
     async def put_timeout_s(self) -> float:
         """How long a put may wait for room."""
-        conf = await self.session.config()
-        return min(float(conf["backend"]["SimpleStorage"]["put_timeout_s"]), LONGEST_WAIT_S)
+        configured = float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+        return min(configured, p.LONGEST_WAIT_S)
 
     async def clear(self, request: type[p.Request], *args: Any) -> p.Cleared:
         """Ask the controller to forget samples; their values are deleted, too."""

@@ -236,7 +236,7 @@ class Front:
             return act()
         except StopIteration:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # foreign code may raise anything, and no Ctrl-C reaches a server
             pending = self._calls.get((client, call))
             if pending is not None and pending.steps is not None:
                 pending.steps.close()

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.shm.manager import SharedMemoryManager
 
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
 from transfer_queue.server.front import Front
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.shm.messages import (
     Commit,
     Delete,

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.shm.manager import SharedMemoryManager
 
 import transfer_queue.storage as storage
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage import registry
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session

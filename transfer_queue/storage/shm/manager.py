@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError
-from transfer_queue.protocol import Cancel, Done, Request
+from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
 from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run
@@ -45,8 +45,6 @@ from transfer_queue.transport.session import Session
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-_LONGEST_WAIT_S = 1e9  # what a message can say
-
 
 class SharedMemoryManager(StorageManager, InFront):
     """``config``: ``units`` [{name, address}] in the order all processes share, ``allow_pickle``, ``layout``,
@@ -62,7 +60,7 @@ class SharedMemoryManager(StorageManager, InFront):
         self._units = [UnitConnection(peer, bool(config.get("arena", True))) for peer in peers]
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
-        self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), _LONGEST_WAIT_S)
+        self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
 
