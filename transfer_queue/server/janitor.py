@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from transfer_queue.errors import TransferQueueError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
@@ -61,7 +60,7 @@ class Janitor:
         while (job := self._jobs.get()) is not None:
             try:
                 run_blocking(job())
-            except TransferQueueError as error:  # the unit is gone, and its values with it
-                _log.warning("what an ended client left behind could not be deleted: %s", error)
+            except Exception as error:  # a unit is gone, or the backend is anybody's code: the next job is done
+                _log.warning("what an ended client left behind could not be deleted: %r", error)
         run_blocking(self._storage.close())
         self._storage.session.close()
