@@ -61,7 +61,7 @@ REFERENCE = "torch_queue"
 class Case(NamedTuple):
     way: str
     threads: int
-    """Of torch, in both processes."""
+    """Of torch, in the reader."""
     cleared: bool
 
     @property
@@ -76,7 +76,15 @@ def cases_of(names: Sequence[str], threads: Sequence[int], cleared: Sequence[boo
     return [Case(name, count, clears) for count, clears, name in every if clears or WAYS[name].keeps]
 
 
-def measured(case: Case, batches: int, python: str | None) -> dict[str, Any]:
+class Size(NamedTuple):
+    """What all runs have in common."""
+
+    batches: int
+    producer_threads: int
+    """Of torch. Two processes whose OpenMP threads spin on the same cores hold each other up for milliseconds."""
+
+
+def measured(case: Case, size: Size, python: str | None) -> dict[str, Any]:
     """The figures of one run. Raises RuntimeError with what the process printed.
 
     Args:
@@ -84,7 +92,7 @@ def measured(case: Case, batches: int, python: str | None) -> dict[str, Any]:
     """
     how = f"insert(0, {str(ROOT)!r})" if python is None else f"append({str(ROOT)!r})"
     with tempfile.TemporaryDirectory(prefix="vs-") as folder:  # short: Ray makes sockets below it
-        order = {"way": WAYS[case.way].function, "batches": batches, "threads": case.threads, "cleared": case.cleared}
+        order = {**case._asdict(), **size._asdict(), "way": WAYS[case.way].function}
         try:
             done = subprocess.run(
                 [python or sys.executable, "-c", BOOT.format(how=how), json.dumps({**order, "folder": folder})],
@@ -104,14 +112,14 @@ def measured(case: Case, batches: int, python: str | None) -> dict[str, Any]:
     return found
 
 
-def alternating(cases: Sequence[Case], batches: int, rounds: int, python: str | None) -> dict[Case, dict[str, Any]]:
+def alternating(cases: Sequence[Case], size: Size, rounds: int, python: str | None) -> dict[Case, dict[str, Any]]:
     """Medians over the rounds, and the rows per second of every round."""
     runs: dict[Case, list[dict[str, Any]]] = defaultdict(list)
     for number in range(rounds):
         for case in cases if number % 2 == 0 else reversed(cases):  # who goes first changes from round to round
             load = os.getloadavg()[0]
             try:
-                found = measured(case, batches, python if WAYS[case.way].needs_ray else None)
+                found = measured(case, size, python if WAYS[case.way].needs_ray else None)
             except (RuntimeError, subprocess.TimeoutExpired) as error:  # the peer's may fail; the others go on
                 print(error, file=sys.stderr, flush=True)
                 continue
@@ -154,7 +162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=[*WAYS], metavar="WAY", help=f"of {' '.join(WAYS)}")
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch, in both processes")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of torch, in the reader")
+    parser.add_argument("--producer-threads", type=int, default=1, help="of torch, in the producer")
     parser.add_argument("--cleared", choices=["yes", "no", "both"], default="both", help="each batch, by its reader")
     parser.add_argument("--venv", type=Path, default=environment.default_folder(), help="the peer's environment")
     args = parser.parse_args(argv)
@@ -163,10 +172,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     python, names = ray_python(names, args.only is not None, args.venv)
     cleared = [True] if args.quick else {"yes": [True], "no": [False], "both": [True, False]}[args.cleared]
     load = os.getloadavg()[0]
-    figures = alternating(cases_of(names, threads, cleared), batches, rounds, python)
+    figures = alternating(cases_of(names, threads, cleared), Size(batches, args.producer_threads), rounds, python)
     report(
         "a live stream beside its alternatives",
-        batches=batches, rows_per_batch=SIZE, batch_mib=1.75, ahead=AHEAD, cores=os.cpu_count(), load=load,
+        batches=batches, rows_per_batch=SIZE, batch_mib=1.75, ahead=AHEAD,
+        producer_threads=args.producer_threads, cores=os.cpu_count(), load=load,
         channels=beside_reference(figures),
     )  # fmt: skip
 

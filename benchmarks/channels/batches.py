@@ -34,7 +34,7 @@ class Channel(NamedTuple):
 
 
 Open = Callable[[int, int, bool, str], AbstractContextManager[Channel]]
-"""open(batches, threads, cleared, an empty folder). ``threads``: torch's, of the producer."""
+"""open(batches, torch threads of the producer, cleared, an empty folder)."""
 
 
 def rl_batch() -> Fields:

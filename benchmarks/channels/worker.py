@@ -12,10 +12,10 @@ from benchmarks.channels.batches import Open, consume
 FIGURES = "FIGURES "
 
 
-def main(way: str, batches: int, threads: int, cleared: bool, folder: str) -> None:
-    """``way``: "module:function" of an ``Open`` below this package."""
+def main(way: str, batches: int, threads: int, producer_threads: int, cleared: bool, folder: str) -> None:
+    """``way``: "module:function" of an ``Open`` below this package; ``threads``: torch's, of the reader."""
     module, _, function = way.partition(":")
     opened: Open = getattr(import_module(f"benchmarks.channels.{module}"), function)
-    with opened(batches, threads, cleared, folder) as channel:
+    with opened(batches, producer_threads, cleared, folder) as channel:
         figures: dict[str, Any] = consume(channel, batches, threads)
     print(FIGURES + json.dumps(figures), flush=True)
