@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that a client makes: written down as they pass, or given up once the server has dealt with them."""
+"""The calls that a client makes: written down, something done just before one, or given up when it was answered."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -72,3 +74,28 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
         yield given_up
     finally:
         del caller.call_many
+
+
+@contextmanager
+def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[[], object]) -> Iterator[None]:
+    """Inside, ``act`` is done once, when the first request of this kind is about to be sent."""
+    acts = [act]
+    caller = client.session.caller
+    ask = caller.call_many
+
+    async def act_first(calls: Any, timeout_s: float) -> list[Reply]:
+        made = list(calls)
+        if acts and any(isinstance(request_of(call), kind) for call in made):
+            acts.pop()()
+        return await ask(made, timeout_s)
+
+    caller.call_many = act_first  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del caller.call_many
+
+
+def die(*_: Any, **__: Any) -> Any:
+    """This process, at once."""
+    os.kill(os.getpid(), signal.SIGKILL)

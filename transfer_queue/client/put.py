@@ -48,18 +48,18 @@ class WriteTransaction:
     async def through(self, front: InFront) -> p.Reply:
         """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
         or for keys what their samples have now."""
-        begin, staged = self._begin, Staged(b"", ())
-        if self._sources is not None:
-            replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-            staged = await front.staged(self._sources, self._num_rows, replaced)
-        put = p.Put(begin.id, begin, self._tags, staged.columns)
+        begin, staged, lease = self._begin, Staged(b"", ()), 0
         try:
-            reply, _ = await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames)
+            if self._sources is not None:
+                lease = self._session.number()
+                replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
+                staged = await front.staged(lease, self._sources, self._num_rows, replaced)
+            put = p.Put(begin.id, begin, self._tags, staged.columns)
+            return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames))[0]
         except BaseException:
-            if staged.lease:  # the put may not even have been sent
-                await front.closed(staged.lease)
+            if lease:  # the put may not even have been sent
+                await front.closed(lease)
             raise
-        return reply
 
     async def in_steps(self, storage: StorageManager) -> p.Reply:
         """The same steps one by one, where controller and storage are apart."""

@@ -76,16 +76,12 @@ class SharedMemoryManager(StorageManager, InFront):
 
         return columns.sources(data, self._allow_pickle)
 
-    async def staged(self, sources: Sources, count: int, replaced: Sequence[int]) -> Staged:
+    async def staged(self, call: int, sources: Sources, count: int, replaced: Sequence[int]) -> Staged:
         await decide_paths(self._units, [0])
         write = UnitWrite(self._units[0], slice(0, count), count, sources, self._inline_nbytes)
-        await self._lease(write, pack_indexes(_as_indexes(replaced)) if len(replaced) else b"")
-        try:
-            columns, frames = self._columns([write])[0]
-        except BaseException:
-            await self._release([write])
-            raise
-        return Staged(encode_columns(columns), frames, write.lease_call)
+        await self._lease(call, write, pack_indexes(_as_indexes(replaced)) if len(replaced) else b"")
+        columns, frames = self._columns([write])[0]
+        return Staged(encode_columns(columns), frames)
 
     async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
         reading = Reading(self.session, sorted(set(fields)))
@@ -227,9 +223,14 @@ class SharedMemoryManager(StorageManager, InFront):
             mapped = self._units[unit].arena is not None
             read = Read(self.session.number(), pack_indexes(wanted[at]), names, mapped)
             calls.append((self._units[unit].peer, read, ()))
-        answers = await self.session.call_many(calls, self._timeout_s)
-        for (unit, at), answer in zip(shares, answers, strict=True):
-            reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
+        try:
+            answers = await self.session.call_many(calls, self._timeout_s)
+            for (unit, at), answer in zip(shares, answers, strict=True):
+                reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
+        except BaseException:  # answers that nobody has looked at may have pinned something, too
+            for peer, read, _ in calls:
+                await self.session.tell(peer, Release(self.session.number(), [read.id]))
+            raise
 
     async def _write(self, call: int, indexes: IntArray, sources: Sources, commit: bool) -> None:
         if not sources or not len(indexes):
@@ -243,7 +244,7 @@ class SharedMemoryManager(StorageManager, InFront):
         try:
             # In the order that all clients share: else two puts could each hold what the other waits for.
             for write, own in zip(writes, packed, strict=True):
-                await self._lease(write, own)
+                await self._lease(self.session.number(), write, own)
             messages = [
                 (write.connection.peer, Write(call, own, columns, self._put_timeout_s, commit), frames)
                 for write, own, (columns, frames) in zip(writes, packed, self._columns(writes), strict=True)
@@ -255,13 +256,13 @@ class SharedMemoryManager(StorageManager, InFront):
             await self._release(writes)
             raise
 
-    async def _lease(self, write: UnitWrite, replaced: bytes) -> None:
-        lease = write.lease(self.session.number(), self._put_timeout_s, replaced)
+    async def _lease(self, call: int, write: UnitWrite, replaced: bytes) -> None:
+        lease = write.lease(call, self._put_timeout_s, replaced)
         if lease is None:
             return
         timeout_s = self._timeout_s + self._put_timeout_s
         answer = (await self.session.call_many([(write.connection.peer, lease, ())], timeout_s))[0]
-        write.leased(lease.id, decode_answer(answer.header, Leased).offset)
+        write.leased(decode_answer(answer.header, Leased).offset)
 
     async def _release(self, writes: Sequence[UnitWrite]) -> None:
         for write in writes:
