@@ -64,8 +64,10 @@ SHARED_NAMES = {
     "blocks.py", "connection.py", "keys.py", "local.py", "registry.py", "rows.py", "schema.py", "values.py"
 } | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
 """Names of two files of different folders. No more of these: rename the new one."""
-SHARED_CLASSES = {"Connection", "Frozen", "Message", "Partition", "ProductionStatus", "QueueConfig", "Reading", "Reply", "Service",
-                  "Source", "Staged", "Watch"}  # fmt: skip
+SHARED_CLASSES = {
+    "Connection", "Frozen", "Message", "Partition", "ProductionStatus", "QueueConfig", "Reading", "Reply", "Service",
+    "Source", "Staged", "Watch",
+}  # fmt: skip
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)
 """A server of one host has no use for it."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -191,6 +192,9 @@ def fetch_request(
 ) -> p.Fetch:
     """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments."""
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
+    if math.isnan(wait_s):
+        raise InvalidRequestError("timeout_s of a fetch must be a number of seconds, got NaN.")
+    wait_s = min(max(wait_s, 0.0), p.LONGEST_WAIT_S)
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
         named.pop("skip", None)

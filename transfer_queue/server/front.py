@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from transfer_queue import protocol as p
+from transfer_queue.control.calls import Record
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
@@ -164,6 +165,8 @@ class Front:
         if isinstance(request, p.GetStats) and self.plane is not None:
             return self._stats(client, request, now)
         compose = self._composed.get(type(request))
+        if compose is not None and (answered := self._answered(client, request)) is not None:
+            return [Answer(client, answered)]
         if compose is None and isinstance(request, p.Fetch) and request.with_values:
             compose = self._fetch
         if compose is None:
@@ -178,9 +181,12 @@ class Front:
             return self._of_unit(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
+        answers = self._of_plane(self.plane.handle(client, request, now))
         if self._janitor is not None and isinstance(request, p.Publish) and request.begun:
-            self._janitor.published(client, request.id, request.begun)
-        return self._of_plane(self.plane.handle(client, request, now))
+            own = [answer.reply for answer in answers if (answer.client, answer.reply.id) == (client, request.id)]
+            if not any(isinstance(reply, p.Failed) for reply in own):
+                self._janitor.published(client, request.id, request.begun)
+        return answers
 
     def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:
         """Carry on the composed calls that were answered a step, until every answer is one for a client."""
@@ -200,7 +206,17 @@ class Front:
                     continue
                 answer = final
             del self._calls[key]
-            outgoing.append(Outgoing(call.envelope, _encoded(self._explained(answer.reply)), answer.frames))
+            outgoing.append(self._outgoing(call.envelope, answer))
+
+    def _outgoing(self, envelope: Envelope, answer: Answer) -> Outgoing:
+        """The answer as it travels; where it can't, an error in its place, and what the call did is undone."""
+        try:
+            return Outgoing(envelope, p.encode(self._explained(answer.reply)), answer.frames)
+        except Exception as error:  # the guard around encoding: a value that can't travel harms its own call alone
+            kind, call = type(answer.reply).__name__, answer.reply.id
+            _log.log(logging.ERROR, "an answer of type %s can't be encoded: %r", kind, error)
+            self._undo(answer.client, call)
+            return Outgoing(envelope, p.encode(p.Failed(call, *to_wire(_unsendable(error)))))
 
     def _explained(self, reply: p.Reply) -> p.Reply:
         """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
@@ -233,7 +249,7 @@ class Front:
             return act()
         except StopIteration:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # foreign code may raise anything, and no Ctrl-C reaches a server
             pending = self._calls.get((client, call))
             if pending is not None and pending.steps is not None:
                 pending.steps.close()
@@ -245,11 +261,24 @@ class Front:
 
     # ---- composed calls ----
 
+    def _answered(self, client: str, request: p.Request) -> p.Reply | None:
+        """The answer to the same call before: it has one effect."""
+        record = None if self.plane is None else self.plane.state.calls.get(client, request.id)
+        return record.reply if record is not None and record.kind is type(request) else None
+
+    def _remember(self, client: str, request: p.Request, reply: p.Reply) -> None:
+        """The whole call is done, and can't be undone from here on."""
+        assert self.plane is not None
+        self.plane.state.calls.add(client, request.id, Record(type(request), reply))
+
     def _put(self, client: str, put: p.Put, frames: list[memoryview]) -> Steps:
         """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them."""
         if self.plane is None or self.unit is None:
             raise ProtocolError("this server has no storage beside its controller: put in steps.")
         begin, columns = put.begin, decode_columns(put.write) if put.write else None
+        if begin.id != put.id:
+            raise ProtocolError(f"call {put.id} is a put that begins with call {begin.id}: a put is one call.")
+        deadline = self._now + begin.wait_s
         lease = columns.lease if columns is not None else 0
         try:
             begun = yield Step(begin)
@@ -257,7 +286,7 @@ class Front:
                 return begun
             indexes = begin.indexes if isinstance(begin, p.CheckFields) else begun.reply.indexes  # type: ignore[attr-defined]
             if columns is not None:
-                written = yield Step(Write(put.id, indexes, columns, begin.wait_s), frames)
+                written = yield Step(Write(put.id, indexes, columns, max(0.0, deadline - self._now)), frames)
                 lease = 0
                 if isinstance(written.reply, p.Failed):
                     self._undo(client, put.id)
@@ -268,7 +297,9 @@ class Front:
                 return published
             if columns is not None:
                 yield Step(Commit(put.id, [put.id]))
-            return published if isinstance(begin, p.ResolveKeys) else begun
+            answer = published if isinstance(begin, p.ResolveKeys) else begun
+            self._remember(client, put, answer.reply)
+            return answer
         finally:
             if lease:
                 self._owed += self._of_unit(self.unit.cancel(client, lease, self._now))
@@ -282,18 +313,18 @@ class Front:
         if isinstance(rows.reply, p.Failed):
             self._undo(client, fetch.id)
             return rows
-        return Answer(client, batch.reply, [_encoded(rows.reply), *rows.frames])
+        return Answer(client, batch.reply, [p.encode(rows.reply), *rows.frames])
 
     def _clear(self, client: str, request: p.Request, frames: list[memoryview]) -> Steps:
         """Forget samples, then delete their values."""
         assert self.plane is not None
         cleared = yield Step(request)
-        if isinstance(cleared.reply, p.Cleared) and cleared.reply.indexes:
+        if isinstance(cleared.reply, p.Cleared):
             for some in _slices(p.unpack_indexes(cleared.reply.indexes)):
                 yield Step(Delete(request.id, p.pack_indexes(some)))
                 if len(some) == PER_TURN:
                     yield PAUSE
-            self.plane.received(client, [request.id])
+            self._remember(client, request, cleared.reply)
         return cleared
 
     # ---- what is undone ----
@@ -310,7 +341,12 @@ class Front:
         answers = [] if self.unit is None else self._of_unit(self.unit.cancel(client, cancel.call, now))
         if self.plane is None:
             return [Answer(client, p.Done(cancel.id)), *answers]
-        return [*answers, *self._of_plane(self.plane.handle(client, cancel, now))]
+        replies = self._of_plane(self.plane.handle(client, cancel, now))
+        if self._janitor is not None:
+            self._janitor.cancelled(
+                client, cancel.call, p.Done(cancel.id, "undone") in [each.reply for each in replies]
+            )
+        return [*answers, *replies]
 
     def _drop(self, client: str, number: int) -> None:
         call = self._calls.pop((client, number), None)
@@ -396,6 +432,8 @@ def _slices(indexes: p.Indexes) -> Iterator[p.Indexes]:
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:
     """The last step of a put. Its tags are by row until then."""
     own = p.unpack_indexes(indexes)
+    if put.tags and not 0 <= min(put.tags) <= max(put.tags) < len(own):
+        raise InvalidRequestError(f"a put of {len(own)} rows has tags for rows {sorted(put.tags)}.")
     tags = {int(own[row]): tags for row, tags in put.tags.items()} if put.tags else {}
     by_key = isinstance(put.begin, p.ResolveKeys)
     return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id)
@@ -410,10 +448,5 @@ def _received_of(header: bytes) -> list[int]:
     return [call for call in received if type(call) is int] if isinstance(received, list) else []
 
 
-def _encoded(reply: p.Reply) -> bytes:
-    """The reply as it travels; where it can't, an error in its place."""
-    try:
-        return p.encode(reply)
-    except Exception as error:  # the guard around encoding: a value that can't travel harms its own call alone
-        _log.log(logging.ERROR, "an answer of type %s can't be encoded: %r", type(reply).__name__, error)
-        return p.encode(p.Failed(reply.id, *to_wire(ProtocolError(f"the answer can't be sent: {error}"))))
+def _unsendable(error: Exception) -> ProtocolError:
+    return ProtocolError(f"the answer can't be sent: {error}")

@@ -39,10 +39,14 @@ class RowsOf(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A write's values, ready to travel: encoded columns, and the frames beside them."""
+    """A write's values, ready to travel: encoded columns, and the frames beside them.
+
+    ``lease``: the call that leased memory for large ones, 0: none did.
+    """
 
     columns: bytes
     frames: Sequence[Any]
+    lease: int = 0
 
 
 class InFront(ABC):
@@ -74,7 +78,7 @@ class InFront(ABC):
 
     @abstractmethod
     async def closed(self, call: int) -> None:
-        """The values that came with this call's answer are not wanted: what it pinned is released."""
+        """The memory that this call pinned, or leased, is not needed any more."""
 
 
 class StorageManager(ABC):
@@ -114,6 +118,10 @@ class StorageManager(ABC):
 
     async def abort(self, call: int, indexes: Sequence[int]) -> None:
         """The write was not published. A backend that can't tell keeps it until its samples are cleared."""
+        return
+
+    async def end_write(self, client: str, call: int, published: bool) -> None:
+        """The controller's word: this client has given up this write, and doesn't know whether it was published."""
         return
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:

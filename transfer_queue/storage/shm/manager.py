@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError
-from transfer_queue.protocol import Cancel, Done, Request
+from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
 from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run
@@ -23,6 +23,7 @@ from transfer_queue.storage.shm.messages import (
     Delete,
     Deleted,
     EndSession,
+    EndWrite,
     Leased,
     Read,
     Release,
@@ -59,7 +60,7 @@ class SharedMemoryManager(StorageManager, InFront):
         self._units = [UnitConnection(peer, bool(config.get("arena", True))) for peer in peers]
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
-        self._put_timeout_s = float(config.get("put_timeout_s", 60.0))
+        self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
 
@@ -84,7 +85,7 @@ class SharedMemoryManager(StorageManager, InFront):
         except BaseException:
             await self._release([write])
             raise
-        return Staged(encode_columns(columns), frames)
+        return Staged(encode_columns(columns), frames, write.lease_call)
 
     async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
         reading = Reading(self.session, sorted(set(fields)))
@@ -112,6 +113,12 @@ class SharedMemoryManager(StorageManager, InFront):
     async def abort(self, call: int, indexes: Sequence[int]) -> None:
         for unit, _ in self._shares(_as_indexes(indexes)):
             await self.session.tell(self._units[unit].peer, Cancel(self.session.number(), call))
+
+    async def end_write(self, client: str, call: int, published: bool) -> None:
+        """See ``StorageManager.end_write``."""
+        asks = [(unit.peer, EndWrite(self.session.number(), client, call, published), ()) for unit in self._units]
+        for answer in await self.session.call_many(asks, self._timeout_s):
+            decode_answer(answer.header, Done)
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:
         """The controller's word: this client has ended, and of its uncommitted writes these were published."""
