@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "acks_and_clearing": {"ack": "step", "clear": True},
     "at_checkpoints": {"ack": "checkpoint", "clear": True},
 }
-"""What is let go of: nothing; the ledger; the ledger and the samples, at each step or once a checkpoint holds it."""
+"""What is released: nothing; the ledger; the ledger and the samples, at each step or once a checkpoint holds it."""
 
 
 class Small(LightningModule):
@@ -54,7 +54,7 @@ class Small(LightningModule):
 
 
 class Producer(threading.Thread):
-    """Stays so far ahead of the trainer, so that what is held tells of what is let go of."""
+    """Stays so far ahead of the trainer, so that what is held tells what is released."""
 
     def __init__(self, conf: Any, steps: int) -> None:
         super().__init__(daemon=True)

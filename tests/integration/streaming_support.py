@@ -120,7 +120,7 @@ class InThread(threading.Thread):
 
 def workers_now() -> list[psutil.Process]:
     """Children of this process that run and aren't the queue's servers."""
-    return [child for child in own_processes() if "transfer_queue.launch" not in " ".join(child.cmdline())]
+    return [child for child in own_processes() if "transfer_queue.server" not in " ".join(child.cmdline())]
 
 
 def worker_pids() -> set[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a queue begins and ends: who owns it, who only joined, what is left behind by whoever was killed."""
+"""How a queue begins and ends: which process owns it, which only joined, what a killed one leaves behind."""
 
 from __future__ import annotations
 
