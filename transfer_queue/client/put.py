@@ -109,7 +109,10 @@ class WriteTransaction:
     async def _commit(self, storage: StorageManager, indexes: Sequence[int], publish: p.Publish) -> None:
         if self._sources is not None:
             await storage.commit(self._begin.id, indexes)
-        self._session.done(self._session.controller, self._begin.id, publish.id)
+        if isinstance(self._begin, p.Reserve):
+            self._session.done(self._session.controller, self._begin.id, publish.id)
+        else:  # a checkpoint may wait until the values are replaced
+            await self._session.tell_done(self._begin.id, publish.id)
 
     async def _abort(self, storage: StorageManager, indexes: Sequence[int]) -> None:
         await storage.abort(self._begin.id, indexes)
@@ -119,7 +122,8 @@ class WriteTransaction:
         begin = self._begin
         tags = {indexes[row]: own for row, own in self._tags.items()}
         by_key = isinstance(begin, p.ResolveKeys)
-        return p.Publish(self._session.number(), begin.partition, packed, begin.fields, tags, by_key, begin.id)
+        number = self._session.number()
+        return p.Publish(number, begin.partition, packed, begin.fields, tags, by_key, begin.id, uncommitted=True)
 
 
 class Puts(ClientBase):
