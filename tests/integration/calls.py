@@ -14,6 +14,7 @@ from transfer_queue import protocol as p
 from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.shm.messages import UnitRequest
 from transfer_queue.transport.base import Call, Reply
+from transfer_queue.transport.caller import SocketCaller
 
 _decode = p.message_decoder(*get_args(UnitRequest))
 
@@ -28,10 +29,16 @@ def fetch_of(fields: Sequence[str], batch_size: int, partition: str, task: str, 
     return fetch_request(fields, batch_size, partition, task, None, wait_s)
 
 
+def _caller_of(client: tq.TransferQueueClient) -> SocketCaller:
+    """What sends the client's calls; in a forked child its own one."""
+    client.session.follow_fork()
+    return client.session.caller
+
+
 def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> list[list[str]]:
     """Kinds of the requests that ``verb`` waits for. Those of one exchange are under way together."""
     found: list[list[str]] = []
-    caller = client.session.caller
+    caller = _caller_of(client)
     ask = caller.call_many
 
     async def noted(calls: Any, timeout_s: float) -> list[Reply]:
@@ -55,7 +62,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
     that were given up.
     """
     given_up: list[Any] = []
-    caller = client.session.caller
+    caller = _caller_of(client)
     ask = caller.call_many
 
     async def give_up(calls: Any, timeout_s: float) -> list[Reply]:
@@ -80,7 +87,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
 def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[[], object]) -> Iterator[None]:
     """Inside, ``act`` is done once, when the first request of this kind is about to be sent."""
     acts = [act]
-    caller = client.session.caller
+    caller = _caller_of(client)
     ask = caller.call_many
 
     async def act_first(calls: Any, timeout_s: float) -> list[Reply]:

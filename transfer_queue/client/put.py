@@ -81,14 +81,18 @@ class WriteTransaction:
                 await storage.abort(begin.id, indexes)
             await session.cancel(begin.id)
             raise
-        session.done(session.controller, begin.id, publish.id)
+        if isinstance(begin, p.Reserve):
+            session.done(session.controller, begin.id, publish.id)
+        else:  # a checkpoint may wait until the values are replaced
+            await session.tell_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else begun
 
     def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:
         begin = self._begin
         tags = {indexes[row]: own for row, own in self._tags.items()}
         by_key = isinstance(begin, p.ResolveKeys)
-        return p.Publish(self._session.number(), begin.partition, packed, begin.fields, tags, by_key, begin.id)
+        number = self._session.number()
+        return p.Publish(number, begin.partition, packed, begin.fields, tags, by_key, begin.id, uncommitted=True)
 
 
 class Puts(ClientBase):
