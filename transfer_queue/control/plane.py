@@ -117,6 +117,10 @@ class ControlPlane:
         """What this call asked of its caller is done for it: values that it cleared are deleted."""
         self._state.calls.received(client, [call])
 
+    def keep_answer(self, client: str, request: p.Request, reply: p.Reply) -> None:
+        """A call of several steps is done: this is its answer, also if it is asked again, and it can't be undone."""
+        self._state.calls.add(client, request.id, Record(type(request), reply))
+
     def answered(self, client: str, call: int) -> p.Reply | None:
         """What this call was answered, while the client hasn't said that it has the answer."""
         record = self._state.calls.get(client, call)

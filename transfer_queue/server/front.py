@@ -149,6 +149,10 @@ class Front:
             return self._evict(client, request, now)
         if isinstance(request, p.GetStats) and self.plane is not None:
             return self._stats(client, request, now)
+        if isinstance(request, p.Put) and self.plane is not None:
+            known = self.plane.answered(client, request.id)
+            if known is not None:  # the put comes again: its answer was lost
+                return [Answer(client, known)]
         compose = self._composed.get(type(request))
         if compose is None and isinstance(request, p.Fetch) and request.with_values:
             compose = self._fetch
@@ -253,7 +257,9 @@ class Front:
                 return published
             if columns is not None:
                 yield Step(Commit(put.id, [put.id]))
-            return published if isinstance(begin, p.ResolveKeys) else begun
+            final = published if isinstance(begin, p.ResolveKeys) else begun
+            self.plane.keep_answer(client, put, final.reply)
+            return final
         finally:
             if lease:
                 self._owed += self._of_unit(self.unit.cancel(client, lease, self._now))
@@ -275,7 +281,7 @@ class Front:
         cleared = yield Step(request)
         if isinstance(cleared.reply, p.Cleared) and cleared.reply.indexes:
             yield Step(Delete(request.id, cleared.reply.indexes))
-            self.plane.received(client, [request.id])
+            self.plane.keep_answer(client, request, cleared.reply)
         return cleared
 
     # ---- what is undone ----
