@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
-from transfer_queue.storage.simple.hosting import host_unit
-from transfer_queue.storage.simple.messages import UnitStats
-from transfer_queue.storage.simple.unit import INLINE_NBYTES, StorageUnit
+from transfer_queue.storage.shm.hosting import host_unit
 from transfer_queue.transport.inproc_channel import InprocCaller
 
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.registry import create
+from transfer_queue.storage.shm.messages import UnitStats
+from transfer_queue.storage.shm.unit import INLINE_NBYTES, StorageUnit
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.simple.hosting import host_unit
-from transfer_queue.storage.simple.link import UnitLink
-from transfer_queue.storage.simple.manager import SimpleStorageManager
-from transfer_queue.storage.simple.writing import Terms, UnitWrite
+from transfer_queue.storage.shm.hosting import host_unit
+from transfer_queue.storage.shm.link import UnitLink
+from transfer_queue.storage.shm.writing import Terms, UnitWrite
 
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
 from tests.contract.transport_kit import held
 from transfer_queue.errors import StorageFullError
 from transfer_queue.storage.columns import sources
+from transfer_queue.storage.shm.manager import SimpleStorageManager
 from transfer_queue.storage.spans import AT_ONCE
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.caller import SocketCaller

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.simple.arena import PAGE_NBYTES
-from transfer_queue.storage.simple.link import UnitLink
-from transfer_queue.storage.simple.manager import SimpleStorageManager
+from transfer_queue.storage.shm.link import UnitLink
 
 from tests.contract.storage_kit import Backend, hosted, meta
+from transfer_queue.storage.shm.arena import PAGE_NBYTES
+from transfer_queue.storage.shm.manager import SimpleStorageManager
 from transfer_queue.transport.base import Peer
 
 WAIT_S = 8.0  # less than a client waits for what it is never told

@@ -35,7 +35,7 @@ class ClientBase:
         if not isinstance(controller_info, ZMQServerInfo):
             raise TypeError(f"controller_info must be a ZMQServerInfo, got {type(controller_info).__name__}.")
         self.client_id = client_id
-        self.session = Session(client_id, controller_info.peer())
+        self.session = Session(client_id, controller_info.peer(), controller_info.key_file)
         self._storage: StorageManager | None = None
         self._storage_args: tuple[str, dict[str, Any]] | None = None
         self._caller: Any = None
@@ -75,12 +75,12 @@ class ClientBase:
         configured = float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
         return min(configured, p.LONGEST_WAIT_S)
 
-    async def clear(self, request: type[p.Request], *args: Any) -> int:
-        """Ask the controller to forget samples; their values are deleted, too. Returns how many samples that were."""
+    async def clear(self, request: type[p.Request], *args: Any) -> p.Cleared:
+        """Ask the controller to forget samples; their values are deleted, too."""
         session = self.session
         message = request(session.number(), *args)
         if self._storage is not None and self.front is not None:
-            return len((await session.send(message, p.Cleared)).indexes) // 8
+            return await session.send(message, p.Cleared)
         cleared = await session.send(message, p.Cleared, keep=True)
         try:
             indexes = p.unpack_indexes(cleared.indexes).tolist()
@@ -90,7 +90,7 @@ class ClientBase:
             await session.cancel(message.id)  # the controller has these values deleted
             raise
         session.done(session.controller, message.id)
-        return len(indexes)
+        return cleared
 
     def close(self) -> None:
         """Leave the queue; what was put stays, and so do values that were got. Idempotent."""

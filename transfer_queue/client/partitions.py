@@ -13,6 +13,8 @@ from transfer_queue.client.keys import Keys
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
 
+_PER_CLEAR = 10_000
+
 
 class Partitions(Keys):
     """Verbs about whole partitions, tasks and the queue."""
@@ -46,7 +48,10 @@ class Partitions(Keys):
     async def async_clear_samples(self, metadata: BatchMeta) -> None:
         """Forget these samples, values and all; those already cleared are ignored."""
         for part in metadata.chunk_by_partition() if metadata.size else ():
-            await self.clear(p.ClearSamples, part.partition_ids[0], p.pack_indexes(part.global_indexes))
+            indexes = part.global_indexes
+            for start in range(0, len(indexes), _PER_CLEAR):  # more at once would hold up other clients for too long
+                some = p.pack_indexes(indexes[start : start + _PER_CLEAR])
+                await self.clear(p.ClearSamples, part.partition_ids[0], some)
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Forget the samples that every task which reads the partition has consumed and settled, values and all.
@@ -58,7 +63,12 @@ class Partitions(Keys):
         Returns:
             How many samples were cleared.
         """
-        return await self.clear(p.ClearConsumed, partition_id, list(task_names))
+        count = 0
+        while True:
+            cleared = await self.clear(p.ClearConsumed, partition_id, list(task_names))
+            count += len(cleared.indexes) // 8
+            if not cleared.more:
+                return count
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""

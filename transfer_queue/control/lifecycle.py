@@ -84,13 +84,18 @@ def clear_samples(state: PlaneState, client: str, request: p.ClearSamples) -> p.
     return cleared(state, client, request, state.frozen.keep(gone))
 
 
+MOST_PER_CLEAR = 10_000
+"""Samples that one request clears: more would hold up other clients for too long."""
+
+
 def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> p.Reply:
     """Nothing while one of the tasks that must be done hasn't begun."""
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
     being_read = _being_read(state, partition)
-    gone = partition.clear(partition.done_with(request.tasks, [batch.indexes for batch in being_read]))
+    done = partition.done_with(request.tasks, [batch.indexes for batch in being_read])
+    gone = partition.clear(done[:MOST_PER_CLEAR])
     if len(gone):
         state.touch(request.partition)
     reply = cleared(state, client, request, state.frozen.keep(gone))
@@ -98,6 +103,7 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
         reply,
         held_by=_held_by(partition, being_read),
         not_begun=sorted(set(request.tasks) - partition.consumers.keys()),
+        more=len(done) > MOST_PER_CLEAR,
     )
     record = state.calls.get(client, request.id)
     if record is not None:
@@ -144,4 +150,6 @@ def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -
             sampler.clear_cache(request.partition)
     partition = state.partitions.pop(request.partition)
     state.cut_off.extend(state.waiters.remove_lane(request.partition))
-    return cleared(state, client, request, state.frozen.keep(partition.drop()))
+    indexes = partition.drop()
+    state.discard(partition)
+    return cleared(state, client, request, state.frozen.keep(indexes))

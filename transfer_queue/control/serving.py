@@ -236,7 +236,7 @@ class Service:
         return Ended(self._fetch.id, "consumed", dropped)
 
     def _readers(self) -> int | None:
-        """Those who share a pass: everybody who reads rounds, else a rank's own readers."""
+        """What shares a pass: all ranks where rounds are drawn, else a rank's own readers."""
         return self._rank if self._dp_size is None else _ALL_RANKS
 
     def _is_past_end(self, batch_index: int | None) -> bool:

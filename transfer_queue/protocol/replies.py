@@ -98,12 +98,13 @@ class Cleared(Reply, frozen=True):
     """Samples that are forgotten; their values may be deleted from storage.
 
     Of ClearConsumed: ``held_by`` counts by task the samples that stay because the task has not consumed or not
-    acknowledged them; ``not_begun`` names tasks that must be done and never fetched.
+    acknowledged them; ``not_begun`` names tasks that must be done and never fetched; ``more``: ask again for the rest.
     """
 
     indexes: bytes
     held_by: dict[str, int] = {}
     not_begun: list[str] = []
+    more: bool = False
 
 
 class Names(Reply, frozen=True):

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from transfer_queue import protocol as p
+from transfer_queue.control.calls import Record
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
@@ -44,6 +46,10 @@ class Step(NamedTuple):
     frames: list[memoryview] = []  # noqa: RUF012 (never changed)
 
 
+PAUSE = Step(p.ListPartitions(0))
+"""Go on in the next turn: others are served first."""
+PER_TURN = 10_000
+"""Samples whose values are deleted in one turn: some milliseconds."""
 Steps = Generator[Step, Answer, Answer]
 
 
@@ -78,6 +84,8 @@ class Front:
         self._calls: dict[tuple[str, int], _Call] = {}
         self._left: set[str] = set()  # clients that said goodbye and are still connected
         self._owed: list[Answer] = []
+        self._paused: deque[tuple[str, int]] = deque()
+        self._unwanted: deque[p.Indexes] = deque()  # values that belong to nobody, to be deleted
         self._now = 0.0
         composed: dict[type[p.Request], Callable[[str, Any, list[memoryview]], Steps]] = {p.Put: self._put}
         if plane is not None and unit is not None:
@@ -114,9 +122,16 @@ class Front:
             answers += self._of_plane(self.plane.expire(now))
         if self.unit is not None:
             answers += self._of_unit(self.unit.expire(now))
+        if self._paused:
+            client, call = self._paused.popleft()
+            answers.append(Answer(client, p.Done(call)))
+        if self._unwanted:
+            answers += self._delete_unwanted(now)
         return self._finish(answers, now)
 
     def next_deadline(self) -> float | None:
+        if self._paused or self._unwanted:
+            return -math.inf  # a little each turn, between requests
         deadlines = [part.next_deadline() for part in (self.plane, self.unit) if part is not None]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -149,11 +164,9 @@ class Front:
             return self._evict(client, request, now)
         if isinstance(request, p.GetStats) and self.plane is not None:
             return self._stats(client, request, now)
-        if isinstance(request, p.Put) and self.plane is not None:
-            known = self.plane.answered(client, request.id)
-            if known is not None:  # the put comes again: its answer was lost
-                return [Answer(client, known)]
         compose = self._composed.get(type(request))
+        if compose is not None and (answered := self._answered(client, request)) is not None:
+            return [Answer(client, answered)]
         if compose is None and isinstance(request, p.Fetch) and request.with_values:
             compose = self._fetch
         if compose is None:
@@ -171,7 +184,7 @@ class Front:
         answers = self._of_plane(self.plane.handle(client, request, now))
         if self._janitor is not None and isinstance(request, p.Publish) and request.begun:
             own = [answer.reply for answer in answers if (answer.client, answer.reply.id) == (client, request.id)]
-            if not isinstance(own[0], p.Failed):
+            if not any(isinstance(reply, p.Failed) for reply in own):
                 self._janitor.published(client, request.id, request.begun)
         return answers
 
@@ -193,7 +206,17 @@ class Front:
                     continue
                 answer = final
             del self._calls[key]
-            outgoing.append(Outgoing(call.envelope, _encoded(self._explained(answer.reply)), answer.frames))
+            outgoing.append(self._outgoing(call.envelope, answer))
+
+    def _outgoing(self, envelope: Envelope, answer: Answer) -> Outgoing:
+        """The answer as it travels; where it can't, an error in its place, and what the call did is undone."""
+        try:
+            return Outgoing(envelope, p.encode(self._explained(answer.reply)), answer.frames)
+        except Exception as error:  # the guard around encoding: a value that can't travel harms its own call alone
+            kind, call = type(answer.reply).__name__, answer.reply.id
+            _log.log(logging.ERROR, "an answer of type %s can't be encoded: %r", kind, error)
+            self._undo(answer.client, call)
+            return Outgoing(envelope, p.encode(p.Failed(call, *to_wire(_unsendable(error)))))
 
     def _explained(self, reply: p.Reply) -> p.Reply:
         """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
@@ -207,7 +230,11 @@ class Front:
         client, call = answer.client, answer.reply.id
 
         def go_on() -> Iterable[Answer]:
-            return self._ask(client, steps.send(answer), now)
+            step = steps.send(answer)
+            if step is PAUSE:
+                self._paused.append((client, call))
+                return []
+            return self._ask(client, step, now)
 
         try:
             work.extend(self._guarded(client, call, go_on))
@@ -234,11 +261,24 @@ class Front:
 
     # ---- composed calls ----
 
+    def _answered(self, client: str, request: p.Request) -> p.Reply | None:
+        """The answer to the same call before: it has one effect."""
+        record = None if self.plane is None else self.plane.state.calls.get(client, request.id)
+        return record.reply if record is not None and record.kind is type(request) else None
+
+    def _remember(self, client: str, request: p.Request, reply: p.Reply) -> None:
+        """The whole call is done, and can't be undone from here on."""
+        assert self.plane is not None
+        self.plane.state.calls.add(client, request.id, Record(type(request), reply))
+
     def _put(self, client: str, put: p.Put, frames: list[memoryview]) -> Steps:
         """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them."""
         if self.plane is None or self.unit is None:
             raise ProtocolError("this server has no storage beside its controller: put in steps.")
         begin, columns = put.begin, decode_columns(put.write) if put.write else None
+        if begin.id != put.id:
+            raise ProtocolError(f"call {put.id} is a put that begins with call {begin.id}: a put is one call.")
+        deadline = self._now + begin.wait_s
         lease = columns.lease if columns is not None else 0
         try:
             begun = yield Step(begin)
@@ -246,7 +286,7 @@ class Front:
                 return begun
             indexes = begin.indexes if isinstance(begin, p.CheckFields) else begun.reply.indexes  # type: ignore[attr-defined]
             if columns is not None:
-                written = yield Step(Write(put.id, indexes, columns, begin.wait_s), frames)
+                written = yield Step(Write(put.id, indexes, columns, max(0.0, deadline - self._now)), frames)
                 lease = 0
                 if isinstance(written.reply, p.Failed):
                     self._undo(client, put.id)
@@ -257,9 +297,9 @@ class Front:
                 return published
             if columns is not None:
                 yield Step(Commit(put.id, [put.id]))
-            final = published if isinstance(begin, p.ResolveKeys) else begun
-            self.plane.keep_answer(client, put, final.reply)
-            return final
+            answer = published if isinstance(begin, p.ResolveKeys) else begun
+            self._remember(client, put, answer.reply)
+            return answer
         finally:
             if lease:
                 self._owed += self._of_unit(self.unit.cancel(client, lease, self._now))
@@ -273,15 +313,18 @@ class Front:
         if isinstance(rows.reply, p.Failed):
             self._undo(client, fetch.id)
             return rows
-        return Answer(client, batch.reply, [_encoded(rows.reply), *rows.frames])
+        return Answer(client, batch.reply, [p.encode(rows.reply), *rows.frames])
 
     def _clear(self, client: str, request: p.Request, frames: list[memoryview]) -> Steps:
         """Forget samples, then delete their values."""
         assert self.plane is not None
         cleared = yield Step(request)
-        if isinstance(cleared.reply, p.Cleared) and cleared.reply.indexes:
-            yield Step(Delete(request.id, cleared.reply.indexes))
-            self.plane.keep_answer(client, request, cleared.reply)
+        if isinstance(cleared.reply, p.Cleared):
+            for some in _slices(p.unpack_indexes(cleared.reply.indexes)):
+                yield Step(Delete(request.id, p.pack_indexes(some)))
+                if len(some) == PER_TURN:
+                    yield PAUSE
+            self._remember(client, request, cleared.reply)
         return cleared
 
     # ---- what is undone ----
@@ -326,16 +369,21 @@ class Front:
         return answers
 
     def _chores(self, now: float) -> list[Answer]:
-        """Delete values that belong to nobody any more."""
+        """What is owed to others; and values that belong to nobody any more are deleted, or at least the first ones."""
         answers, self._owed = self._owed, []
-        chores = [] if self.plane is None else self.plane.take_chores()
-        for chore in chores:
-            packed = p.pack_indexes(chore.indexes)
-            if self.unit is not None:
-                answers += self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
-            elif self._janitor is not None:
-                self._janitor.delete(chore.indexes)
+        for chore in [] if self.plane is None else self.plane.take_chores():
+            if self.unit is None:
+                if self._janitor is not None:
+                    self._janitor.delete(chore.indexes)
+                continue
+            self._unwanted.extend(_slices(chore.indexes))
+            answers += self._delete_unwanted(now)
         return answers
+
+    def _delete_unwanted(self, now: float) -> list[Answer]:
+        assert self.unit is not None
+        packed = p.pack_indexes(self._unwanted.popleft())
+        return self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
 
     # ---- small verbs ----
 
@@ -376,9 +424,16 @@ class Front:
         return [Answer(*reply) for reply in replies]
 
 
+def _slices(indexes: p.Indexes) -> Iterator[p.Indexes]:
+    """So many of them as are deleted in one turn."""
+    return (indexes[start : start + PER_TURN] for start in range(0, len(indexes), PER_TURN))
+
+
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:
     """The last step of a put. Its tags are by row until then."""
     own = p.unpack_indexes(indexes)
+    if put.tags and not 0 <= min(put.tags) <= max(put.tags) < len(own):
+        raise InvalidRequestError(f"a put of {len(own)} rows has tags for rows {sorted(put.tags)}.")
     tags = {int(own[row]): tags for row, tags in put.tags.items()} if put.tags else {}
     by_key = isinstance(put.begin, p.ResolveKeys)
     return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id)
@@ -393,10 +448,5 @@ def _received_of(header: bytes) -> list[int]:
     return [call for call in received if type(call) is int] if isinstance(received, list) else []
 
 
-def _encoded(reply: p.Reply) -> bytes:
-    """The reply as it travels; where it can't, an error in its place."""
-    try:
-        return p.encode(reply)
-    except Exception as error:  # the guard around encoding: a value that can't travel harms its own call alone
-        _log.log(logging.ERROR, "an answer of type %s can't be encoded: %r", type(reply).__name__, error)
-        return p.encode(p.Failed(reply.id, *to_wire(ProtocolError(f"the answer can't be sent: {error}"))))
+def _unsendable(error: Exception) -> ProtocolError:
+    return ProtocolError(f"the answer can't be sent: {error}")

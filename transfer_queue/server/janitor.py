@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
@@ -68,7 +68,9 @@ class Janitor:
         while (job := self._jobs.get()) is not None:
             try:
                 run_blocking(job())
-            except TransferQueueError as error:  # the unit is gone, and its values with it
-                _log.warning("what an ended client left behind could not be deleted: %s", error)
+            except QueueUnreachableError as error:  # the unit has ended, maybe with the queue, and its values with it
+                _log.debug("what an ended client left behind is gone with its storage unit: %s", error)
+            except Exception as error:  # the backend may be anybody's code, and the next job must be done
+                _log.warning("what an ended client left behind could not be deleted: %r", error)
         run_blocking(self._storage.close())
         self._storage.session.close()

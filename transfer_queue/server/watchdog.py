@@ -17,42 +17,65 @@ _LOOK_EVERY_S = 0.5
 _REMEMBERED = 16
 
 
+class Alarms:
+    """What was seen to run for too long. The time is passed in."""
+
+    def __init__(self, held_s: float = HELD_S) -> None:
+        self._held_s = held_s
+        self._alarms: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._last: str | None = None
+        self._since = 0.0
+        self._current: dict[str, Any] | None = None
+
+    def look(self, running: str | None, now: float) -> bool:
+        """``running``: what runs now. Returns whether that makes a new alarm."""
+        if running is None or running != self._last:
+            self._last, self._since, self._current = running, now, None
+            return False
+        if now - self._since < self._held_s:
+            return False
+        is_new, alarm = self._current is None, self._current or {"what": running}
+        alarm.update(held_s=now - self._since, at=now)
+        if is_new:
+            self._alarms.append(alarm)
+        self._current = alarm
+        return is_new
+
+    def latest(self, now: float) -> list[dict[str, Any]]:
+        """What held the server, for how long, and how long ago that was noticed last."""
+        return [
+            {"what": alarm["what"], "held_s": alarm["held_s"], "seen_s_ago": now - alarm["at"]}
+            for alarm in list(self._alarms)
+        ]
+
+
 class Watchdog:
     """A thread that looks from time to time at what foreign code runs; it costs the server nothing."""
 
-    def __init__(self, running: Callable[[], str | None], held_s: float = HELD_S) -> None:
+    def __init__(
+        self, running: Callable[[], str | None], held_s: float = HELD_S, look_every_s: float = _LOOK_EVERY_S
+    ) -> None:
         """``running``: name of the foreign code that runs now, None for none. It is called in the watchdog's thread."""
         self._running = running
         self._held_s = held_s
-        self._alarms: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._look_every_s = look_every_s
+        self._alarms = Alarms(held_s)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tq-watchdog", daemon=True)
         self._thread.start()
 
     def alarms(self) -> list[dict[str, Any]]:
-        """The latest ones: what held the server, for how long, and how long ago that was noticed last."""
-        now = time.monotonic()
-        return [
-            {"what": alarm["what"], "held_s": alarm["held_s"], "seen_s_ago": now - alarm["at"]}
-            for alarm in list(self._alarms)
-        ]
+        """See ``Alarms.latest``."""
+        return self._alarms.latest(time.monotonic())
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        last, since = None, 0.0
-        alarm: dict[str, Any] | None = None
-        while not self._stop.wait(_LOOK_EVERY_S):
-            running, now = self._running(), time.monotonic()
-            if running is None or running != last:
-                last, since, alarm = running, now, None
-                continue
-            if now - since < self._held_s:
-                continue
-            if alarm is None:
-                _log.warning("%s has held the server for more than %.1f s: nobody else is served.", last, self._held_s)
-                alarm = {"what": last}
-                self._alarms.append(alarm)
-            alarm.update(held_s=now - since, at=now)
+        while not self._stop.wait(self._look_every_s):
+            running = self._running()
+            if self._alarms.look(running, time.monotonic()):
+                _log.warning(
+                    "%s has held the server for more than %.1f s: nobody else is served.", running, self._held_s
+                )

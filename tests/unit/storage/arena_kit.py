@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of a unit with an arena, said by hand: every message and every word, through a mapping of its own."""
+"""A client of a unit with an arena, each message made by hand, with a mapping of its own."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from transfer_queue.storage.simple.arena import PAGE_NBYTES, Arena, whole_pages
-from transfer_queue.storage.simple.messages import (
-    Drop,
-    Failed,
-    Hold,
+
+from transfer_queue.protocol import Failed, Reply, Request
+from transfer_queue.storage.pieces import ByteArray, Layout, Piece, dense_layout
+from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.shm.messages import (
+    Columns,
+    Commit,
+    Delete,
     Lease,
+    Leased,
     Part,
     Read,
+    Release,
     Rows,
     Write,
-    decode_answer,
-    encode,
     pack_indexes,
 )
-from transfer_queue.storage.simple.parts import unpack_parts
-from transfer_queue.storage.simple.unit import StorageUnit
-from transfer_queue.storage.simple.words import BEGIN, LET_GO, pack_word
-
-from transfer_queue.storage.pieces import Layout, Piece, dense_layout
-from transfer_queue.transport.base import Envelope, Outgoing
+from transfer_queue.storage.shm.parts import unpack_parts
+from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
 
 PAGE = PAGE_NBYTES
 
 
-def unit_of_pages(pages: int | None = None, arena_pages: int = 256) -> StorageUnit:
+class ArenaUnit(StorageUnit):
     """A unit that keeps all values in its arena."""
-    return StorageUnit("u0", None if pages is None else pages * PAGE, Arena(arena_pages * PAGE), inline_nbytes=0)
+
+    def __init__(self, pages: int | None = None, arena_pages: int = 256) -> None:
+        self.arena = Arena(arena_pages * PAGE)
+        super().__init__("u0", None if pages is None else pages * PAGE, self.arena, inline_nbytes=0)
 
 
 def indexes_of(indexes: Sequence[int]) -> bytes:
@@ -45,103 +47,99 @@ def row_layout(nbytes: int) -> Layout:
     return dense_layout("uint8", 1, (nbytes,))
 
 
-class Guest:
-    """``inbox``: (request number, answer) as they came for it and others of the same unit, the oldest first."""
+class ArenaClient:
+    """Its session is known by its name; its calls are numbered from 1."""
 
-    def __init__(self, unit: StorageUnit, number: int, name: str = "") -> None:
-        self.unit, self.number, self.name = unit, number, name or f"client {number}"
-        descriptor, greeting = unit.attached(number)
-        self.memory = np.frombuffer(mmap.mmap(descriptor, int.from_bytes(greeting, "little")), np.uint8)
-        self.sent = 0
-        self.holds = 0
+    def __init__(self, unit: ArenaUnit, name: str) -> None:
+        self.unit, self.name = unit, name
+        self.memory = np.frombuffer(mmap.mmap(unit.arena.descriptor, unit.arena.nbytes), np.uint8)
+        self.calls = 0
+
+    def number(self) -> int:
+        self.calls += 1
+        return self.calls
 
     # ---- requests ----
 
-    def ask(self, request: Any, frames: Sequence[Any] = (), now: float = 0.0) -> list[tuple[str, int, Any]]:
-        """(client, request number, answer) of every answer that this let go."""
-        self.sent += 1
-        views = [memoryview(frame).cast("B") for frame in frames]
-        return told(self.unit.handle(Envelope(self.name, self.sent, b""), encode(request), views, now))
+    def ask(self, request: Request, frames: Sequence[Any] = (), now: float = 0.0) -> list[UnitReply]:
+        """Every answer that this request brings about, also those of other clients."""
+        return self.unit.handle(self.name, request, [memoryview(frame).cast("B") for frame in frames], now)
 
-    def one(self, request: Any, frames: Sequence[Any] = (), now: float = 0.0) -> Any:
+    def one(self, request: Request, frames: Sequence[Any] = (), now: float = 0.0) -> Any:
         """The only answer."""
-        ((name, number, answer),) = self.ask(request, frames, now)
-        assert (name, number) == (self.name, self.sent)
+        ((client, answer, _),) = self.ask(request, frames, now)
+        assert (client, answer.id) == (self.name, request.id)
         return answer
 
-    def hold(self) -> Hold:
-        self.holds += 1
-        return Hold(self.number, self.holds)
-
     def lease(self, pages: int, indexes: Sequence[int] = (), wait_s: float = 10.0) -> Lease:
-        hold = self.hold()
-        return Lease(hold, pages * PAGE, indexes_of(indexes or [10_000 * self.number + hold.number]), ["a"], wait_s)
+        return Lease(self.number(), pages * PAGE, indexes_of(indexes), ["a"], wait_s)
 
-    def view(self, offset: int, nbytes: int) -> np.ndarray:
+    def leased(self, pages: int) -> tuple[int, int]:
+        """(call, offset) of a lease for which there must be room."""
+        lease = self.lease(pages)
+        answer = self.one(lease)
+        assert isinstance(answer, Leased), answer
+        return lease.id, answer.offset
+
+    def view(self, offset: int, nbytes: int) -> ByteArray:
         return self.memory[offset : offset + nbytes]
 
-    def written_at(self, offset: int, hold: Hold, values: dict[int, int], nbytes: int, **more: Any) -> Write:
+    def written_at(self, offset: int, lease: int, values: dict[int, int], nbytes: int, commit: bool = True) -> Write:
         """A write of rows of ``nbytes`` bytes, each full of its value, that lie at ``offset`` now."""
         rows = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
         self.view(offset, len(rows))[:] = rows
         part = Part("a", row_layout(nbytes), len(values), offset=offset, nbytes=len(rows))
-        return Write(indexes_of(values), [part], lease=hold, **more)
+        return Write(self.number(), indexes_of(values), Columns([part], lease=lease), commit=commit)
 
-    def put(self, values: dict[int, int], nbytes: int = PAGE, now: float = 0.0, **more: Any) -> Any:
-        """Lease, write and answer of the write; there must be room."""
+    def put(self, values: dict[int, int], nbytes: int = PAGE, now: float = 0.0, commit: bool = True) -> Any:
+        """The answer to a write into leased memory; there must be room."""
         lease = self.lease(whole_pages(len(values) * nbytes) // PAGE, list(values))
         leased = self.one(lease, now=now)
-        return self.one(self.written_at(leased.offset, lease.hold, values, nbytes, **more), now=now)
+        return self.one(self.written_at(leased.offset, lease.id, values, nbytes, commit), now=now)
 
-    def put_frame(self, values: dict[int, int], nbytes: int, **more: Any) -> Any:
+    def put_frame(self, values: dict[int, int], nbytes: int, commit: bool = True) -> Any:
         data = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
-        return self.one(Write(indexes_of(values), [Part("a", row_layout(nbytes), len(values))], **more), [data])
+        columns = Columns([Part("a", row_layout(nbytes), len(values))])
+        return self.one(Write(self.number(), indexes_of(values), columns, commit=commit), [data])
 
-    def read(self, indexes: Sequence[int], pin: Hold | None = None, now: float = 0.0) -> tuple[Rows, list[Piece]]:
+    def commit(self, *writes: int, now: float = 0.0) -> list[UnitReply]:
+        return self.ask(Commit(self.number(), list(writes)), now=now)
+
+    def read(self, indexes: Sequence[int], mapped: bool = True) -> tuple[Rows, list[Piece]]:
         """The answer and its pieces where they lie."""
-        self.sent += 1
-        request = encode(Read(indexes_of(indexes), ["a"], pin))
-        (out,) = self.unit.handle(Envelope(self.name, self.sent, b""), request, [], now)
-        answer = decode_answer(out.header)
+        ((_, answer, frames),) = self.ask(Read(self.number(), indexes_of(indexes), ["a"], mapped))
         assert isinstance(answer, Rows), answer
-        parts = unpack_parts(answer.parts, answer.tables, out.frames, len(indexes), self.view)
+        parts = unpack_parts(answer.parts, answer.tables, frames, len(indexes), self.view)
         return answer, [piece for _, _, piece in parts]
 
     def values(self, indexes: Sequence[int]) -> dict[int, int]:
         """What is stored, one byte of each row, read in frames."""
-        self.sent += 1
-        request = encode(Read(indexes_of(indexes), ["a"]))
-        (out,) = self.unit.handle(Envelope(self.name, self.sent, b""), request, [], 0.0)
-        answer = decode_answer(out.header)
+        ((_, answer, frames),) = self.ask(Read(self.number(), indexes_of(indexes), ["a"]))
         assert isinstance(answer, Rows), answer
         found = {}
-        for _, positions, piece in unpack_parts(answer.parts, answer.tables, out.frames, len(indexes)):
+        for _, positions, piece in unpack_parts(answer.parts, answer.tables, frames, len(indexes)):
             ends = piece.as_ragged().bounds.tolist()
             at = range(len(indexes))[positions] if isinstance(positions, slice) else positions
             for n, start, stop in zip(at, ends, ends[1:], strict=False):
                 (found[indexes[n]],) = set(piece.data[start:stop].tolist())
         return found
 
-    def drop(self, *indexes: int, now: float = 0.0) -> list[tuple[str, int, Any]]:
-        return self.ask(Drop(indexes_of(indexes)), now=now)
+    def delete(self, *indexes: int, now: float = 0.0) -> list[UnitReply]:
+        return self.ask(Delete(self.number(), indexes_of(indexes)), now=now)
 
-    # ---- words ----
+    def release(self, *calls: int, now: float = 0.0) -> list[UnitReply]:
+        """The answers of others that this brings about: it has none of its own."""
+        return self.ask(Release(self.number(), list(calls)), now=now)
 
-    def let_go(self, hold: Hold, now: float = 0.0) -> list[tuple[str, int, Any]]:
-        return told(self.unit.told(self.number, pack_word(LET_GO, hold.number), now))
+    def cancel(self, call: int, now: float = 0.0) -> list[UnitReply]:
+        return self.unit.cancel(self.name, call, now)
 
-    def begin(self, hold: Hold, now: float = 0.0) -> list[tuple[str, int, Any]]:
-        return told(self.unit.told(self.number, pack_word(BEGIN, hold.number), now))
-
-    def die(self, now: float = 0.0) -> list[tuple[str, int, Any]]:
-        return told(self.unit.detached(self.number, now))
-
-
-def told(answers: Sequence[Outgoing]) -> list[tuple[str, int, Any]]:
-    return [(out.envelope.client, out.envelope.request_id, decode_answer(out.header)) for out in answers]
+    def end(self, now: float = 0.0) -> list[UnitReply]:
+        """Its last connection has closed."""
+        return self.unit.client_gone(self.name, now)
 
 
-def refused(answer: Any, fragment: str, code: str = "ProtocolError") -> None:
+def refused(answer: Reply, fragment: str, code: str = "ProtocolError") -> None:
     assert isinstance(answer, Failed), answer
     assert answer.code == code
     assert fragment in answer.text

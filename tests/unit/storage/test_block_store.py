@@ -8,10 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from transfer_queue.storage.simple.blocks import BlockStore
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
+from transfer_queue.storage.shm.blocks import BlockStore
 
 ROW = 1000
 
@@ -81,7 +81,7 @@ def test_a_second_write_replaces_and_earlier_answers_stay_as_they_were():
     store.write(np.arange(2), whole("a", piece([1, 2])))
     ((_, _, before),) = store.read(ints(0, 1), ["a"])
     store.write(ints(1), whole("a", piece([9])))
-    store.drop(ints(0))
+    store.delete(ints(0))
     assert read(store, "a", 1) == [9]
     assert before.data.view(np.int64)[::ROW].tolist() == [1, 2]
 
@@ -91,7 +91,7 @@ def test_of_an_index_given_twice_in_one_write_the_last_row_counts():
     store.write(ints(5, 5, 6), whole("a", piece([1, 2, 3])))
     assert read(store, "a", 5, 6) == [2, 3]
     assert (store.num_values, store.num_samples, store.live_nbytes) == (2, 2, 2 * ROW * 8)
-    assert store.drop(ints(5, 5, 6)) == 2
+    assert store.delete(ints(5, 5, 6)) == 2
     assert (store.held_nbytes, store.num_blocks) == (0, 0)
 
 
@@ -102,22 +102,22 @@ def test_a_missing_value_names_field_and_sample():
         store.read(ints(0, 7), ["a"])
     with pytest.raises(StorageKeyNotFoundError, match="field 'b' for sample 0"):
         store.read(ints(0), ["b"])
-    store.drop(ints(0))
+    store.delete(ints(0))
     with pytest.raises(StorageKeyNotFoundError, match="field 'a' for sample 0"):
         store.read(ints(0, 1), ["a"])
 
 
-def test_dropping_what_is_unknown_changes_nothing():
+def test_deleting_what_is_unknown_changes_nothing():
     store = BlockStore()
     store.write(ints(1), whole("a", piece([1])))
-    assert (store.drop(ints(0, 2, 5000)), store.drop(ints(1), ["b"]), store.drop(ints())) == (0, 0, 0)
+    assert (store.delete(ints(0, 2, 5000)), store.delete(ints(1), ["b"]), store.delete(ints())) == (0, 0, 0)
     assert read(store, "a", 1) == [1]
 
 
-def test_dropping_some_fields_keeps_the_others():
+def test_deleting_some_fields_keeps_the_others():
     store = BlockStore()
     store.write(ints(1), whole("a", piece([1])) + whole("b", piece([2])))
-    assert store.drop(ints(1), ["a"]) == 1
+    assert store.delete(ints(1), ["a"]) == 1
     assert (read(store, "b", 1), store.num_values, store.num_samples) == ([2], 1, 1)
 
 
@@ -125,7 +125,7 @@ def test_dropping_some_fields_keeps_the_others():
 def test_clearing_62_of_64_samples_frees_their_bytes(make):
     store = BlockStore()
     store.write(np.arange(64), whole("a", make(list(range(1, 65)))))
-    store.drop(np.arange(1, 63))
+    store.delete(np.arange(1, 63))
     assert (read(store, "a", 0, 63), store.held_nbytes) == ([1, 64], store.live_nbytes)
     assert store.live_nbytes == make([1, 64]).nbytes
 
@@ -134,7 +134,7 @@ def test_no_more_than_half_of_what_is_held_is_dead():
     store = BlockStore()
     store.write(np.arange(64), whole("a", piece(list(range(64)))))
     for index in range(0, 64, 3):
-        store.drop(ints(index))
+        store.delete(ints(index))
         assert store.held_nbytes <= 2 * store.live_nbytes
     store.squeeze()
     assert store.held_nbytes == store.live_nbytes == 42 * ROW * 8
@@ -146,7 +146,7 @@ def test_a_large_block_that_is_mostly_dead_is_moved_a_step_at_a_time_and_read_al
     store = BlockStore(step_nbytes=rows.nbytes // 16)
     store.write(np.arange(64), whole("a", rows))
     kept = list(range(1, 64, 3))
-    store.drop(np.setdiff1d(np.arange(64), kept))
+    store.delete(np.setdiff1d(np.arange(64), kept))
     steps = 0
     while store.is_moving:
         assert store.held_nbytes <= rows.nbytes + store.live_nbytes
@@ -163,11 +163,11 @@ def test_a_large_block_that_is_mostly_dead_is_moved_a_step_at_a_time_and_read_al
 def test_what_dies_while_its_block_is_moved_is_not_moved():
     store = BlockStore(step_nbytes=4 * ROW * 8)
     store.write(np.arange(64), whole("a", piece(list(range(64)))))
-    store.drop(np.arange(0, 64, 3))
-    store.drop(np.arange(1, 64, 3))
+    store.delete(np.arange(0, 64, 3))
+    store.delete(np.arange(1, 64, 3))
     for _ in range(3):
         store.move()
-    store.drop(np.arange(0, 62))
+    store.delete(np.arange(0, 62))
     assert (read(store, "a", 62), store.is_moving) == ([62], False)
     assert store.held_nbytes == store.live_nbytes == ROW * 8
 
@@ -188,7 +188,7 @@ def test_without_memory_to_compact_dead_rows_stay_and_every_value_is_as_it_was(m
     memory = Memory()
     store = BlockStore(memory)
     store.write(np.arange(64), whole("a", make(list(range(1, 65)))))
-    assert store.drop(np.arange(2, 64)) == 62
+    assert store.delete(np.arange(2, 64)) == 62
     for index in range(100, 140):
         store.write(ints(index), whole("a", make([index])))
     store.squeeze()
@@ -213,7 +213,7 @@ def test_memory_of_the_tables_follows_what_is_kept_while_indexes_grow():
     store = BlockStore()
     for start in range(0, 200_000, 1000):
         store.write(np.arange(start, start + 1000), whole("a", piece([start] * 1000, size=1)))
-        store.drop(np.arange(start, start + 1000))
+        store.delete(np.arange(start, start + 1000))
     assert (store.num_samples, store.held_nbytes, store.num_blocks) == (0, 0, 0)
 
 
@@ -221,7 +221,7 @@ def test_an_index_that_a_write_names_without_a_value_costs_nothing_afterwards():
     store = BlockStore()
     store.write(ints(0, 6400), [("a", np.array([1]), piece([5]))])
     assert (read(store, "a", 6400), store.num_samples) == ([5], 1)
-    store.drop(ints(0, 6400))
+    store.delete(ints(0, 6400))
     assert store._slots.capacity == 0
 
 
@@ -248,11 +248,11 @@ def test_without_memory_to_move_a_block_it_stays_until_more_of_it_dies():
     memory = Memory()
     store = BlockStore(memory, step_nbytes=4 * ROW * 8)
     store.write(np.arange(64), whole("a", piece(list(range(64)))))
-    store.drop(np.arange(2, 42))
+    store.delete(np.arange(2, 42))
     store.move()
     assert (store.is_moving, store.held_nbytes, store.live_nbytes) == (False, 64 * ROW * 8, 24 * ROW * 8)
     memory.short = False
-    store.drop(ints(42))
+    store.delete(ints(42))
     assert store.is_moving
     while store.is_moving:
         store.move()
@@ -305,7 +305,7 @@ class AgainstADict(RuleBasedStateMachine):
     def drop(self, indexes, fields):
         gone = [key for key in self.model if key[0] in indexes and (fields is None or key[1] in fields)]
         before = self.store.changes.count
-        assert self.store.drop(ints(*indexes), fields) == len(gone)
+        assert self.store.delete(ints(*indexes), fields) == len(gone)
         self.check_noted(before, bool(gone))
         for key in gone:
             del self.model[key]

@@ -6,7 +6,8 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from transfer_queue.storage.simple.free_list import FreeList
+
+from transfer_queue.storage.shm.free_list import FreeList
 
 SPACE = 64
 

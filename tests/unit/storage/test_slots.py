@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_queue.storage.simple.slots import Slots
+
+from transfer_queue.storage.shm.slots import Slots
 
 
 def ints(*numbers: int) -> np.ndarray:

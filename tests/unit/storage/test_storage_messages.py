@@ -3,25 +3,32 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
-from transfer_queue.storage.simple.messages import (
-    Drop,
-    Hold,
+
+from transfer_queue.errors import ProtocolError, StorageFullError
+from transfer_queue.protocol import Done, Failed, encode, encode_request, message_decoder
+from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
+from transfer_queue.storage.shm.messages import (
+    AskUnitStats,
+    Columns,
+    Commit,
+    Delete,
+    EndSession,
+    Lease,
+    Leased,
     Part,
     Read,
-    Stats,
+    Release,
     Write,
     decode_answer,
-    decode_request,
-    encode,
+    decode_columns,
+    encode_columns,
     pack_indexes,
     unpack_indexes,
 )
-from transfer_queue.storage.simple.parts import Packer, unpack_parts
-
-from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
+from transfer_queue.storage.shm.parts import Packer, unpack_parts
 
 INT = dense_layout("int64", 8, ())
 
@@ -30,25 +37,45 @@ def piece(*numbers: int) -> Piece:
     return Piece(INT, len(numbers), np.array(numbers, np.int64).view(np.uint8))
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        Write(b"12345678", [Part("a", INT, 1)], [b"table"], 2.5, Hold(1, 2)),
-        Read(b"", ["a"]),
-        Drop(b"12345678"),
-        Drop(b"", ["a"]),
-        Stats(),
-    ],
-)
+REQUESTS = [
+    Lease(1, 4096, b"12345678", ["a"], 2.5),
+    Write(2, b"12345678", Columns([Part("a", INT, 1)], [b"table"], 1), 2.5, True),
+    Commit(3, [2]),
+    Read(4, b"", ["a"], True),
+    Delete(5, b"12345678"),
+    Delete(6, b"", ["a"]),
+    Release(7, [1, 4]),
+    EndSession(8, "me", [2]),
+    AskUnitStats(9),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
 def test_a_request_is_the_same_after_the_wire(request_):
-    assert decode_request(encode(request_)) == request_
+    decode = message_decoder(*map(type, REQUESTS))
+    assert decode(encode_request(request_, [7])) == msgspec.structs.replace(
+        decode(encode_request(AskUnitStats(0))), received=[7], request=request_
+    )
 
 
-@pytest.mark.parametrize("decode", [decode_request, decode_answer])
-@pytest.mark.parametrize("header", [b"", b"\xc1", b"nonsense", encode(["NoSuchMessage", 1]), encode(["Read", 5])])
+def test_columns_are_the_same_after_the_wire():
+    columns = Columns([Part("a", INT, 1, 2, 0, 4096, 8, 1)], [b"table"], 3)
+    assert decode_columns(encode_columns(columns)) == columns
+
+
+@pytest.mark.parametrize("decode", [decode_columns, lambda header: decode_answer(header, Leased)])
+@pytest.mark.parametrize("header", [b"", b"\xc1", b"nonsense", encode(["NoSuchMessage", 1]), encode(["Leased", "x"])])
 def test_what_is_no_message_is_a_protocol_error(decode, header):
     with pytest.raises(ProtocolError, match="can't be decoded"):
         decode(header)
+
+
+def test_an_answer_of_another_kind_is_a_protocol_error_and_a_refusal_is_raised():
+    assert decode_answer(encode(Leased(1, 4096)), Leased) == Leased(1, 4096)
+    with pytest.raises(ProtocolError, match="answered Done, expected Leased"):
+        decode_answer(encode(Done(1)), Leased)
+    with pytest.raises(StorageFullError, match="no room"):
+        decode_answer(encode(Failed(1, "StorageFullError", "no room")), Leased)
 
 
 def test_parts_keep_their_positions_and_bytes():

@@ -5,31 +5,41 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.transport.inproc_channel import InprocCaller
 
 import transfer_queue.storage as storage
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage import registry
+from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.session import Session
 
-UNITS = {"units": [{"name": "u0", "address": "inproc://u0"}]}
+UNITS = {"units": [{"name": "u0", "address": "local://u0"}]}
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = Session("me", Peer("controller", "local://controller"))
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("name", ["SimpleStorage", "AsyncSimpleStorageManager"])
-def test_both_names_of_the_default_backend_make_it(name):
-    assert type(registry.create(name, InprocCaller({}, "me"), UNITS)) is storage.SimpleStorageManager
+def test_both_names_of_the_default_backend_make_it(name, session):
+    assert type(registry.create(name, session, UNITS)) is SharedMemoryManager
 
 
-def test_an_unknown_name_is_told_the_nearest_known_one():
+def test_an_unknown_name_is_told_the_nearest_known_one(session):
     with pytest.raises(
         ConfigError, match=r"no storage backend 'SimpelStorage'. Did you mean 'SimpleStorage'\? Known: "
     ):
-        registry.create("SimpelStorage", InprocCaller({}, "me"), UNITS)
+        registry.create("SimpelStorage", session, UNITS)
 
 
 @pytest.fixture
@@ -51,8 +61,8 @@ def own(monkeypatch):
     return Own
 
 
-def test_a_registered_backend_needs_only_put_get_and_clear(own):
-    manager = registry.create("Own", InprocCaller({}, "me"), {"layout": "jagged"})
+def test_a_registered_backend_needs_only_put_get_and_clear(own, session):
+    manager = registry.create("Own", session, {"layout": "jagged"})
     assert type(manager) is own
     data = TensorDict({"b": torch.arange(4).view(2, 2), "a": ["x", "y"]}, batch_size=[2])
     meta = SimpleNamespace(global_indexes=[3, 4], field_names=["a", "b"])
@@ -66,15 +76,13 @@ def test_a_registered_backend_needs_only_put_get_and_clear(own):
     run_blocking(manager.close())
 
 
-def test_what_such_a_backend_does_not_tell_the_controller_is_left_to_the_client(own):
-    manager, data = own(InprocCaller({}, "me"), {}), TensorDict({"a": torch.arange(2)}, batch_size=[2])
-    order: list[str] = []
-    said = run_blocking(manager.put_and_tell(manager.prepared(data), [3, 4], b"publish", lambda: order.append("done")))
-    assert (said, order, manager.kept is data) == (b"", ["done"], True)
-    meta = SimpleNamespace(global_indexes=[3, 4], field_names=["a"])
-    update = run_blocking(manager.update_data(data, meta, message=b"publish"))
-    assert (update.said, update.absent, update.stored is data) == (b"", False, True)
-    assert run_blocking(manager.update_data(data, meta, absent=True, message=b"publish")) is None, "it can't tell"
+def test_such_a_backend_stores_at_once_what_is_written_in_steps(own, session):
+    manager, data = own(session, {}), TensorDict({"a": torch.arange(2)}, batch_size=[2])
+    run_blocking(manager.write(7, [3, 4], manager.sources(data)))
+    run_blocking(manager.commit(7, [3, 4]))
+    run_blocking(manager.abort(7, [3, 4]))
+    run_blocking(manager.end_session("other", [7]))
+    assert (manager.kept is data, hasattr(manager, "cleared")) == (True, False)
 
 
 def test_a_class_that_is_no_manager_can_not_be_registered():
@@ -82,7 +90,7 @@ def test_a_class_that_is_no_manager_can_not_be_registered():
         registry.register("Bad")(dict)
 
 
-@pytest.mark.parametrize("module", ["transfer_queue.storage.simple.unit", "transfer_queue.storage.simple.manager"])
+@pytest.mark.parametrize("module", ["transfer_queue.storage.shm.unit", "transfer_queue.storage.shm.manager"])
 def test_servers_import_neither_torch_nor_tensordict(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'tensordict', 'ray', 'lightning') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

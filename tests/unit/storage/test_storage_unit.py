@@ -3,66 +3,71 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-from transfer_queue.storage.simple.field_blocks import STEP_NBYTES
-from transfer_queue.storage.simple.messages import (
-    Drop,
-    Dropped,
-    Failed,
+
+from transfer_queue.protocol import Done, Failed, Reply, Request
+from transfer_queue.storage.pieces import Piece, dense_layout
+from transfer_queue.storage.shm.field_blocks import STEP_NBYTES
+from transfer_queue.storage.shm.messages import (
+    AskUnitStats,
+    Columns,
+    Delete,
+    Deleted,
+    EndSession,
     Read,
     Rows,
-    Stats,
-    TakeBack,
+    UnitStats,
     Write,
     Written,
-    decode_answer,
-    encode,
     pack_indexes,
 )
-from transfer_queue.storage.simple.parts import Packer
-from transfer_queue.storage.simple.unit import StorageUnit
-
-from transfer_queue.storage.pieces import Piece, dense_layout
-from transfer_queue.transport.base import Envelope
+from transfer_queue.storage.shm.parts import Packer
+from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
 
 KIB = 1024
 
 
 class Asker:
-    """Sends to one unit and notes the answers as (client, request id, answer)."""
+    """Sends to one unit; its calls are numbered from 1. Answers are (client, answer)."""
 
     def __init__(self, unit: StorageUnit) -> None:
         self.unit = unit
-        self.sent = 0
+        self.calls = 0
 
-    def raw(self, header: bytes, frames: list = (), now: float = 0.0, client: str = "me") -> list:
-        self.sent += 1
+    def number(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def ask(self, request: Request, frames: list = (), now: float = 0.0, client: str = "me") -> list[tuple[str, Reply]]:
         views = [memoryview(frame).cast("B") for frame in frames]
-        return told(self.unit.handle(Envelope(client, self.sent, b"r"), header, views, now))
+        return answers(self.unit.handle(client, request, views, now))
 
     def write(
-        self, index: int, kib: int, now: float = 0.0, wait_s: float = 10.0, client: str = "me", **more: Any
+        self, index: int, kib: int, now: float = 0.0, wait_s: float = 10.0, client: str = "me", commit: bool = True
     ) -> list:
         piece = Piece(dense_layout("uint8", 1, (kib * KIB,)), 1, np.zeros(kib * KIB, np.uint8))
-        return self.put([index], piece, now, wait_s, client, **more)
+        return self.put([index], piece, now, wait_s, client, commit)
 
     def put(
-        self, indexes, piece: Piece, now: float = 0.0, wait_s: float = 0.0, client: str = "me", **more: Any
+        self, indexes, piece: Piece, now: float = 0.0, wait_s: float = 0.0, client: str = "me", commit: bool = True
     ) -> list:
         packer = Packer()
         packer.add("a", slice(0, piece.rows), piece)
-        write = Write(pack_indexes(np.array(indexes)), packer.parts, packer.tables, wait_s, **more)
-        return self.raw(encode(write), packer.frames, now, client)
+        columns = Columns(packer.parts, packer.tables)
+        write = Write(self.number(), pack_indexes(np.array(indexes)), columns, wait_s, commit)
+        return self.ask(write, packer.frames, now, client)
 
-    def drop(self, *indexes: int, now: float = 0.0) -> list:
-        return self.raw(encode(Drop(pack_indexes(np.array(indexes)))), now=now)
+    def read(self, *indexes: int) -> Reply:
+        ((_, answer),) = self.ask(Read(self.number(), pack_indexes(np.array(indexes)), ["a"]))
+        return answer
+
+    def delete(self, *indexes: int, now: float = 0.0) -> list:
+        return self.ask(Delete(self.number(), pack_indexes(np.array(indexes))), now=now)
 
 
-def told(answers) -> list:
-    return [(out.envelope.client, out.envelope.request_id, decode_answer(out.header)) for out in answers]
+def answers(replies: list[UnitReply]) -> list[tuple[str, Reply]]:
+    return [(client, reply) for client, reply, _ in replies]
 
 
 @pytest.fixture
@@ -70,81 +75,95 @@ def small() -> Asker:
     return Asker(StorageUnit("u0", capacity_bytes=100 * KIB))
 
 
-def test_each_request_is_answered_once_with_its_own_envelope(small):
-    assert small.write(1, 10) == [("me", 1, Written())]
-    ((client, number, rows),) = small.raw(encode(Read(pack_indexes(np.array([1])), ["a"])))
-    assert (client, number, type(rows), [part.field for part in rows.parts]) == ("me", 2, Rows, ["a"])
-    assert small.drop(1, 2) == [("me", 3, Dropped(1))]
+def test_each_request_is_answered_once_under_its_own_number(small):
+    assert small.write(1, 10) == [("me", Written(1))]
+    rows = small.read(1)
+    assert (type(rows), rows.id, [part.field for part in rows.parts]) == (Rows, 2, ["a"])
+    assert small.delete(1, 2) == [("me", Deleted(3, 1))]
 
 
 @pytest.mark.parametrize(
-    ("header", "code", "fragment"),
+    ("request_", "code", "fragment"),
     [
-        (b"\xff\x00", "ProtocolError", "can't be decoded"),
-        (encode(Write(b"123", [])), "ProtocolError", "whole number of int64"),
-        (encode(Read(pack_indexes(np.array([4])), ["a"])), "StorageKeyNotFoundError", "field 'a' for sample 4"),
+        (Write(1, b"123", Columns([])), "ProtocolError", "whole number of int64"),
+        (Read(1, b"123", ["a"]), "ProtocolError", "whole number of int64"),
+        (Read(1, pack_indexes(np.array([4])), ["a"]), "StorageKeyNotFoundError", "field 'a' for sample 4"),
     ],
 )
-def test_a_bad_request_is_answered_and_the_unit_lives_on(small, header, code, fragment):
-    ((_, number, failed),) = small.raw(header)
-    assert (number, failed.code) == (1, code)
+def test_a_bad_request_is_answered_and_the_unit_lives_on(small, request_, code, fragment):
+    ((_, failed),) = small.ask(request_)
+    assert (type(failed), failed.id, failed.code) == (Failed, 1, code)
     assert fragment in failed.text
-    assert small.write(1, 10) == [("me", 2, Written())]
+    assert small.write(1, 10) == [("me", Written(1))]
 
 
-def test_a_write_without_room_is_answered_by_the_drop_that_makes_room(small):
+def test_a_unit_knows_its_own_requests_from_others(small):
+    assert small.unit.serves(AskUnitStats(1))
+    assert not small.unit.serves(Done(1))
+
+
+def test_a_write_without_room_is_answered_by_the_delete_that_makes_room(small):
     small.write(1, 60)
     assert small.write(2, 60, now=1.0) == []
     assert small.unit.next_deadline() == 11.0
-    assert small.drop(1, now=2.0) == [("me", 3, Dropped(1)), ("me", 2, Written())]
+    assert small.delete(1, now=2.0) == [("me", Deleted(3, 1)), ("me", Written(2))]
     assert small.unit.next_deadline() is None
 
 
-def test_a_later_write_that_would_fit_does_not_overtake(small):
+def test_later_writes_that_fit_overtake_up_to_the_size_of_the_one_that_waits(small):
     small.write(1, 60)
-    assert small.write(2, 60) == []
-    assert small.write(3, 10) == []
-    assert small.drop(1) == [("me", 4, Dropped(1)), ("me", 2, Written()), ("me", 3, Written())]
+    assert small.write(2, 50) == []
+    assert small.write(3, 30) == [("me", Written(3))]
+    small.delete(3)
+    assert small.write(4, 30) == [], "60 KiB would have overtaken a write of 50"
+    assert small.delete(1) == [("me", Deleted(6, 1)), ("me", Written(2)), ("me", Written(5))]
 
 
 def test_a_write_that_waited_too_long_fails_with_numbers_and_lets_the_next_one_in(small):
     small.write(1, 60)
-    small.write(2, 60, now=1.0, wait_s=4.0)
-    small.write(3, 10, now=2.0)
-    assert told(small.unit.expire(4.9)) == []
-    (late, (_, number, answer)) = told(small.unit.expire(5.0))
-    assert (late[:2], number, answer) == (("me", 2), 3, Written())
-    assert late[2] == Failed(
-        "StorageFullError",
-        "Storage capacity exceeded: a put of 61440 bytes waited 4.0 s at storage unit 'u0', whose values take 61440 of "
-        "102400 bytes. Clear consumed samples sooner, raise the capacity, or raise put_timeout_s.",
-    )
+    small.write(2, 50, now=1.0, wait_s=4.0)
+    small.write(3, 30)
+    small.delete(3)
+    small.write(4, 30, now=2.0)
+    assert small.unit.expire(4.9) == []
+    assert answers(small.unit.expire(5.0)) == [
+        (
+            "me",
+            Failed(
+                2,
+                "StorageFullError",
+                "Storage capacity exceeded: a put of 51200 bytes waited 4.0 s at storage unit 'u0', whose values take "
+                "61440 of 102400 bytes. Clear consumed samples sooner, raise the capacity, or raise put_timeout_s.",
+            ),
+        ),
+        ("me", Written(5)),
+    ]
 
 
 def test_a_write_larger_than_the_unit_is_refused_at_once(small):
-    ((_, _, failed),) = small.write(1, 101)
-    assert (failed.code, failed.later) == ("StorageFullError", False)
+    ((_, failed),) = small.write(1, 101)
+    assert failed.code == "StorageFullError"
     assert "can never fit storage unit 'u0' of 102400 bytes" in failed.text
 
 
 def test_a_write_that_may_not_wait_fails_at_once(small):
     small.write(1, 60)
-    ((_, _, failed),) = small.write(2, 60, wait_s=0.0)
-    assert (failed.code, failed.later) == ("StorageFullError", True)
+    ((_, failed),) = small.write(2, 60, wait_s=0.0)
+    assert (failed.code, "waited 0.0 s" in failed.text, small.unit.stats().parked) == ("StorageFullError", True, 0)
 
 
 def test_an_overwrite_needs_room_only_for_what_it_adds(small):
     small.write(1, 60)
-    assert small.write(1, 70) == [("me", 2, Written())]
+    assert small.write(1, 70) == [("me", Written(2))]
     assert small.unit.stats().held_nbytes == 70 * KIB
 
 
-def test_dead_rows_are_given_up_before_a_write_has_to_wait(small):
+def test_dead_rows_are_freed_before_a_write_has_to_wait(small):
     piece = Piece(dense_layout("uint8", 1, (KIB,)), 90, np.zeros(90 * KIB, np.uint8))
     small.put(range(90), piece)
-    small.drop(*range(0, 90, 3))
+    small.delete(*range(0, 90, 3))
     assert small.unit.stats().held_nbytes == 90 * KIB
-    assert small.write(100, 40) == [("me", 3, Written())]
+    assert small.write(100, 40) == [("me", Written(3))]
     assert small.unit.stats().held_nbytes == 100 * KIB
 
 
@@ -154,14 +173,13 @@ def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_req
     asker.put(range(64), Piece(dense_layout("uint8", 1, (kib * KIB,)), 64, numbers))
     unit, kept, turns = asker.unit, [1, 30, *range(40, 64)], 0
     assert unit.next_deadline() is None
-    asker.drop(*(index for index in range(64) if index not in kept))
+    asker.delete(*(index for index in range(64) if index not in kept))
     while (deadline := unit.next_deadline()) is not None:
         assert deadline <= 0.0, "at once"
         before = unit.stats().held_nbytes
-        assert list(unit.expire(0.0)) == []
+        assert unit.expire(0.0) == []
         assert unit.stats().held_nbytes - before <= STEP_NBYTES
-        ((_, _, rows),) = asker.raw(encode(Read(pack_indexes(np.array(kept)), ["a"])))
-        assert isinstance(rows, Rows)
+        assert isinstance(asker.read(*kept), Rows)
         turns += 1
     assert turns >= len(kept) * kib * KIB / STEP_NBYTES
     assert unit.stats().held_nbytes == unit.stats().live_nbytes == len(kept) * kib * KIB
@@ -172,89 +190,99 @@ def filled() -> Asker:
     """Full but for the dead rows of a large block: too few of them for it to be moved by itself."""
     asker, nbytes = Asker(StorageUnit("u0", capacity_bytes=64 * 256 * KIB)), 256 * KIB
     asker.put(range(64), Piece(dense_layout("uint8", 1, (nbytes,)), 64, np.zeros(64 * nbytes, np.uint8)))
-    asker.drop(*range(16))
+    asker.delete(*range(16))
     assert asker.unit.next_deadline() is None
     return asker
 
 
-def test_a_write_waits_while_dead_rows_of_a_large_block_are_given_up_in_turns(filled):
+def test_a_write_waits_while_dead_rows_of_a_large_block_are_freed_in_turns(filled):
     assert filled.write(100, 2048, wait_s=10.0) == []
-    turns, answers = 0, []
-    while not answers:
+    turns, found = 0, []
+    while not found:
         assert filled.unit.next_deadline() == -np.inf
-        ((_, _, dropped),) = filled.drop(1000)
-        assert isinstance(dropped, Dropped)
-        answers = told(filled.unit.expire(1.0))
+        ((_, deleted),) = filled.delete(1000)
+        assert isinstance(deleted, Deleted)
+        found = answers(filled.unit.expire(1.0))
         turns += 1
-    assert answers == [("me", 3, Written())]
+    assert found == [("me", Written(3))]
     assert turns >= 48 * 256 * KIB / STEP_NBYTES
     assert filled.unit.stats().held_nbytes == (48 * 256 + 2048) * KIB
 
 
-def test_a_write_that_may_not_wait_has_them_given_up_at_once(filled):
-    assert filled.write(100, 2048, wait_s=0.0) == [("me", 3, Written())]
+def test_for_a_write_that_may_not_wait_they_are_freed_at_once(filled):
+    assert filled.write(100, 2048, wait_s=0.0) == [("me", Written(3))]
     assert filled.unit.stats().held_nbytes == (48 * 256 + 2048) * KIB
 
 
-def test_a_write_that_may_not_wait_any_longer_has_the_rest_given_up_at_once(filled):
+def test_for_a_write_that_may_not_wait_any_longer_the_rest_is_freed_at_once(filled):
     assert filled.write(100, 2048, wait_s=10.0) == []
-    assert told(filled.unit.expire(1.0)) == []
-    assert told(filled.unit.expire(10.0)) == [("me", 3, Written())]
+    assert filled.unit.expire(1.0) == []
+    assert answers(filled.unit.expire(10.0)) == [("me", Written(3))]
     assert filled.unit.stats().held_nbytes == (48 * 256 + 2048) * KIB
 
 
-def test_parked_writes_of_a_client_that_is_gone_are_forgotten(small):
+# ---- what ends a write that waits ----
+
+
+def test_a_cancelled_write_waits_no_longer_and_lets_in_the_next(small):
     small.write(1, 60)
-    small.write(2, 60, client="dead")
-    small.write(3, 10)
-    assert told(small.unit.client_gone("dead", 1.0)) == [("me", 3, Written())]
-    assert small.drop(1, 2, 3) == [("me", 4, Dropped(2))]
+    assert small.write(2, 50) == []
+    small.write(3, 30)
+    small.delete(3)
+    assert small.write(4, 30, client="other") == []
+    assert answers(small.unit.cancel("other", 2, 1.0)) == [], "it is not a call of this client"
+    assert answers(small.unit.cancel("me", 2, 1.0)) == [("other", Written(5))]
+    assert (small.delete(2), small.unit.stats().parked) == ([("me", Deleted(6, 0))], 0)
 
 
-GIVE_UPS = {
-    "drop": lambda asker, attempts: asker.raw(encode(Drop(pack_indexes(np.array([99])), None, attempts))),
-    "take back": lambda asker, attempts: asker.raw(encode(TakeBack("", 1, None, given_up=attempts))),
-    "write": lambda asker, attempts: asker.write(99, 1, given_up=attempts),
-}
-
-
-@pytest.fixture(params=GIVE_UPS.values(), ids=GIVE_UPS)
-def give_up(request):
-    return request.param
-
-
-def test_a_write_that_was_given_up_before_it_came_is_refused_once_and_no_other_client_s(small, give_up):
-    assert len(give_up(small, [7, 9])) == 1
-    ((_, _, failed),) = small.write(1, 10, attempt=7)
-    assert (failed.code, "gave up before it came" in failed.text) == ("ProtocolError", True)
-    assert small.write(2, 10, attempt=7, client="other")[0][2] == Written()
-    assert small.write(3, 10, attempt=8)[0][2] == Written()
-    ((_, _, missing),) = small.raw(encode(Read(pack_indexes(np.array([1])), ["a"])))
-    assert missing.code == "StorageKeyNotFoundError"
-
-
-def test_a_write_that_was_given_up_while_it_waits_is_forgotten_and_lets_in_the_next(small, give_up):
+def test_with_a_session_end_its_writes_that_wait(small):
     small.write(1, 60)
-    assert small.write(2, 60, attempt=7) == []
-    assert small.write(3, 10, attempt=7, client="other") == []
-    answers = give_up(small, [7])
-    assert [(client, number) for client, number, _ in answers if client == "other"] == [("other", 3)]
-    assert (small.unit.stats().parked, small.drop(2)[0][2]) == (0, Dropped(0))
+    small.write(2, 60, client="gone")
+    small.write(3, 60)
+    assert answers(small.unit.client_gone("gone", 1.0)) == []
+    assert small.delete(1, 2) == [("me", Deleted(4, 1)), ("me", Written(3))]
 
 
-def test_of_writes_that_were_given_up_the_latest_thousand_are_remembered(small):
-    for attempt in range(1, 2001):
-        small.raw(encode(Drop(pack_indexes(np.array([99])), None, [attempt])))
-    refused = [
-        attempt for attempt in range(1, 2001) if not isinstance(small.write(1, 1, attempt=attempt)[0][2], Written)
-    ]
-    assert refused == list(range(977, 2001))
-
-
-def test_stats_tell_what_is_held_and_what_waits(small):
+def test_a_write_whose_samples_are_all_deleted_meanwhile_fails(small):
     small.write(1, 60)
     small.write(2, 60)
-    ((_, _, stats),) = small.raw(encode(Stats()))
-    assert (stats.unit, stats.samples, stats.values, stats.blocks) == ("u0", 1, 1, 1)
-    assert (stats.live_nbytes, stats.held_nbytes, stats.capacity_bytes) == (60 * KIB, 60 * KIB, 100 * KIB)
-    assert (stats.parked, stats.parked_nbytes) == (1, 60 * KIB)
+    (deleted, (client, failed)) = small.delete(2)
+    assert (deleted, client, failed.id, failed.code) == (("me", Deleted(3, 0)), "me", 2, "SampleClearedError")
+    assert small.unit.stats().parked == 0
+
+
+# ---- uncommitted writes ----
+
+
+def test_an_uncommitted_write_takes_room_until_it_is_cancelled(small):
+    small.write(1, 60, commit=False)
+    assert small.unit.stats().uncommitted_nbytes == 60 * KIB
+    assert small.write(2, 60) == []
+    assert answers(small.unit.cancel("me", 1, 0.0)) == [("me", Written(2))]
+    assert small.unit.stats().uncommitted_nbytes == 0
+
+
+def test_nothing_is_taken_from_a_client_whose_session_was_ended_by_the_controller(small):
+    assert small.ask(EndSession(1, "gone"), client="controller") == [("controller", Done(1))]
+    ((_, failed),) = small.write(1, 10, client="gone")
+    assert (failed.code, "'gone' was taken for dead" in failed.text) == ("ProtocolError", True)
+    assert small.unit.stats().held_nbytes == 0
+
+
+def test_the_end_of_a_session_lets_in_those_that_waited_for_its_uncommitted_writes(small):
+    small.write(1, 60, client="gone", commit=False)
+    assert small.write(2, 60) == []
+    assert answers(small.unit.client_gone("gone", 0.0)) == [], "the controller says what becomes of them"
+    assert small.ask(EndSession(7, "gone"), client="controller") == [("controller", Done(7)), ("me", Written(2))]
+
+
+def test_stats_say_what_is_held_and_what_waits(small):
+    small.write(1, 60)
+    small.write(2, 20, commit=False)
+    small.write(3, 60)
+    assert small.ask(AskUnitStats(9)) == [
+        (
+            "me",
+            UnitStats(9, "u0", 1, 1, 60 * KIB, 60 * KIB, 1, 100 * KIB, 1, 60 * KIB, uncommitted_nbytes=20 * KIB),
+        )
+    ]

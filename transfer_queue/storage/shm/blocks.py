@@ -134,6 +134,12 @@ class BlockStore:
             if field is not None:
                 yield name, field, slots, whole
 
+    def lacking(self, indexes: IntArray, fields: Iterable[str]) -> dict[str, IntArray]:
+        """By field, which of the indexes have no value."""
+        slots = self._slots.find(indexes)
+        held = {name: self._fields.get(name) for name in fields}
+        return {name: indexes if field is None else indexes[field.missing(slots)] for name, field in held.items()}
+
     def likely_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> float:
         """Bytes of these fields of these indexes, judged by what came together with the first and the last of them."""
         if not len(indexes):

@@ -69,4 +69,4 @@ async def decide_paths(connections: Sequence[UnitConnection], units: Iterable[in
         return
     undecided = [connections[unit] for unit in units if connections[unit].path == "undecided"]
     if undecided:
-        await asyncio.gather(*(asyncio.to_thread(lambda each=each: each.arena) for each in undecided))
+        await asyncio.gather(*(asyncio.to_thread(getattr, each, "arena") for each in undecided))

@@ -32,6 +32,10 @@ class Leases:
     def pin(self, client: str, call: int, extents: Iterable[ByteArray]) -> None:
         self._pins.setdefault(client, {})[call] = list(extents)
 
+    def leased(self, client: str, call: int) -> ByteArray | None:
+        """The memory of this lease; None when there is no such lease."""
+        return self._leases.get(client, {}).get(call)
+
     def take(self, client: str, call: int) -> ByteArray | None:
         """The lease's memory, which is no longer leased; None when there is no such lease."""
         return _take(self._leases, client, call)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from transfer_queue.storage.pieces import IntArray
+from transfer_queue.storage.pieces import IntArray, Piece, Positions
+from transfer_queue.storage.selection import as_run, cut
 from transfer_queue.storage.shm.messages import FieldParts
 
 _REMEMBERED = 1024
@@ -23,6 +25,27 @@ class UncommittedWrite(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for _, _, piece in self.parts)
+
+    def holds(self, values: Mapping[str, IntArray]) -> bool:
+        """Has it one of these values? ``values``: indexes by field."""
+        return any(name in values and bool(np.isin(self.indexes[at], values[name]).any()) for name, at, _ in self.parts)
+
+    def without(self, indexes: IntArray) -> UncommittedWrite:
+        """The same write, without the rows of these indexes."""
+        kept = ~np.isin(self.indexes, indexes)
+        parts = [(name, where, rest) for name, at, piece in self.parts for where, rest in _kept(at, piece, kept)]
+        return UncommittedWrite(self.indexes, parts)
+
+
+def _kept(at: Positions, piece: Piece, kept: NDArray[np.bool_]) -> list[tuple[Positions, Piece]]:
+    """Those rows of a part that are kept, and their positions. ``kept``: by position."""
+    rows = np.flatnonzero(kept[at])
+    if len(rows) == piece.rows:
+        return [(at, piece)]
+    if not len(rows):
+        return []
+    positions = (np.arange(at.start, at.stop) if isinstance(at, slice) else at)[rows]
+    return [(as_run(positions[where]), rest) for where, rest in cut(piece, as_run(rows))]
 
 
 class Uncommitted:
@@ -55,24 +78,29 @@ class Uncommitted:
         self.nbytes -= write.nbytes
         return write
 
-    def take_holding(self, indexes: IntArray, fields: Sequence[str]) -> list[UncommittedWrite]:
-        """Remove every write that has one of these fields of one of these indexes.
+    def take_holding(self, values: Mapping[str, IntArray]) -> list[UncommittedWrite]:
+        """Remove every write that has one of these values, which readers miss. ``values``: indexes by field.
 
         A reader asks only for what was published, so such a write is published, and its commit is on its way.
         """
         found = [
-            (client, call)
-            for client, own in self._writes.items()
-            for call, write in own.items()
-            if any(name in fields for name, _, _ in write.parts) and np.isin(write.indexes, indexes).any()
+            (client, call) for client, own in self._writes.items() for call, write in own.items() if write.holds(values)
         ]
         return [write for key in found if (write := self.take(*key)) is not None]
 
     def forget(self, indexes: IntArray) -> None:
-        """These samples were cleared: drop the writes that are about nothing else."""
-        for client, own in list(self._writes.items()):
-            for call in [call for call, write in own.items() if np.isin(write.indexes, indexes).all()]:
-                self.take(client, call)
+        """These samples were cleared: their rows are dropped, for a commit would bring them back."""
+        touched = [
+            (client, call, write)
+            for client, own in self._writes.items()
+            for call, write in own.items()
+            if np.isin(write.indexes, indexes).any()
+        ]
+        for client, call, write in touched:
+            self.take(client, call)
+            rest = write.without(indexes)
+            if rest.parts:
+                self.add(client, call, rest)
 
     def end(self, client: str, published: Iterable[int]) -> list[UncommittedWrite]:
         """The client has ended. Returns its published writes, to be committed; the others are dropped."""

@@ -70,13 +70,13 @@ class UnitReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parked:
-    """A request that waits for room: ``nbytes``, less what its own values of these fields and indexes take now."""
+    """A request that waits for room. ``size``: its ``nbytes``, less what the values that it replaces take."""
 
     client: str
     call: int
     indexes: IntArray
-    fields: Sequence[str]
     nbytes: int
+    size: int
     since: float
     deadline: float
     carry_out: Callable[[], list[UnitReply]]
@@ -224,7 +224,9 @@ class StorageUnit:
         try:
             return [self._rows(client, request, indexes, fields)]
         except StorageKeyNotFoundError:
-            published = self._uncommitted.take_holding(indexes, fields) if self._uncommitted else []
+            if not self._uncommitted:
+                raise
+            published = self._uncommitted.take_holding(self._store.lacking(indexes, fields))
             if not published:
                 raise
             for write in published:
@@ -255,6 +257,9 @@ class StorageUnit:
         self._check_alive(client)
         if self._arena is None:
             return [UnitReply(client, Leased(request.id, -1))]
+        held = self._leases.leased(client, request.id)
+        if held is not None:  # the same call again
+            return [UnitReply(client, Leased(request.id, self._arena.offset_of(held)))]
         grant = partial(self._grant, client, request.id, request.nbytes)
         indexes = unpack_indexes(request.indexes)
         return self._wait_for_room(client, request.id, indexes, request.fields, request.nbytes, request.wait_s, grant)
@@ -368,9 +373,9 @@ class StorageUnit:
         if self._capacity is None or (not len(self._waiting) and self._taken_nbytes + nbytes <= self._capacity):
             return carry_out()
         deadline = self._now + wait_s
-        parked = _Parked(client, call, indexes, fields, nbytes, self._now, deadline, carry_out)
-        freed = self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0
-        self._waiting.add(parked, max(0, nbytes - freed), deadline)
+        size = max(0, nbytes - (self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0))
+        parked = _Parked(client, call, indexes, nbytes, size, self._now, deadline, carry_out)
+        self._waiting.add(parked, size, deadline)
         return self._admit() if wait_s > 0 else self._admit() + self._expire_waiting()
 
     @property
@@ -378,16 +383,25 @@ class StorageUnit:
         return self._store.held_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
 
     def _admit(self) -> list[UnitReply]:
-        """Carry out what has room now. What waits on makes dead rows free their room, step by step."""
+        """Carry out what has room now. For the others dead rows free their room, those of large blocks in steps."""
         answers: list[UnitReply] = []
-        if self._capacity is None or not len(self._waiting):
-            return answers
-        while admitted := self._waiting.admit(self._capacity - self._taken_nbytes):
+        while self._capacity is not None and len(self._waiting):
+            free = self._capacity - self._taken_nbytes
+            admitted = self._waiting.admit(free)
             for parked in admitted:
                 answers += self._answered(parked.client, parked.call, parked.carry_out)
-        if len(self._waiting):
-            self._store.pack()
+            if not admitted and not self._pack(free):
+                break
         return answers
+
+    def _pack(self, free: int) -> bool:
+        """Make dead rows free their room, where that helps one that waits. Returns whether there is more room now."""
+        held = self._store.held_nbytes
+        dead = held - self._store.live_nbytes
+        if not any(parked.size <= free + dead for parked in self._waiting.items()):
+            return False
+        self._store.pack()
+        return self._store.held_nbytes < held
 
     def _expire_waiting(self) -> list[UnitReply]:
         """What may wait no longer fails, unless there is room once dead rows are freed at once."""
@@ -396,9 +410,9 @@ class StorageUnit:
             return []
         self._store.squeeze()
         answers = self._admit()
-        for parked in self._waiting.expired(self._now):
-            answers.append(UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))))
-        return answers
+        late = self._waiting.expired(self._now)
+        answers += [UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))) for parked in late]
+        return answers + self._admit()
 
     def _remove(self, which: Callable[[_Parked], bool]) -> list[_Parked]:
         """Those that meet the condition wait no longer."""
