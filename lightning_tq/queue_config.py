@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_tq.checks import check_int
 from transfer_queue.errors import ConfigError, InvalidRequestError
+from transfer_queue.utils.memory import parse_bytes
 
 _SECTIONS = ("address", "launch", "server_processes", "metrics", "client", "controller", "backend")
 _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}
 """Backends that this version doesn't have. A shared configuration may still have sections for them."""
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +30,9 @@ class QueueConfig:
     """Join the queue at this address instead of starting one. The environment variable TQ_ADDRESS does the same."""
     units: int = 2
     """Number of storage units, which hold the values."""
-    memory: str | int | None = None
+    memory: str | int | None = "auto"
     """Most memory that all units together may use: "4GiB", "500MB" or a number of bytes. A put waits for space when it
-    is full. Default: no limit."""
+    is full. "auto": half of what the machine, or the container, has. None: no limit."""
     total_storage_size: int | None = None
     """Most samples held at once. A put waits for space when it is full. Default: no limit."""
     put_timeout_s: float = 60.0
@@ -56,21 +55,19 @@ class QueueConfig:
             check_int("queue.units", self.units, 1)
         except InvalidRequestError as error:
             raise ConfigError(str(error)) from None
-        self.capacity_bytes()
+        if self.memory not in (None, "auto") and not parse_bytes(self.memory):
+            raise ConfigError(
+                f"queue.memory must be 'auto', null, a number of bytes above 0 or a text such as '4GiB', got "
+                f"{self.memory!r}."
+            )
         for key in self.options or {}:
             if key not in _SECTIONS:
                 raise _unknown(f"options.{key}", str(key), _SECTIONS)
 
-    def capacity_bytes(self) -> int | None:
-        """Most bytes of one unit. None: no limit."""
-        if self.memory is None:
-            return None
-        return max(1, _parse_bytes(self.memory) // self.units)
-
     def conf(self, sampler_modules: Iterable[str] = ()) -> dict[str, Any]:
         """The argument of ``transfer_queue.init``."""
         storage = {
-            "num_data_storage_units": self.units, "capacity_bytes": self.capacity_bytes(),
+            "num_data_storage_units": self.units, "memory": self.memory,
             "total_storage_size": self.total_storage_size, "put_timeout_s": self.put_timeout_s,
             "allow_pickle": self.allow_pickle,
         }  # fmt: skip
@@ -151,14 +148,6 @@ def _at(path: tuple[str, ...], conf: Mapping[str, Any]) -> Any:
             raise _unknown(f"queue.{'.'.join(path[:depth])}", key, map(str, node))
         node = node[key]
     return node
-
-
-def _parse_bytes(text: str | int) -> int:
-    """Convert "4GiB" to 4294967296. Raises ConfigError for anything that isn't a positive size."""
-    number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
-    if isinstance(text, bool) or number is None or number[2] not in _UNITS or not float(number[1]):
-        raise ConfigError(f"queue.memory must be a size like '4GiB', '500MB' or a number of bytes, got {text!r}.")
-    return int(float(number[1]) * _UNITS[number[2]])
 
 
 def load_mapping(path: str | Path) -> DictConfig:

@@ -168,7 +168,7 @@ def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_an
         connection, source = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), sources({"x": large(4)})
         write = UnitWrite(connection, slice(0, 4), 4, source, 0)
         assert write.lease(7, 1.0, b"") is not None
-        write.leased(7, 0)
+        write.leased(0)
         connection.close()
         columns, frames = write.columns({}, AT_ONCE)
         assert ([part.offset for part in columns.parts], columns.lease, frames) == ([0], 7, [])

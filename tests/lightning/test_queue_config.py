@@ -21,7 +21,7 @@ from transfer_queue import ConfigError
     [
         ({"unit": 2}, "unknown configuration key 'queue.unit'; did you mean 'units'"),
         ({"options": {"backends": {}}}, "did you mean 'backend'"),
-        ({"memory": "4 gigs"}, "must be a size like '4GiB'"),
+        ({"memory": "4 gigs"}, "a text such as '4GiB'"),
         ({"units": 0}, "units must be an int of at least 1"),
         ("nowhere.yaml", "neither a file nor an address"),
     ],
@@ -31,11 +31,11 @@ def test_an_invalid_queue_configuration_is_refused_at_once(queue: Any, says: str
         TQDataModule(queue=queue)
 
 
-def test_memory_is_divided_among_the_units_and_options_override_everything(tmp_path: Path) -> None:
+def test_memory_is_of_all_units_together_and_options_override_everything(tmp_path: Path) -> None:
     file = tmp_path / "queue.yaml"
     file.write_text("units: 4\nmemory: 1GiB\nbackend:\n  SimpleStorage:\n    put_timeout_s: 3\n")
     storage = as_queue_config(str(file)).conf()["backend"]["SimpleStorage"]
-    assert (storage["num_data_storage_units"], storage["capacity_bytes"], storage["put_timeout_s"]) == (4, 2**28, 3)
+    assert (storage["num_data_storage_units"], storage["memory"], storage["put_timeout_s"]) == (4, "1GiB", 3)
 
 
 def test_a_datamodule_accepts_every_key_of_a_queue() -> None:
