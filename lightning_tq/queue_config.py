@@ -17,7 +17,9 @@ from lightning_tq.checks import check_int
 from transfer_queue.errors import ConfigError, InvalidRequestError
 from transfer_queue.utils.memory import parse_bytes
 
-_SECTIONS = ("address", "launch", "server_processes", "metrics", "client", "controller", "backend")
+_SECTIONS = (
+    "address", "listen", "key_file", "launch", "server_processes", "metrics", "client", "controller", "backend",
+)  # fmt: skip
 _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}
 """Backends that this version doesn't have. A shared configuration may still have sections for them."""
 
