@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from benchmarks.common import arguments, report
 from benchmarks.put_get_bandwidth import all_cases
 
-# Values as ZMQ frames over sockets, and servers that can't hand on each other's messages: what is left when the mapped
-# arena and plain local sockets can't be used.
-FRAMES = {"backend.SimpleStorage.arena": False, "client.sockets": "zmq", "server_processes": "each"}
+# Values as frames of messages, and servers in processes of their own: what is left when the arena can't be mapped.
+FRAMES = {"backend.SimpleStorage.arena": False, "server_processes": "each"}
 
 
 def known_settings() -> dict[str, Any]:

@@ -14,9 +14,9 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from benchmarks import cases
 from benchmarks.common import arguments, report, timed_ms
+from transfer_queue.client.get import FetchedBatch, fetch_request
 from transfer_queue.config import merge
 from transfer_queue.launch.local import LocalQueue
-from transfer_queue.protocol import NotReady
 
 WAYS = {"inline": 64 << 20, "arena": 0}
 """The threshold below which values travel in the message, so that all do, or none."""
@@ -45,8 +45,8 @@ def got(client: tq.TransferQueueClient) -> None:
 
 
 def taken(client: tq.TransferQueueClient) -> None:
-    batch = client.fetch_batch(["x"], 1, "inline", "read")
-    assert not isinstance(batch, NotReady)
+    batch = client.fetch_batch(fetch_request(["x"], 1, "inline", "read", None, wait_s=0.0))
+    assert isinstance(batch, FetchedBatch)
     cases.touch(client.take(batch))
 
 

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from benchmarks.common import arguments, in_fresh_process, joined_client, report
 from lightning_tq import Stream, TQDataModule
-from lightning_tq.status.look import take_look
+from lightning_tq.status.report import take_snapshot
 
 SIZE, WIDTH, AHEAD = 32, 64, 16  # 32 samples of 256 B; a producer 16 batches ahead at most
 SAVED_EVERY = 100
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "acks_and_clearing": {"ack": "step", "clear": True},
     "at_checkpoints": {"ack": "checkpoint", "clear": True},
 }
-"""What is let go of: nothing; the ledger; the ledger and the samples, at each step or once a checkpoint holds it."""
+"""What is released: nothing; the ledger; the ledger and the samples, at each step or once a checkpoint holds it."""
 
 
 class Small(LightningModule):
@@ -54,7 +54,7 @@ class Small(LightningModule):
 
 
 class Producer(threading.Thread):
-    """Stays so far ahead of the trainer, so that what is held tells of what is let go of."""
+    """Stays so far ahead of the trainer, so that what is held tells what is released."""
 
     def __init__(self, conf: Any, steps: int) -> None:
         super().__init__(daemon=True)
@@ -81,7 +81,7 @@ class Producer(threading.Thread):
         self._client.close()
 
 
-class Looks(Callback):
+class Snapshots(Callback):
     """Notes what the queue holds, at equal distances."""
 
     def __init__(self, dm: TQDataModule, controller: psutil.Process, producer: Producer, steps: int) -> None:
@@ -99,11 +99,11 @@ class Looks(Callback):
         self.producer.trained()
         self.batches += 1
         if self.batches % self.every == 0:
-            look = asyncio.run(take_look(self.dm.client))
-            partition = look.stats["partitions"]["train"]
+            snapshot = asyncio.run(take_snapshot(self.dm.client))
+            partition = snapshot.stats["partitions"]["train"]
             self.open.append(partition["tasks"]["learn"]["in_flight"])
             self.samples.append(partition["samples"])
-            self.held_mib.append(sum(unit["held_nbytes"] for unit in look.units) / 2**20)
+            self.held_mib.append(sum(unit["held_nbytes"] for unit in snapshot.units) / 2**20)
             self.controller_mib.append(self.controller.memory_info().rss / 2**20)
 
 
@@ -119,13 +119,13 @@ def train(steps: int, ack: str, clear: bool = False) -> dict[str, Any]:
     with dm, tempfile.TemporaryDirectory() as folder:
         conf = tq.init()
         producer = Producer(conf, steps)
-        looks = Looks(dm, psutil.Process(conf.controller.zmq_info.pid), producer, steps)
+        snapshots = Snapshots(dm, psutil.Process(conf.controller.zmq_info.pid), producer, steps)
         saves = ModelCheckpoint(Path(folder), every_n_train_steps=SAVED_EVERY)
         checkpoints = ack == "checkpoint"
         trainer = Trainer(
             accelerator="cpu", logger=False, max_steps=steps, max_epochs=-1, enable_progress_bar=False,
             enable_model_summary=False, enable_checkpointing=checkpoints, default_root_dir=folder,
-            callbacks=[looks, saves] if checkpoints else [looks],
+            callbacks=[snapshots, saves] if checkpoints else [snapshots],
         )  # fmt: skip
         producer.start()
         started = time.perf_counter()
@@ -133,9 +133,10 @@ def train(steps: int, ack: str, clear: bool = False) -> dict[str, Any]:
         elapsed = time.perf_counter() - started
         producer.stop()
     return {
-        "open_batches": [looks.open[0], looks.open[-1]], "samples_held": [looks.samples[0], looks.samples[-1]],
-        "held_mib": [looks.held_mib[0], looks.held_mib[-1]],
-        "controller_mib": [looks.controller_mib[0], looks.controller_mib[-1]],
+        "open_batches": [snapshots.open[0], snapshots.open[-1]],
+        "samples_held": [snapshots.samples[0], snapshots.samples[-1]],
+        "held_mib": [snapshots.held_mib[0], snapshots.held_mib[-1]],
+        "controller_mib": [snapshots.controller_mib[0], snapshots.controller_mib[-1]],
         "steps_per_s": steps / elapsed,
     }  # fmt: skip
 

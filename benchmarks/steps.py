@@ -16,36 +16,41 @@ from contextlib import contextmanager
 from typing import Any
 
 from tensordict import TensorDict
-from transfer_queue.storage.simple import manager, reading
-from transfer_queue.storage.simple.mapped import MappedArena
-from transfer_queue.transport.plain_line import PlainLine
-from transfer_queue.verbs import fetches, new_samples, puts
 
 import transfer_queue as tq
 from benchmarks import cases
 from benchmarks.common import arguments, report
 from benchmarks.small_ops import one_sample
-from transfer_queue import metadata_wire, protocol
+from transfer_queue import protocol
+from transfer_queue.client import get, put
 from transfer_queue.dataloader import pipeline
 from transfer_queue.storage import assembling, columns, recycling
 from transfer_queue.storage.copying import Copies
+from transfer_queue.storage.shm import manager, read
 from transfer_queue.transport import caller
+from transfer_queue.transport.unix import UnixConnection
 
 STEPS: dict[str, list[tuple[Any, str]]] = {
-    "describe the batch": [(puts, "extract_field_schema"), (puts, "to_specs"), (new_samples.NewSamples, "described")],
+    "describe the batch": [(put, "extract_field_schema"), (put, "to_specs")],
     "columns of tensors": [(columns, "sources")],
-    "messages": [(protocol, "encode"), (reading, "decode_answer"), (reading, "unpack_parts"), (manager, "encode")],
-    "send": [(PlainLine, "send")],
+    "messages": [
+        (protocol, "encode_request"),
+        (protocol, "decode_reply"),
+        (manager, "decode_answer"),
+        (manager, "encode_columns"),
+        (read, "unpack_parts"),
+    ],
+    "send": [(UnixConnection, "send")],
     "wait for the answer": [(caller, "wait_for_some")],
-    "metadata": [(metadata_wire, "to_meta"), (fetches, "to_meta")],
+    "metadata": [(get, "to_meta")],
     "memory for the batch": [(recycling, "empty")],
     "copy": [(Copies, "finish"), (Copies, "__call__"), (Copies, "rows")],
     "tensors of columns": [(columns, "unpack"), (assembling.Jagged, "__call__"), (assembling.Jagged, "even")],
-    "let go of the arena": [(MappedArena, "let_go")],
     "ask for the next batch": [(pipeline.Pipeline, "ask")],
     "look at every page": [(cases, "touch")],
 }
 OTHER = "other Python"
+SEND = "send"
 
 
 class Clock:
@@ -53,11 +58,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.messages = 0
         self._within = [OTHER]
         self._since = 0.0
 
     def begin(self) -> None:
         self.seconds.clear()
+        self.messages = 0
         self._since = time.perf_counter()
 
     def end(self) -> dict[str, float]:
@@ -67,6 +74,7 @@ class Clock:
     def enter(self, step: str) -> None:
         self._pass_to(self._within[-1])
         self._within.append(step)
+        self.messages += step == SEND
 
     def leave(self) -> None:
         self._pass_to(self._within.pop())
@@ -105,22 +113,24 @@ def watched(clock: Clock) -> Iterator[None]:
 
 
 def medians(clock: Clock, call: Callable[[], Any], repeats: int, between: Callable[[], Any] | None = None) -> Any:
-    """Microseconds of each step of a call, and of the whole call."""
+    """Microseconds of each step of a call, and of the whole call; and how many messages it sends."""
     for _ in range(3):
         call()
         if between is not None:
             between()
-    found, totals = [], []
+    found, totals, messages = [], [], []
     for _ in range(repeats):
         clock.begin()
         call()
         found.append(clock.end())
         totals.append(sum(found[-1].values()))
+        messages.append(clock.messages)
         if between is not None:
             between()
     names = [name for name in (*STEPS, OTHER) if any(name in each for each in found)]
     steps = {name: statistics.median(each.get(name, 0.0) for each in found) * 1e6 for name in names}
-    return {"us": statistics.median(totals) * 1e6, "steps_us": {name: us for name, us in steps.items() if us >= 0.5}}
+    kept = {name: us for name, us in steps.items() if us >= 0.5}
+    return {"us": statistics.median(totals) * 1e6, "messages": statistics.median(messages), "steps_us": kept}
 
 
 def put_and_get(clock: Clock, client: tq.TransferQueueClient, data: TensorDict, repeats: int) -> dict[str, Any]:
@@ -145,7 +155,7 @@ def small(clock: Clock, client: tq.TransferQueueClient, repeats: int) -> dict[st
 
 
 def batch_of_a_stream(clock: Clock, conf: Any, client: tq.TransferQueueClient, repeats: int) -> Any:
-    """As a reader without workers who has come to fetch his batches himself, and looks at every page."""
+    """As a reader without workers that fetches its batches itself, and looks at every page."""
     data, beside = cases.rl_batch(32), 24
     for _ in range(repeats + beside):
         client.put(data, partition_id="stream")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop of one's own on Fabric, fed by a queue: python examples/fabric.py [number of processes]"""
+"""Your own training loop on Fabric, fed by a queue: python examples/fabric.py [number of processes]"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_tq import FabricLoader, Producer, Stream
 
 
 def produce(epochs: int) -> None:
-    """A process of its own: rows of eight numbers, and their sum as a field that comes later."""
+    """The producer process: puts rows of eight numbers, then their sum as a second field."""
     client = tq.get_client()
     for epoch in range(epochs):
         for _ in range(16):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with five weights and a producer for it: what configs/debug.yaml and configs/ddp.yaml run."""
+"""A model with five weights and its producer, for configs/debug.yaml and configs/ddp.yaml."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _PUTS = 4
 
 
 def produce(epochs: int, train: int, val: int) -> None:
-    """Sealed partitions train@0, val@0, train@1, ...: four numbers ``x``, and later their sum ``y``."""
+    """Fill and seal train@0, val@0, train@1, ... with four numbers ``x``, and then their sum ``y``."""
     client = tq.get_client()
     for epoch in range(epochs):
         for partition, count in ((f"train@{epoch}", train), (f"val@{epoch}", val)):
-            client.create_partition(partition, num_samples=count)  # seals itself with the last one
+            client.create_partition(partition, num_samples=count)  # the last sample seals it
             for x in torch.randn(count, 4).chunk(_PUTS):
                 meta = client.put(TensorDict({"x": x}, batch_size=[len(x)]), partition_id=partition)
                 client.put(TensorDict({"y": x.sum(dim=1, keepdim=True)}, batch_size=[len(x)]), metadata=meta)
 
 
 class Tiny(LightningModule):
-    """Learns to add. Says at the end how many steps and samples each rank had."""
+    """Learns to add. Prints the steps and samples of each rank at the end."""
 
     def __init__(self, learning_rate: float = 0.1) -> None:
         """Args:
-        learning_rate: Of plain gradient descent.
+        learning_rate: Learning rate of SGD.
         """
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
@@ -53,8 +53,10 @@ class Tiny(LightningModule):
     test_step = validation_step
 
     def on_train_end(self) -> None:
-        told = f"{self.global_step} optimizer steps, {self.samples} samples"
-        print(f"rank {self.global_rank}: {told}, val_loss {self.trainer.callback_metrics['val_loss']:.4f}", flush=True)
+        counts = f"{self.global_step} optimizer steps, {self.samples} samples"
+        print(
+            f"rank {self.global_rank}: {counts}, val_loss {self.trainer.callback_metrics['val_loss']:.4f}", flush=True
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.layer.parameters(), lr=self.learning_rate)

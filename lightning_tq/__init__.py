@@ -1,42 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch Lightning fed by a live queue. Names load at first use: importing this loads neither torch nor lightning."""
+"""PyTorch Lightning fed by a live queue. Names load at first use, so the import loads neither torch nor lightning."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-_MODULES = {
+_NAMES_BY_MODULE = {
     "lightning_tq.batch": ("TQBatch",),
-    "lightning_tq.callbacks.checkpoint": ("TQCheckpoint",),
     "lightning_tq.callbacks.partition_switch": ("PartitionSwitch",),
     "lightning_tq.callbacks.publish_weights": ("PublishWeights",),
+    "lightning_tq.callbacks.queue_checkpoint": ("TQCheckpoint",),
     "lightning_tq.callbacks.queue_monitor": ("QueueMonitor",),
-    "lightning_tq.callbacks.staleness": ("StaleSamplesError", "StalenessGuard"),
+    "lightning_tq.callbacks.staleness_guard": ("StaleSamplesError", "StalenessGuard"),
     "lightning_tq.callbacks.write_back": ("WriteBack", "put_back"),
+    "lightning_tq.cli.trainer_cli": ("TQCLI",),
     "lightning_tq.datamodule": ("TQDataModule",),
     "lightning_tq.fabric": ("FabricLoader",),
-    "lightning_tq.pacing": ("Pacer",),
-    "lightning_tq.peers": ("RankGoneError",),
-    "lightning_tq.producers": ("Producer", "ProducerError", "ProducerGroup"),
+    "lightning_tq.producers.group": ("Producer", "ProducerError", "ProducerGroup"),
+    "lightning_tq.producers.model_weights": ("Weights", "WeightsReader"),
+    "lightning_tq.producers.pacing": ("Pacer",),
     "lightning_tq.queue_config": ("QueueConfig",),
+    "lightning_tq.rank_watchdog": ("RankGoneError",),
     "lightning_tq.stream": ("Stream",),
-    "lightning_tq.trainer_cli": ("TQCLI",),
     "lightning_tq.topology": ("Topology", "fabric_topology", "trainer_topology"),
-    "lightning_tq.weights": ("Weights", "WeightsReader"),
 }
-_WHERE = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-__all__ = sorted(_WHERE)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'lightning_tq' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m lightning_tq`` is the ``lightning-tq`` command."""
+"""``python -m lightning_tq`` runs the ``lightning-tq`` command."""
 
 from __future__ import annotations
 

@@ -6,24 +6,24 @@ from __future__ import annotations
 import warnings
 from typing import Any, get_args
 
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_tq.books import Ack
-from lightning_tq.callbacks.bookkeeper import Bookkeeper
-from lightning_tq.callbacks.checkpoint import restore_beside
-from lightning_tq.callbacks.finders import refuse_finders
+from lightning_tq.acks import Ack
+from lightning_tq.callbacks.ack_batches import AckBatches
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
-from lightning_tq.connection import Connection
-from lightning_tq.feed import Feed
-from lightning_tq.loader import StreamLoader, stream_loader
-from lightning_tq.place import Place
-from lightning_tq.producers import Producer, ProducerGroup
+from lightning_tq.callbacks.queue_checkpoint import restore_queue
+from lightning_tq.checks import check_choice
+from lightning_tq.positions import Position
+from lightning_tq.producers.group import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
-from lightning_tq.ranks import on_first_rank, quiet_known_warnings, resumed_from
-from lightning_tq.run import LabelledStreams, Run, check_ends, check_streams, stage_streams
-from lightning_tq.stream import Stream, sampler_modules
-from lightning_tq.topology import Rank, Topology, trainer_topology
+from lightning_tq.queue_connection import QueueConnection
+from lightning_tq.run import Run
+from lightning_tq.stream import StageStream, Stream, check_streams, check_tails, sampler_modules, stage_streams
+from lightning_tq.stream_loader import StreamLoader, stream_loader
+from lightning_tq.stream_reader import StreamReader
+from lightning_tq.topology import Rank, Topology, run_on_rank_zero, trainer_topology
+from lightning_tq.trainer_compat import callbacks_of, ignore_harmless_warnings, refuse_finders, resume_path
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -32,14 +32,13 @@ Loaders = StreamLoader | list[StreamLoader]
 
 
 class TQDataModule(LightningDataModule):
-    """Starts or joins a queue and feeds the loops of a Trainer from it; a step gets ``data, meta = batch``.
+    """Starts or joins a queue and feeds a Trainer from it; a step gets ``data, meta = batch``.
 
     The queue lives from the first fit, validate, test or predict until ``close()``, an exception that ends a run, or
-    the end of the process: ``fit`` and then ``test`` use the same one. Whoever called ``transfer_queue.init()`` before
-    keeps that queue; it is used and not closed.
+    the end of the process. A queue from an earlier ``transfer_queue.init()`` is used and not closed.
 
-    A checkpoint holds the place behind the last trained batch, not behind what Lightning fetched ahead. Lightning saves
-    what rank 0 says; the place is the same on all ranks, since a batch exists for all of them or for none.
+    A checkpoint holds the position after the last trained batch, not after what Lightning fetched ahead. Lightning
+    saves rank 0's state only. That is enough, since a batch exists for all ranks or for none.
     """
 
     def __init__(
@@ -57,28 +56,27 @@ class TQDataModule(LightningDataModule):
     ) -> None:
         """Args:
             train: What training reads.
-            val: What validation reads, one stream or several (a loader each).
-            test: What testing reads, one stream or several.
-            predict: What prediction reads, one stream or several.
+            val: What validation reads: one stream, or several with a loader each.
+            test: What testing reads: one stream or several.
+            predict: What prediction reads: one stream or several.
             queue: How to start the queue, or where to join it: a QueueConfig, a mapping of its fields, the path of a
-                YAML file, or an address. Default: the queue that TQ_ADDRESS names, else a new one on this host.
-            producers: Processes to run beside it, on the first rank.
-            dp_rank: Data-parallel rank, or a function of the Trainer that tells it. Default: the strategy knows.
-            dp_size: Data-parallel groups, for strategies that count every process as one.
+                YAML file, or an address. Default: the queue at TQ_ADDRESS, else a new one on this host.
+            producers: Processes that run during a fit (or their own stages), on the first rank.
+            dp_rank: Data-parallel rank, or a function of the Trainer that returns it. Default: from the strategy.
+            dp_size: Data-parallel groups, for strategies that count every process as a group.
             keep_alive: Keep the queue between fit, validate, test and predict. False: it ends with each of them.
-            ack: When a trained batch is settled, so that the queue may let go of it: once a checkpoint holds its
-                optimizer step ("checkpoint"), at the end of that step ("step"), or "never". "auto": the first where
-                the Trainer saves checkpoints or was resumed from one, else the second.
+            ack: When a trained batch is acknowledged, so that the queue may delete it: once a checkpoint holds its
+                optimizer step ("checkpoint"), after that step ("step"), or "never". "auto" means "checkpoint" where
+                the Trainer saves checkpoints or resumed from one, else "step".
         Raises:
-            InvalidRequestError: streams that can't be right; is a ValueError.
-            ConfigError: a queue configuration that can't be right.
+            InvalidRequestError: streams that contradict each other; it is a ValueError.
+            ConfigError: an invalid queue configuration.
         """
         super().__init__()
         self._streams = {
             "train": _as_list(train), "val": _as_list(val), "test": _as_list(test), "predict": _as_list(predict)
         }  # fmt: skip
-        if ack not in get_args(Ack):
-            raise InvalidRequestError(f"ack must be one of {', '.join(map(repr, get_args(Ack)))}, got {ack!r}.")
+        check_choice("ack", ack, get_args(Ack))
         check_streams(self._streams)
         self._queue_config = as_queue_config(queue)
         self._producers = list(producers or [])
@@ -86,30 +84,33 @@ class TQDataModule(LightningDataModule):
         self._dp_size = dp_size
         self._keep_alive = keep_alive
         self._ack = ack
-        self._connection = Connection()
+        self._connection = QueueConnection()
         self._address: str | None = None
         self._group: ProducerGroup | None = None
         self._run: Run | None = None
-        self._places: dict[str, Place] = {}
-        self._places_of: str | None = None
-        self._held: list[str] = []  # on the first rank: partitions that were there before this run could make any
-        if not self._streams["val"]:  # Lightning takes val_dataloader for a promise, before setup
+        self._positions: dict[str, Position] = {}
+        self._positions_address: str | None = None
+        self._partitions_at_start: list[str] = []  # on the first rank: those that existed before this run's producers
+        if not self._streams["val"]:  # Lightning expects validation wherever val_dataloader is defined
             warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
 
     # ---- the queue ----
 
     def open(self) -> None:
-        """Start or join the queue now, in this process. ``setup`` does it by itself; call it to put data before a run,
-        or when ranks are spawned (they join, and the queue outlives them). Idempotent."""
+        """Start or join the queue now, in this process. Idempotent.
+
+        ``setup`` calls it. Call it earlier to put data before a run, or when ranks are spawned: they join the queue,
+        which then outlives them.
+        """
         streams = [stream for streams in self._streams.values() for stream in streams]
         self._connection.open(self._queue_config, sampler_modules(streams), self._address)
         self._address = self._connection.address
-        if self._address != self._places_of:
-            self._places.clear()  # positions in another queue mean nothing in this one
-            self._places_of = self._address
+        if self._address != self._positions_address:
+            self._positions.clear()  # positions in another queue are meaningless here
+            self._positions_address = self._address
 
     def close(self) -> None:
-        """End the run, the producers and the queue, as far as they were started here. Idempotent."""
+        """End the run, and the producers and the queue that were started here. Idempotent."""
         self._end_run()
         if self._connection.is_open:
             self._address = None
@@ -117,7 +118,7 @@ class TQDataModule(LightningDataModule):
 
     @property
     def client(self) -> TransferQueueClient:
-        """This process' client of the queue."""
+        """This process's client of the queue."""
         return self._connection.client
 
     @property
@@ -126,13 +127,14 @@ class TQDataModule(LightningDataModule):
         return self._connection.address
 
     def stats(self) -> dict[str, Any]:
-        """What the queue says of itself, and per stream of this process: partition, seconds waited, batches."""
+        """The queue's statistics, and per stream of this process: partition, seconds waited, batches, position."""
         streams = {
             label: {
-                "partition": feed.partition, "waited_s": feed.waited_s, "taken": feed.taken, "trained": feed.trained,
-                "position": feed.place,
+                "partition": reader.partition, "waited_s": reader.waited_s, "taken": reader.taken,
+                "trained": reader.trained,
+                "position": None if reader.position is None else reader.position.as_dict(),
             }
-            for label, feed in (self._run.feeds if self._run else {}).items()
+            for label, reader in (self._run.readers if self._run else {}).items()
         }  # fmt: skip
         return {**self.client.get_stats(), "streams": streams}
 
@@ -140,13 +142,13 @@ class TQDataModule(LightningDataModule):
         """The partition that an iterator of this stage ("train", "val", ...) would read now.
 
         Raises:
-            InvalidRequestError: no run is going on, or there is no such stream.
+            InvalidRequestError: no run is active, or there is no such stream.
         """
         run = self._current_run()
-        feeds = run.of_stage(stage)
-        if not 0 <= number < len(feeds):
-            raise InvalidRequestError(f"this run has {len(feeds)} streams of stage {stage!r}, not number {number}.")
-        return run.partition_of(stage, feeds[number].stream)
+        readers = run.of_stage(stage)
+        if not 0 <= number < len(readers):
+            raise InvalidRequestError(f"this run has {len(readers)} streams of stage {stage!r}, not number {number}.")
+        return run.partition_of(stage, readers[number].stream)
 
     def __enter__(self) -> TQDataModule:
         self.open()
@@ -158,52 +160,52 @@ class TQDataModule(LightningDataModule):
     # ---- a run ----
 
     def setup(self, stage: str) -> None:
-        """Open the queue on the first rank, join it on the others, and prepare what this stage reads."""
+        """Open the queue on the first rank, join it on the others, and prepare the streams of this stage."""
         trainer, entry = self._own_trainer(), str(getattr(stage, "value", stage))
-        quiet_known_warnings()
+        ignore_harmless_warnings()
         refuse_finders(trainer)
         self._end_run()
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
-        self._address = on_first_rank(trainer, lambda: self._prepare(entry, topology, streams))
-        rank_zero_info(f"Queue: {self._address} (to look into it: lightning-tq status --watch {self._address})")
+        self._address = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
+        rank_zero_info(f"Queue: {self._address} (watch it with: lightning-tq status --watch {self._address})")
         self.open()
         self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client, self._ack)
-        self._run.start(streams, self._places, self._connection.conf, self._held)
+        self._run.start(streams, self._positions, self._connection.conf, self._partitions_at_start)
         if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
-            self._run.tell_missing(self._held)
-        self._keep_books(trainer)
+            self._run.warn_of_missing_partitions(self._partitions_at_start)
+        self._add_ack_callback(trainer)
 
-    def _prepare(self, entry: str, topology: Topology, streams: LabelledStreams) -> str:
-        """What the first rank does before any other may fetch. Returns the queue's address."""
-        check_ends(streams, topology.dp_size)
+    def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> str:
+        """The first rank's work before any rank may fetch. Returns the queue's address."""
+        check_tails(streams, topology.dp_size)
         self.open()
-        checkpoint = resumed_from(self._own_trainer())
+        checkpoint = resume_path(self._own_trainer())
         if entry == "fit" and checkpoint is not None:
-            restore_beside(self.client, checkpoint)
-        self._held = self.client.get_partition_list()
-        for _, stream in streams.values():
-            stream.register(self.client, topology.dp_size)
+            restore_queue(self.client, checkpoint)
+        self._partitions_at_start = self.client.get_partition_list()
+        for each in streams:
+            each.stream.register(self.client, topology.dp_size)
         assert self._group is not None
         self._group.start(self.address, entry)
         return self.address
 
     def _switch(self, trainer: Trainer) -> PartitionSwitch:
-        given = [callback for callback in _callbacks(trainer) if isinstance(callback, PartitionSwitch)]
+        given = [callback for callback in callbacks_of(trainer) if isinstance(callback, PartitionSwitch)]
         if len(given) > 1:
-            raise InvalidRequestError(f"one PartitionSwitch decides the partitions, this Trainer has {len(given)}.")
+            raise InvalidRequestError(f"this Trainer has {len(given)} PartitionSwitch callbacks. Give it one at most.")
         return given[0] if given else PartitionSwitch(clear_finished=False)
 
-    def _keep_books(self, trainer: Trainer) -> None:
-        # Lightning moves checkpoint callbacks behind all others at its start only; ours must come before them.
-        callbacks = _callbacks(trainer)
-        callbacks[:] = [Bookkeeper(self._find_run), *(each for each in callbacks if not isinstance(each, Bookkeeper))]
+    def _add_ack_callback(self, trainer: Trainer) -> None:
+        # Lightning moves checkpoint callbacks to the end only when it starts. Ours must run before them.
+        callbacks = callbacks_of(trainer)
+        callbacks[:] = [AckBatches(self._find_run), *(each for each in callbacks if not isinstance(each, AckBatches))]
 
     def teardown(self, stage: str) -> None:
         trainer = self._own_trainer()
         self._end_run()
-        trainer.strategy.barrier("lightning_tq_teardown")  # the queue may end now: nobody must still be reading
+        trainer.strategy.barrier("lightning_tq_teardown")  # the queue may end now, so no rank may still read
         if not self._keep_alive:
             self.close()
 
@@ -223,10 +225,10 @@ class TQDataModule(LightningDataModule):
 
     def _own_trainer(self) -> Trainer:
         if self.trainer is None:
-            raise InvalidRequestError("setup needs a Trainer: give this to it as trainer.fit(model, datamodule=...).")
+            raise InvalidRequestError("setup needs a Trainer: call trainer.fit(model, datamodule=...).")
         return self.trainer
 
-    # ---- what callbacks ask ----
+    # ---- for callbacks ----
 
     @property
     def dp_size(self) -> int:
@@ -235,23 +237,23 @@ class TQDataModule(LightningDataModule):
 
     @property
     def topology(self) -> Topology:
-        """This process' place among the data-parallel ranks of the run."""
+        """This process among the data-parallel ranks of the run."""
         return self._current_run().topology
 
-    def train_feed(self) -> Feed:
-        """The training stream at work in this process."""
+    def train_reader(self) -> StreamReader:
+        """The stream reader of training in this process."""
         return self._current_run().of_stage("train")[0]
 
     def finished_partitions(self) -> list[str]:
-        """Partitions that this run has moved away from; each is told once."""
+        """Partitions that this run has finished reading; each is returned once."""
         return self._current_run().finished_partitions()
 
     def _current_run(self) -> Run:
         if self._run is None:
-            raise InvalidRequestError("no run is going on: loaders exist during fit, validate, test and predict only.")
+            raise InvalidRequestError("no run is active: loaders exist only during fit, validate, test and predict.")
         return self._run
 
-    # ---- loaders: nothing here may fail or start anything ----
+    # ---- loaders: they must not fail or start anything ----
 
     def train_dataloader(self) -> Loaders:
         return self._loaders("train")
@@ -266,36 +268,31 @@ class TQDataModule(LightningDataModule):
         return self._loaders("predict")
 
     def _loaders(self, stage: str) -> Loaders:
-        loaders = [stream_loader(feed) for feed in self._current_run().of_stage(stage)]
+        loaders = [stream_loader(reader) for reader in self._current_run().of_stage(stage)]
         return loaders[0] if len(loaders) == 1 else loaders
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """{"positions": {"train": {...}}, "left": [...]}: where training goes on behind the last optimizer step, and
-        partitions that are finished and not cleared yet. Plain data, the same on every rank."""
-        positions = {label: dict(place) for label, place in self._places.items()}
+        """{"positions": {"train": {...}}, "left": [...]}: positions after the last optimizer step, and partitions
+        that are finished and not cleared yet. Plain data, the same on every rank."""
+        positions = {label: position.as_dict() for label, position in self._positions.items()}
         return {"positions": positions, "left": self._run.left_partitions() if self._run else []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Training goes on behind what the checkpoint's model was trained on, if it reads the same partition."""
+        """Training continues after the batches in the checkpoint, if it reads the same partition."""
         if self._run is None or not self._run.of_stage("train"):
-            return  # validate, test and predict load checkpoints, too, beside a training that may still go on
+            return  # validate, test and predict also load checkpoints, and must not move a training stream
         self._run.take_over(state_dict.get("left", []))
-        for label, place in state_dict.get("positions", {}).items():
-            if label in self._run.feeds:
-                self._run.feeds[label].restore(place)
+        for label, position in state_dict.get("positions", {}).items():
+            if label in self._run.readers:
+                self._run.readers[label].restore(Position.from_dict(position, label))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": None, "_group": None}  # threads and processes stay where they are
+        return {**self.__dict__, "_run": None, "_group": None}  # threads and processes stay in this process
 
 
 def _as_list(streams: Streams) -> list[Stream]:
     if streams is None:
         return []
     return [streams] if isinstance(streams, Stream) else list(streams)
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return callbacks

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FabricLoader: a stream of a queue for a training loop of one's own, run by Lightning Fabric."""
+"""FabricLoader: a stream of a queue for your own training loop with Lightning Fabric."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
+from lightning_tq.acks import Ack, AckTracker
 from lightning_tq.batch import TQBatch
-from lightning_tq.books import Ack, Books
-from lightning_tq.connection import Connection
-from lightning_tq.feed import Feed, Reading
-from lightning_tq.loader import stream_loader
-from lightning_tq.peers import peer_looks
-from lightning_tq.producers import Producer, ProducerGroup
+from lightning_tq.checks import check_choice
+from lightning_tq.positions import Position
+from lightning_tq.producers.group import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
-from lightning_tq.ranks import on_first_rank
-from lightning_tq.run import dropped_text, settled
+from lightning_tq.queue_connection import QueueConnection
+from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
+from lightning_tq.run import count_acked
 from lightning_tq.stream import Stream, sampler_modules
-from lightning_tq.topology import Rank, fabric_topology
-from lightning_tq.watch import Watch
+from lightning_tq.stream_loader import stream_loader
+from lightning_tq.stream_reader import StreamReader
+from lightning_tq.topology import Rank, fabric_topology, run_on_rank_zero
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -30,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 _NEEDED = {"epoch", "position"}
 _STATE = {*_NEEDED, "taken"}
-"""``taken``, the micro-batches of that pass so far, was added later."""
+"""``taken``, the micro-batches of that pass so far, is missing in older states."""
 
 
 class FabricLoader:
-    """``for data, meta in loader``: micro-batches on Fabric's device. Each pass over it is an epoch, from 0 on.
+    """``for data, meta in loader``: micro-batches on Fabric's device. Each pass is an epoch, starting with 0.
 
-    ``{epoch}`` in the stream's partition is the number of the pass. It has ``state_dict`` and ``load_state_dict``, so
-    ``fabric.save(path, {"loader": loader, ...})`` notes where it stands. Use it as a context manager: leaving that ends
-    the producers, and the queue if this loader started it, once all ranks are there. It needs no ``setup_dataloaders``.
+    ``{epoch}`` in the stream's partition is the number of the pass. ``fabric.save(path, {"loader": loader, ...})``
+    stores its position. Use it as a context manager: on exit, once all ranks are there, it ends the producers, and the
+    queue if it started it. It needs no ``setup_dataloaders``.
     """
 
     def __init__(
@@ -55,61 +57,62 @@ class FabricLoader:
 
         Args:
             stream: What to read.
-            queue: As of a TQDataModule: how to start the queue, or where to join it.
-            producers: Processes to run beside it, on the first rank, until the loader is closed.
-            dp_rank: Data-parallel rank, or a function of the Fabric that tells it. Default: the strategy knows.
-            dp_size: Data-parallel groups, for strategies that count every process as one.
-            ack: When a batch is settled, so that the queue may let go of it: when the loop asks for the next one
-                ("step"), once a ``state_dict`` holds it ("checkpoint"), or "never". "auto": the second from the first
-                ``state_dict`` or ``load_state_dict`` on, the first until then.
+            queue: As for TQDataModule: how to start the queue, or where to join it.
+            producers: Processes that run until the loader is closed, on the first rank.
+            dp_rank: Data-parallel rank, or a function of the Fabric that returns it. Default: from the strategy.
+            dp_size: Data-parallel groups, for strategies that count every process as a group.
+            ack: When a batch is acknowledged, so that the queue may delete it: when the loop asks for the next one
+                ("step"), once a ``state_dict`` holds it ("checkpoint"), or "never". "auto" means "step" until the
+                first ``state_dict`` or ``load_state_dict``, then "checkpoint".
         Raises:
-            InvalidRequestError: a stream that can't be right, or ``launch()`` is still to come.
-            TransferQueueError: no queue answers there, or it can't be started; the same error on every rank.
+            InvalidRequestError: an invalid stream, or ``launch()`` was not called.
+            TransferQueueError: the queue can't be joined or started; every rank gets the same error.
         """
+        check_choice("ack", ack, get_args(Ack))
         if not {"epoch", "stage"} >= set(stream.variables):
             raise InvalidRequestError(
-                f"partition template {stream.partition!r} uses what Fabric doesn't count. Use {{epoch}}, the number of "
-                f"the pass over the loader."
+                f"partition template {stream.partition!r} uses a variable that FabricLoader doesn't know. Use "
+                f"{{epoch}}, the number of the pass over the loader."
             )
         self.epoch = 0
-        """Number of the pass that goes on, or of the last one."""
+        """Number of the current or last pass."""
         self.topology = fabric_topology(fabric, dp_rank, dp_size)
         self._fabric = fabric
+        self._ack = ack
         self._next_epoch = 0
-        self._held: list[str] = []
-        self._connection = Connection()
+        self._partitions_at_start: list[str] = []
+        self._connection = QueueConnection()
         self._producers = ProducerGroup(producers)
-        config = as_queue_config(queue)
+        self._join_queue(stream, as_queue_config(queue))
+        self._watchdog = RankWatchdog([self._producers.failure, *rank_checks(fabric)])
+        self._reader = StreamReader(
+            "train", "train", stream, self.topology, {}, self, self._watchdog.stopped.is_set, self._connection.conf
+        )
+        self._reader.partitions_at_start = self._partitions_at_start
+        self._reader.training_ends = lambda epochs_ahead: epochs_ahead > 0  # a pass is one epoch, even if empty
+        self._reader.count_acked = partial(count_acked, self.client, task=stream.task)
+        self._ack_tracker = AckTracker(self._reader, self.client, self.topology, ack, keeps_checkpoints=False)
+        self._loader = stream_loader(self._reader)
+        self._watchdog.start()
 
+    def _join_queue(self, stream: Stream, config: QueueConfig) -> None:
         def prepare() -> str:
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
-            self._held = self.client.get_partition_list()
+            self._partitions_at_start = self.client.get_partition_list()
             self._producers.start(self.address)
             return self.address
 
-        try:
-            address = on_first_rank(fabric, prepare)
+        with ExitStack() as on_failure:
+            on_failure.callback(self._connection.close)
+            on_failure.callback(self._producers.end)
+            address = run_on_rank_zero(self._fabric, prepare)
             self._connection.open(config, (), address)
-        except BaseException:
-            self._producers.end()
-            self._connection.close()
-            raise
-        self._watch = Watch([self._producers.failure, *peer_looks(fabric)])
-        self._feed = Feed(
-            "train", "train", stream, self.topology, {}, self, self._watch.stopped.is_set, self._connection.conf
-        )
-        self._feed.held = self._held
-        self._feed.is_over = lambda epochs_ahead: epochs_ahead > 0  # a pass is one epoch, empty or not
-        self._feed.settled = lambda partition: settled(self.client, partition, stream.task)
-        self._books = Books(self._feed, self.client, self.topology, ack == "checkpoint", ack == "never", ack == "auto")
-        self._ack = ack
-        self._loader = stream_loader(self._feed)
-        self._watch.start()
+            on_failure.pop_all()
 
     @property
     def client(self) -> TransferQueueClient:
-        """This process' client of the queue."""
+        """This process's client of the queue."""
         return self._connection.client
 
     @property
@@ -121,38 +124,42 @@ class FabricLoader:
         self.epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         batches = iter(self._loader)
         batch = next(batches, None)
-        # A rank begins behind what others have settled, so none may settle before all have begun.
-        self._fabric.barrier("lightning_tq_begun")
+        # A rank starts after the acknowledged batches, so no rank may acknowledge before all have started.
+        self._fabric.barrier("lightning_tq_started")
         while batch is not None:
-            self._books.trained(batch, stepped=True)  # nothing is fetched ahead of it: what the loop has, it trains
+            self._ack_tracker.micro_batch_trained(batch, stepped=True)  # the loop trains every batch it gets
             yield batch.to(self._fabric.device)
             batch = next(batches, None)
             if self._fabric.world_size > self.topology.dp_size:
-                self._fabric.barrier("lightning_tq_read")  # a peer may be behind: what it still reads isn't settled
-            self._books.settle()
+                self._fabric.barrier("lightning_tq_read")  # a slower peer must not lose what it still reads
+            self._ack_tracker.ack_due()
 
     def __len__(self) -> int:
-        """Micro-batches of a whole pass. Raises TypeError where ``Stream.num_batches`` doesn't say it."""
+        """Micro-batches of a whole pass. Raises TypeError without ``Stream.num_batches``."""
         return len(self._loader)
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Behind the batch that was handed out last. Plain data, the same on every rank."""
+        """The position after the last delivered batch. Plain data, the same on every rank."""
         if self._ack != "step":
-            self._books.dumped()
-        return {"epoch": self.epoch, "position": dict(self._feed.place or {}), "taken": self._feed.taken}
+            self._ack_tracker.checkpoint_saved()
+        position = self._reader.position
+        return {
+            "epoch": self.epoch, "position": {} if position is None else position.as_dict(), "taken": self._reader.taken
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass goes on there, in that epoch; it is an empty one where that epoch was read to its end."""
+        """The next pass continues that epoch. It is empty if that epoch was read to its end."""
         if not _NEEDED <= set(state) <= _STATE:
-            raise InvalidRequestError(f"can't resume from {dict(state)!r}: not a FabricLoader's state.")
-        self._books.keeps = self._ack != "step"
+            raise InvalidRequestError(f"can't resume from {dict(state)!r}: this is not a FabricLoader's state.")
+        self._ack_tracker.wait_for_checkpoints()
         self._next_epoch = self.epoch = int(state["epoch"])
         if state["position"]:
-            self._feed.restore(state["position"], int(state.get("taken", 0)))
+            position = Position.from_dict(state["position"], self._reader.label)
+            self._reader.restore(position, int(state.get("taken", 0)))
 
-    # ---- what its feed asks (feed.Host) ----
+    # ---- stream_reader.RunContext ----
 
     def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
         return stream.partition_at(epoch=self.epoch, global_step=0, stage=stage)
@@ -161,19 +168,19 @@ class FabricLoader:
         return False
 
     def check(self) -> None:
-        self._watch.check()
+        self._watchdog.check()
 
-    def stream_ended(self, feed: Feed, reading: Reading) -> None:
-        told = dropped_text(self.client, feed) if self._fabric.is_global_zero else None
-        if told is not None:
-            logger.warning(told)
+    def stream_ended(self, reader: StreamReader) -> None:
+        text = reader.leftover_text(self.client) if self._fabric.is_global_zero else None
+        if text is not None:
+            logger.warning(text)
 
     # ---- ending ----
 
     def close(self) -> None:
-        """End the stream and what was started here. Idempotent. Other ranks' loaders must be done: see ``__exit__``."""
-        self._watch.stop()
-        self._feed.close()
+        """End the stream and what was started here. Idempotent. Other ranks' loaders must be done, see ``__exit__``."""
+        self._watchdog.stop()
+        self._reader.close()
         self._producers.end()
         self._connection.close()
 
@@ -182,6 +189,6 @@ class FabricLoader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._books.end(self._fabric)
-            self._fabric.barrier("lightning_tq_close")  # the queue may end now: nobody must still be reading
+            self._ack_tracker.finish(self._fabric)
+            self._fabric.barrier("lightning_tq_close")  # the queue may end now, so no rank may still read
         self.close()

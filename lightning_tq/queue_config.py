@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QueueConfig: which queue a TQDataModule uses, as a user writes it; becomes the argument of transfer_queue.init."""
+"""QueueConfig: the queue that a TQDataModule starts or joins, as a user writes it in Python or YAML."""
 
 from __future__ import annotations
 
@@ -10,55 +10,62 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from transfer_queue.errors import ConfigError
+import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_tq.checks import check_int
+from transfer_queue.errors import ConfigError, InvalidRequestError
 
 _SECTIONS = ("address", "launch", "server_processes", "metrics", "client", "controller", "backend")
-_FOREIGN = {"MooncakeStore", "RayStore", "Yuanrong"}
-"""Sections of backends that this version doesn't have; a shared configuration may hold them."""
+_OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}
+"""Backends that this version doesn't have. A shared configuration may still have sections for them."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueConfig:
-    """A queue to join (address), or how to start one on this host (everything else)."""
+    """Either the address of a queue to join, or the settings of a new one on this host."""
 
     address: str | None = None
     """Join the queue at this address instead of starting one. The environment variable TQ_ADDRESS does the same."""
     units: int = 2
-    """Storage units, which hold the values."""
+    """Number of storage units, which hold the values."""
     memory: str | int | None = None
-    """Most memory that all units together may hold: "4GiB", "500MB" or bytes. A put waits when it is full. Default: no
-    limit."""
+    """Most memory that all units together may use: "4GiB", "500MB" or a number of bytes. A put waits for space when it
+    is full. Default: no limit."""
     total_storage_size: int | None = None
-    """Most samples held at once; a put waits when it is full. Default: no limit."""
+    """Most samples held at once. A put waits for space when it is full. Default: no limit."""
     put_timeout_s: float = 60.0
-    """Longest wait of a put for room before StorageFullError."""
+    """Longest wait of a put for space before StorageFullError."""
     sampler_modules: list[str] = field(default_factory=list)
-    """Modules (or packages) whose samplers may be used. Those of the streams are added by themselves."""
+    """Modules or packages whose samplers may be used. Those of the streams are added automatically."""
     allow_pickle: bool = False
-    """Store objects of any class. Readers then unpickle what producers sent: only where all of them are trusted."""
+    """Store objects of any class. Readers then unpickle what producers sent, so all producers must be trusted."""
     polling_mode: bool = False
-    """get_meta answers at once with empty metadata instead of waiting. Streams wait in any case."""
+    """get_meta returns empty metadata at once instead of waiting. Streams always wait."""
     producer_grace_s: float = 5.0
-    """Seconds in which a dead producer may be replaced before those who wait for its fields get an error."""
+    """Seconds in which a dead producer may be replaced before readers of its fields get an error."""
     timeout_s: float = 30.0
-    """Longest wait for a server's answer, on top of the wait that was asked for."""
+    """Longest wait for a server's answer, in addition to a call's own timeout."""
     options: dict[str, Any] | None = None
-    """Anything else of transfer_queue's config.yaml, laid over what the rest says."""
+    """Other keys of transfer_queue's config.yaml. They override the fields above."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
-            raise ConfigError(f"queue.units must be an int of at least 1, got {self.units!r}.")
+        try:
+            check_int("queue.units", self.units, 1)
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from None
         self.capacity_bytes()
         for key in self.options or {}:
             if key not in _SECTIONS:
                 raise _unknown(f"options.{key}", str(key), _SECTIONS)
 
     def capacity_bytes(self) -> int | None:
-        """Most bytes of one unit; None without a limit."""
+        """Most bytes of one unit. None: no limit."""
         if self.memory is None:
             return None
-        return max(1, parse_bytes(self.memory) // self.units)
+        return max(1, _parse_bytes(self.memory) // self.units)
 
     def conf(self, sampler_modules: Iterable[str] = ()) -> dict[str, Any]:
         """The argument of ``transfer_queue.init``."""
@@ -77,17 +84,17 @@ class QueueConfig:
             },
             "backend": {"SimpleStorage": storage},
         }
-        return _overlaid(conf, self.options or {})
+        return _merged(conf, self.options or {})
 
 
 def as_queue_config(queue: QueueConfig | Mapping[str, Any] | str | None) -> QueueConfig:
-    """A QueueConfig from any form a user may give.
+    """Convert any form that a user may give.
 
     Args:
-        queue: Fields of QueueConfig and sections of config.yaml in one mapping, the path of a YAML file that holds
-            such a mapping, the address of a running queue, or None for the defaults.
+        queue: A mapping of QueueConfig's fields and config.yaml's sections, or the path of a YAML file with such a
+            mapping. Otherwise the address of a running queue, or None for the defaults.
     Raises:
-        ConfigError: unknown key, with the nearest known one; no such file; an impossible value.
+        ConfigError: an unknown key (the text names the nearest known one), a missing file, or an impossible value.
     """
     if isinstance(queue, QueueConfig):
         return queue
@@ -101,24 +108,28 @@ def as_queue_config(queue: QueueConfig | Mapping[str, Any] | str | None) -> Queu
             raise _unknown(f"queue.{key}", str(key), known)
     sections = {key: values.pop(key) for key in list(values) if key not in names}
     if sections:
-        values["options"] = _overlaid(sections, values.get("options") or {})
+        values["options"] = _merged(sections, values.get("options") or {})
     return QueueConfig(**values)
 
 
 def differences(config: QueueConfig, running: Mapping[str, Any]) -> list[str]:
-    """What was asked for, beside the address, that a queue which runs already has otherwise.
+    """Settings, except for the address, in which a running queue differs from the requested ones.
 
     Raises:
-        ConfigError: a key that no queue has, with the nearest known one.
+        ConfigError: a key that no queue has. The text names the nearest known one.
     """
-    usual = dict(_leaves(QueueConfig().conf()))
+    defaults = dict(_leaves(QueueConfig().conf()))
     found = []
     for path, value in _leaves(config.conf()):
-        if path == ("address",) or (path in usual and usual[path] == value) or not _FOREIGN.isdisjoint(path):
+        if (
+            path == ("address",)
+            or (path in defaults and defaults[path] == value)
+            or not _OTHER_BACKENDS.isdisjoint(path)
+        ):
             continue
         has = _at(path, running)
         if value != has and not (path[-1] == "sampler_modules" and set(value) <= set(has)):
-            found.append(f"{'.'.join(path)}: {value!r} (it has {has!r})")
+            found.append(f"{'.'.join(path)}: {value!r} (the queue has {has!r})")
     return found
 
 
@@ -142,31 +153,43 @@ def _at(path: tuple[str, ...], conf: Mapping[str, Any]) -> Any:
     return node
 
 
-def parse_bytes(text: str | int) -> int:
-    """ "4GiB" -> 4294967296. Raises ConfigError for anything that isn't a positive size."""
+def _parse_bytes(text: str | int) -> int:
+    """Convert "4GiB" to 4294967296. Raises ConfigError for anything that isn't a positive size."""
     number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
     if isinstance(text, bool) or number is None or number[2] not in _UNITS or not float(number[1]):
         raise ConfigError(f"queue.memory must be a size like '4GiB', '500MB' or a number of bytes, got {text!r}.")
     return int(float(number[1]) * _UNITS[number[2]])
 
 
+def load_mapping(path: str | Path) -> DictConfig:
+    """Read a user's YAML file.
+
+    Raises:
+        ConfigError: the file is not valid YAML, has an unresolvable reference, or is a list. The text names the file.
+    """
+    try:
+        conf = OmegaConf.load(path)
+        OmegaConf.to_container(conf, resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} can't be read as YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(conf, DictConfig):
+        raise ConfigError(f"{path} must contain keys and values, but its top level is a list.")
+    return conf
+
+
 def _read(path: str) -> Mapping[str, Any]:
-    from omegaconf import OmegaConf
-
-    from lightning_tq.yaml_file import load_mapping
-
     if not Path(path).is_file():
-        raise ConfigError(f"queue is {path!r}: no such file, and no address either (ipc://..., tcp://...).")
+        raise ConfigError(f"queue is {path!r}, which is neither a file nor an address (ipc://..., tcp://...).")
     plain: Any = OmegaConf.to_container(load_mapping(path), resolve=True)
     return {str(key): value for key, value in plain.items()}
 
 
-def _overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _overlaid(merged[key], value) if both else value
-    return merged
+def _merged(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in override.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if both else value
+    return result
 
 
 def _unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stream: what one loader of a Trainer reads from the queue, and how."""
+"""Stream: what one loader of a Trainer reads from the queue, and checks of a Trainer's streams together."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_tq.checks import check_int
+from lightning_tq.checks import check_choice, check_int
 from transfer_queue import BaseSampler
 from transfer_queue.errors import InvalidRequestError
 
@@ -17,80 +17,84 @@ if TYPE_CHECKING:
     from transfer_queue import TransferQueueClient
 
 VARIABLES = ("epoch", "global_step", "policy_version", "stage")
-"""What a partition template may use."""
+"""Variables of a partition template."""
+_TAILS = ("drop", "pad", "uneven_ok", None)
+_START_METHODS = ("fork", "spawn", "forkserver", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Samples of one task, batch after batch, out of the partitions that a template names."""
+    """Batches for one task, from the partitions that a template names."""
 
     partition: str
-    """Partition, or a template of it: "train@{epoch}". May use {epoch}, {global_step}, {policy_version} (of the weights
-    that PublishWeights handed out last; without it the global step) and {stage} ("train", "val", ...), as they are when
-    an iterator starts; a running one never changes partition."""
+    """Partition, or a template such as "train@{epoch}". Variables: {epoch}, {global_step}, {policy_version} (of the
+    weights that PublishWeights published last, else the global step) and {stage} ("train", "val", ...). They are
+    resolved when an iterator starts; a running iterator never changes partition."""
     task: str
     """Name of the consumer. Each task sees every sample of a partition, independently of other tasks."""
     fields: list[str]
     """Fields to read. A sample is ready when it has all of them."""
     batch_size: int
-    """Samples per data-parallel rank and batch: what the sampler picks at once."""
+    """Samples per data-parallel rank and batch, which the sampler picks at once."""
     micro_batch_size: int | None = None
-    """Rows of what the loader yields, a part of a batch. Default: the whole batch."""
+    """Rows that the loader yields at once. Default: the whole batch."""
     sampler: BaseSampler | str | None = None
-    """Which ready samples make a batch: class_path and init_args, or the name of a built-in sampler. Default:
+    """How ready samples form a batch: class_path and init_args, or the name of a built-in sampler. Default:
     RankAwareSampler with the number of data-parallel ranks."""
     tail: Literal["drop", "pad", "uneven_ok"] | None = None
-    """What becomes of samples that can't fill the last round of a sealed partition: drop (counted), pad (repeat
+    """What happens to samples that can't fill the last round of a sealed partition: drop (counted), pad (repeat
     samples, marked in BatchMeta.padding_mask) or uneven_ok. Default: uneven_ok for one rank, drop for more."""
     num_batches: int | None = None
-    """Micro-batches per epoch and rank, where that is known. The loader then has a length, and Lightning fetches
-    nothing ahead of the batch it trains; needed when producers wait for step k before they make batch k+1."""
+    """Micro-batches per epoch and rank, if known. The loader then has a length, and Lightning fetches no batch ahead.
+    Set it when producers wait for step k before they make batch k+1."""
     replay: bool | None = None
-    """Whether an iterator that comes back to its partition reads it from the first batch again (true), or goes on
-    behind what was trained (false). Default: false for training; all others always read again."""
+    """Whether an iterator that returns to its partition starts at the first batch (true) or after the trained ones
+    (false). Default: false for training. Other stages always replay."""
     clear_consumed: bool | list[str] = False
-    """Training only: forget samples, for good, once they are trained and every task that reads the partition is done
-    with them, so that a partition without end takes bounded memory. A list names tasks that must be done, too, though
-    they may begin later. False: samples stay until their partition is cleared."""
+    """Training only: delete samples once they are trained and every task that reads the partition is done with them.
+    A partition without end then takes bounded memory. A list adds tasks that may start later. False: samples stay
+    until their partition is cleared."""
     num_workers: int = 0
-    """DataLoader worker processes. 0 is right for most: a thread fetches ahead in any case."""
+    """DataLoader worker processes. 0 is right for most streams, because a thread prefetches in any case."""
     persistent_workers: bool = False
     """Keep the workers from one epoch to the next. Needs num_workers of 1 or more."""
     multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
-    """How workers start. Needs num_workers of 1 or more. Default: as torch does on this system."""
+    """How workers start. Needs num_workers of 1 or more. Default: torch's choice on this system."""
     prefetch_batches: int = 2
-    """Batches fetched ahead, per worker. 0: each is fetched when it is asked for."""
+    """Batches fetched ahead, per worker. 0: each is fetched when the loop asks for it."""
     layout: Literal["dense", "jagged"] = "dense"
-    """Tensor fields come as dense tensors where the rows' shapes agree, or always as jagged nested tensors."""
+    """Tensor fields are dense where the rows' shapes agree ("dense"), or always jagged nested tensors ("jagged")."""
     timeout_s: float | None = None
-    """Longest wait for one batch before BatchTimeoutError. Default: wait, and report every 30 s what for."""
+    """Longest wait for one batch before BatchTimeoutError. Default: no limit, with a report every 30 s."""
     pin_memory: bool = False
-    """Copy batches into page-locked memory, for faster transfer to an accelerator; without one it does nothing."""
+    """Copy batches into page-locked memory for faster transfer to an accelerator. No effect without one."""
     sampling_config: dict[str, Any] | None = None
-    """More keywords for the sampler, with every fetch."""
+    """More keyword arguments for the sampler, sent with every fetch."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequestError (a ValueError) for what can't be right."""
         self._check_names()
         self._check_sizes()
-        _check_choice("tail", self.tail, ("drop", "pad", "uneven_ok", None))
-        _check_choice("layout", self.layout, ("dense", "jagged"))
-        _check_choice("multiprocessing_context", self.multiprocessing_context, ("fork", "spawn", "forkserver", None))
+        check_choice("tail", self.tail, _TAILS)
+        check_choice("layout", self.layout, ("dense", "jagged"))
+        check_choice("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise InvalidRequestError(f"timeout_s must be above 0, or None to wait, got {self.timeout_s!r}.")
+            raise InvalidRequestError(f"timeout_s must be above 0, or None for no limit, got {self.timeout_s!r}.")
         for name in ("persistent_workers", "multiprocessing_context"):
             if getattr(self, name) and not self.num_workers:
                 raise InvalidRequestError(f"{name} needs num_workers of at least 1, got num_workers=0.")
         _check_clearing(self.clear_consumed, bool(self.replay))
         if not isinstance(self.sampler, (BaseSampler, str, type(None))):
-            raise InvalidRequestError(f"sampler must be a sampler, a built-in's name or None, got {self.sampler!r}.")
+            raise InvalidRequestError(
+                f"sampler must be a sampler, the name of a built-in one or None, got {self.sampler!r}."
+            )
 
     def _check_names(self) -> None:
         for name in ("partition", "task"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise InvalidRequestError(f"{name} must be a name, got {value!r}.")
-        if isinstance(self.fields, str) or not self.fields or not all(isinstance(f, str) and f for f in self.fields):
+        names = self.fields if isinstance(self.fields, Sequence) and not isinstance(self.fields, str) else []
+        if not names or not all(isinstance(name, str) and name for name in names):
             raise InvalidRequestError(f"fields must be a list of field names, at least one, got {self.fields!r}.")
         unknown = [name for name in self.variables if name not in VARIABLES]
         if unknown:
@@ -109,12 +113,12 @@ class Stream:
             check_int(name, value, minimum)
         if self.micro_size > self.batch_size:
             raise InvalidRequestError(
-                f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}, of which it "
-                f"is a part. Lower it, or leave it out."
+                f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}. Lower "
+                f"it, or omit it."
             )
 
     def register(self, client: TransferQueueClient, dp_size: int) -> None:
-        """Tell the queue how the task draws, for so many data-parallel ranks.
+        """Register the task and its sampler with the queue, for this number of data-parallel ranks.
 
         Raises:
             InvalidRequestError: the sampler can't draw such batches.
@@ -127,12 +131,19 @@ class Stream:
 
     @property
     def micro_size(self) -> int:
-        """Rows of what the loader yields."""
+        """Rows that the loader yields at once."""
         return self.batch_size if self.micro_batch_size is None else self.micro_batch_size
 
     @property
+    def clearing_tasks(self) -> list[str]:
+        """Tasks that must be done with a sample before ``clear_consumed`` deletes it. Empty: it deletes nothing."""
+        if self.clear_consumed is False:
+            return []
+        return [self.task, *(self.clear_consumed if isinstance(self.clear_consumed, list) else ())]
+
+    @property
     def variables(self) -> list[str]:
-        """Names that the partition template uses."""
+        """Variables that the partition template uses."""
         try:
             return [name for _, name, _, _ in Formatter().parse(self.partition) if name is not None]
         except ValueError as error:
@@ -144,19 +155,87 @@ class Stream:
         return self.partition.format(epoch=epoch, global_step=global_step, policy_version=version, stage=stage)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise InvalidRequestError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
 def _check_clearing(tasks: object, replay: bool) -> None:
     if not isinstance(tasks, bool) and not (isinstance(tasks, list) and all(isinstance(t, str) and t for t in tasks)):
         raise InvalidRequestError(f"clear_consumed must be true, false or a list of tasks, got {tasks!r}.")
     if tasks is not False and replay:
-        raise InvalidRequestError("a stream that is read again (replay) can't forget what was read: clear_consumed.")
+        raise InvalidRequestError(
+            "replay reads samples again, so clear_consumed can't delete them. Set only one of them."
+        )
 
 
 def sampler_modules(streams: Iterable[Stream]) -> list[str]:
-    """Modules that a queue must allow for the samplers of these streams."""
+    """Modules that the queue must allow for the samplers of these streams."""
     samplers = (stream.sampler for stream in streams)
     return sorted({type(sampler).__module__ for sampler in samplers if isinstance(sampler, BaseSampler)})
+
+
+# ---- the streams of a Trainer together ----
+
+
+@dataclass(frozen=True, slots=True)
+class StageStream:
+    """A stream and the stage that reads it."""
+
+    label: str
+    """The stage, with a number where a stage has several streams: "train", "val", "val0", "val1"."""
+    stage: str
+    stream: Stream
+
+
+def stage_streams(entry: str, streams: Mapping[str, Sequence[Stream]]) -> list[StageStream]:
+    """The streams that an entry point ("fit", "validate", ...) reads.
+
+    Raises:
+        InvalidRequestError: the stream that this entry point needs is missing.
+    """
+    stages = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}[entry]
+    if not streams[stages[0]]:
+        raise InvalidRequestError(f"trainer.{entry} needs TQDataModule({stages[0]}=Stream(...)), which is missing.")
+    return [
+        StageStream(stage if len(streams[stage]) == 1 else f"{stage}{number}", stage, stream)
+        for stage in stages
+        for number, stream in enumerate(streams[stage])
+    ]
+
+
+def check_tails(streams: Sequence[StageStream], dp_size: int) -> None:
+    """Raise InvalidRequestError where training would end earlier on one rank, and the others would wait forever."""
+    for each in streams:
+        if each.stage == "train" and each.stream.tail == "uneven_ok" and dp_size > 1:
+            raise InvalidRequestError(
+                f"stream {each.label!r}: tail='uneven_ok' can end the stream on one of {dp_size} ranks before the "
+                f"others, which would then wait forever in their next collective. Use 'drop' or 'pad'."
+            )
+
+
+def check_streams(streams: Mapping[str, Sequence[Stream]]) -> None:
+    """Raise InvalidRequestError for streams that contradict each other, or their stage."""
+    _check_tasks([stream for each in streams.values() for stream in each])
+    _check_replays([stream for stage, each in streams.items() if stage != "train" for stream in each])
+
+
+def _check_tasks(streams: Sequence[Stream]) -> None:
+    """A task has one sampler and one tail policy, so streams that share a task must agree on them."""
+    first: dict[str, Stream] = {}
+    for stream in streams:
+        other = first.setdefault(stream.task, stream)
+        if other is not stream and (_sampling(other), other.tail) != (_sampling(stream), stream.tail):
+            raise InvalidRequestError(
+                f"two streams of task {stream.task!r} have different samplers or tails ({other.sampler!r}, "
+                f"{other.tail!r} and {stream.sampler!r}, {stream.tail!r}). Make them equal, or use different tasks."
+            )
+
+
+def _sampling(stream: Stream) -> Any:
+    """Type and arguments, because a configuration file builds a separate sampler for each stream."""
+    return stream.sampler.spec() if isinstance(stream.sampler, BaseSampler) else stream.sampler
+
+
+def _check_replays(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        if stream.replay is False:
+            raise InvalidRequestError(
+                f"stream of task {stream.task!r}: replay=False is for training. Validation, test and prediction start "
+                f"at the first batch of their partition each time. Omit replay."
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Topology: which data-parallel rank this process is, out of how many, and whether it speaks for its group."""
+"""Topology: which data-parallel rank this process is, and which rank acts for its group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import InvalidRequestError, from_wire, to_wire
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 Rank = int | Callable[[Any], int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Ranks of one data-parallel group (tensor, pipeline or context peers) have the same ``dp_rank``.
 
-    ``is_reader``: one rank per group; it alone settles what the group has read.
+    ``is_reader``: true for one rank per group, which acknowledges what the group has read.
     """
 
     dp_rank: int = 0
@@ -30,18 +30,18 @@ class Topology:
     def __post_init__(self) -> None:
         if self.dp_size < 1 or not 0 <= self.dp_rank < self.dp_size:
             raise InvalidRequestError(
-                f"dp_rank {self.dp_rank} of dp_size {self.dp_size}: ranks go from 0 to dp_size - 1, and there is one "
-                f"at least."
+                f"dp_rank {self.dp_rank} of dp_size {self.dp_size} is impossible: dp_size is at least 1, and ranks go "
+                f"from 0 to dp_size - 1."
             )
 
 
 def trainer_topology(trainer: Trainer, dp_rank: Rank | None = None, dp_size: int | None = None) -> Topology:
-    """What the Trainer's strategy says; valid from ``setup`` on, not before.
+    """What the Trainer's strategy reports; valid from ``setup`` on, not before.
 
     Args:
-        dp_rank: A number, or a function of the Trainer: for strategies that report no groups. Makes this a collective:
-            all ranks compare what they said.
-        dp_size: Alone, neighbouring ranks form a group: rank r is in group r // (world_size / dp_size).
+        dp_rank: A number, or a function of the Trainer, for strategies that report no groups. This makes the call a
+            collective, because all ranks compare their numbers.
+        dp_size: Without dp_rank, neighbouring ranks form a group: rank r is in group r // (world_size / dp_size).
     Raises:
         InvalidRequestError: numbers that don't fit the world's size.
     """
@@ -52,73 +52,91 @@ def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | 
     """The same for Fabric, after ``fabric.launch()``; a function gets the Fabric.
 
     Raises:
-        InvalidRequestError: numbers that don't fit the world's size, or ``launch()`` is still to come.
+        InvalidRequestError: numbers that don't fit the world's size, or ``launch()`` was not called.
     """
     if fabric.world_size > 1 and not fabric._launched:
         raise InvalidRequestError(
-            f"this Fabric has {fabric.world_size} processes and isn't launched yet, so none of them knows its rank. "
+            f"this Fabric has {fabric.world_size} processes and is not launched yet, so their ranks are unknown. "
             f"Call fabric.launch() first."
         )
     return _topology(fabric, dp_rank, dp_size)
 
 
+def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], str]) -> str:
+    """Run on global rank 0, and return its result or raise its error on every rank. This is a collective."""
+    failure: BaseException | None = None
+    answer: tuple[str, tuple[str, str] | None] = ("", None)
+    if owner.is_global_zero:
+        try:
+            answer = (action(), None)
+        except Exception as error:  # without the broadcast, the other ranks would wait forever
+            failure = error
+            answer = ("", to_wire(error))
+    result, reported = owner.strategy.broadcast(answer, src=0)
+    if failure is not None:
+        raise failure
+    if reported is not None:
+        raise from_wire(*reported)
+    return result
+
+
 def _topology(owner: Trainer | Fabric, dp_rank: Rank | None, dp_size: int | None) -> Topology:
     global_rank, world_size = owner.global_rank, owner.world_size
-    told_rank, told_size = _told(owner.strategy, global_rank, world_size)
-    size = told_size if dp_size is None else dp_size
+    reported_rank, reported_size = _reported(owner.strategy, global_rank, world_size)
+    size = reported_size if dp_size is None else dp_size
     if size < 1 or world_size % size:
         raise InvalidRequestError(
-            f"dp_size {size} doesn't divide the {world_size} processes of this run. Every data-parallel group has "
-            f"equally many ranks."
+            f"dp_size {size} doesn't divide the {world_size} processes of this run. Every data-parallel group must "
+            f"have the same number of ranks."
         )
     peers = world_size // size
     if dp_rank is not None:
         rank = dp_rank(owner) if callable(dp_rank) else dp_rank
-        return Topology(rank, size, _is_first_that_said(rank, size, global_rank, world_size))
+        return Topology(rank, size, _is_first_with_dp_rank(rank, size, global_rank, world_size))
     if dp_size is not None:
         return Topology(global_rank // peers, size, global_rank % peers == 0)
-    return Topology(told_rank, size, peers == 1 or _is_first_of_group(owner.strategy, global_rank % peers == 0))
+    return Topology(reported_rank, size, peers == 1 or _is_first_of_group(owner.strategy, global_rank % peers == 0))
 
 
-def _is_first_that_said(rank: int, size: int, global_rank: int, world_size: int) -> bool:
-    """Is this the lowest rank of those that named this group? A collective where there are process groups."""
+def _is_first_with_dp_rank(rank: int, size: int, global_rank: int, world_size: int) -> bool:
+    """Whether this is the lowest global rank with this dp_rank. A collective where process groups exist."""
     import torch.distributed as dist
 
     if world_size == 1 or not (dist.is_available() and dist.is_initialized()):
         return global_rank % (world_size // size) == 0
     ranks: list[int] = [0] * world_size
     dist.all_gather_object(ranks, rank)
-    check_said(ranks, size)
+    check_dp_ranks(ranks, size)
     return ranks.index(rank) == global_rank
 
 
-def check_said(ranks: list[int], size: int) -> None:
-    """Raises InvalidRequestError unless as many processes said each dp_rank: else a group gets nothing, or twice."""
+def check_dp_ranks(ranks: list[int], size: int) -> None:
+    """Raise InvalidRequestError unless equally many processes have each dp_rank."""
     peers = len(ranks) // size
     if any(ranks.count(each) != peers for each in range(size)):
         raise InvalidRequestError(
-            f"the {len(ranks)} processes said dp_rank {ranks}: with dp_size {size} each rank from 0 to {size - 1} must "
-            f"be said {peers} times. Where several processes share their batches, give dp_size, too."
+            f"the {len(ranks)} processes have dp_rank {ranks}. With dp_size {size}, each rank from 0 to {size - 1} "
+            f"must occur {peers} times. Where several processes share their batches, set dp_size too."
         )
 
 
-def _told(strategy: Any, global_rank: int, world_size: int) -> tuple[int, int]:
-    """(dp_rank, dp_size) by what a strategy says of itself."""
+def _reported(strategy: Any, global_rank: int, world_size: int) -> tuple[int, int]:
+    """(dp_rank, dp_size) as the strategy reports them."""
     from lightning.pytorch.strategies import ParallelStrategy
 
     peers = _deepspeed_peers(strategy)
     if peers > 1:
         return global_rank // peers, max(1, world_size // peers)
     if getattr(type(strategy), "distributed_sampler_kwargs", None) is ParallelStrategy.distributed_sampler_kwargs:
-        return global_rank, world_size  # what it inherits there counts the devices of one node
-    told = getattr(strategy, "distributed_sampler_kwargs", None)
-    return (int(told["rank"]), int(told["num_replicas"])) if told else (0, 1)
+        return global_rank, world_size  # the inherited property counts the devices of one node only
+    reported = getattr(strategy, "distributed_sampler_kwargs", None)
+    return (int(reported["rank"]), int(reported["num_replicas"])) if reported else (0, 1)
 
 
 def _deepspeed_peers(strategy: Any) -> int:
-    """Ranks that share a batch under DeepSpeed: neighbours, as many as its configuration says.
+    """Number of neighbouring ranks that share a batch under DeepSpeed's configuration.
 
-    Its strategy counts every process as a replica, whatever the configuration says of tensor and sequence parallelism.
+    Its strategy counts every process as a replica, regardless of tensor and sequence parallelism.
     """
     if not any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of all tests: control planes whose books are checked when the test is over."""
+"""Of all tests: control planes that are checked when the test is over, and time for slow machines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.own_processes import SLOW
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A slow machine gives every test more time, too."""
+    for item in items if SLOW != 1.0 else ():
+        mark = item.get_closest_marker("timeout")
+        seconds = float(mark.args[0] if mark is not None else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(seconds * SLOW), append=False)
 
 
 @pytest.fixture

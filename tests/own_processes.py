@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that tests started, without the ones that Python keeps beside multiprocessing."""
+"""The processes that tests started, without the ones that Python keeps beside multiprocessing; and their patience."""
 
 from __future__ import annotations
 
+import os
+
 import psutil
+
+SLOW = float(os.environ.get("TQ_TEST_SLOW") or 1.0)
+"""Tests wait so many times as long for other processes: more than 1 for a machine that has much else to do."""
 
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 

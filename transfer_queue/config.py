@@ -124,6 +124,12 @@ class QueueConfig:
 
     address: str | None = None
     """Join the queue at this address instead of starting one."""
+    key_file: str | None = None
+    """File of the CURVE keys for ``tcp://`` addresses, which only its owner may read. A queue that listens makes it,
+    where there is none; a client on another host needs a copy."""
+    listen: str | None = None
+    """``tcp://HOST:PORT`` where clients on other hosts may join, besides the sockets of this host. Port 0 takes a free
+    one. None: no other host can join."""
     launch: Literal["local"] = "local"
     """What starts the servers: local is child processes of this one."""
     server_processes: Literal["auto", "one", "each"] = "auto"
@@ -250,6 +256,8 @@ def _check(config: QueueConfig) -> None:
         if value is not None and value <= 0:
             raise ConfigError(f"{name} must be a number above 0 or null, got {value!r}.")
     storage.memory_bytes()
+    if config.listen is not None and not config.listen.startswith("tcp://"):
+        raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
     if config.backend.storage_backend not in ("SimpleStorage", "AsyncSimpleStorageManager"):
         raise ConfigError(
             f"unknown storage backend {config.backend.storage_backend!r}; this version has 'SimpleStorage'."

@@ -60,7 +60,7 @@ def _begin(merged: DictConfig) -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     address = merged.address or queue_address()
     if address is not None and address not in _ended:  # else: the configuration of a queue that this process has closed
-        _TQ_CLIENT, _TQ_CONFIG = _join(str(address))
+        _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file)
         return
     queue = LocalQueue(merged)
     _started.add(queue)
@@ -74,11 +74,11 @@ def _begin(merged: DictConfig) -> None:
     announce_address(queue.address)
 
 
-def _join(address: str) -> tuple[TransferQueueClient, Any]:
-    info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": address})
+def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClient, Any]:
+    info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": address}, key_file=key_file)
     first = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", info)
     try:
-        conf = _with_objects(first.get_config())
+        conf = _seen_from_here(_with_objects(first.get_config()), info)
     finally:
         first.close()
     return connect(f"TransferQueueClient_{os.getpid()}", conf), conf
@@ -104,6 +104,20 @@ def _with_objects(plain: Mapping[str, Any]) -> Any:
     conf.controller.zmq_info = ZMQServerInfo.from_dict(conf.controller.zmq_info)
     storage = conf.backend.SimpleStorage
     storage.zmq_info = {name: ZMQServerInfo.from_dict(storage.zmq_info[name]) for name in storage.zmq_info}
+    return conf
+
+
+def _seen_from_here(conf: Any, joined: ZMQServerInfo) -> Any:
+    """On another host the servers are where this process has joined the queue, not at the sockets of their own host."""
+    address = joined.to_addr("request_handle_socket")
+    if not address.startswith("tcp://"):
+        return conf
+    conf.address, conf.key_file, conf.controller.zmq_info = address, joined.key_file, joined
+    units = conf.backend.SimpleStorage.zmq_info
+    conf.backend.SimpleStorage.zmq_info = {
+        name: ZMQServerInfo(units[name].role, name, ports={"put_get_socket": address}, key_file=joined.key_file)
+        for name in units
+    }
     return conf
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model of teacher and student: next-token logits from the last few tokens."""
+"""The language model of teacher and student. It predicts the next token from the last few."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 16
-"""Tokens that a prompt is made of."""
+"""Number of different tokens."""
 PROMPT_TOKENS = 24
 
-_START = VOCABULARY  # stands before the first token
-_TEACHER_GAIN = 20.0  # makes the fixed weights' distributions as sharp as a trained model's
+_START = VOCABULARY  # comes before the first token
+_TEACHER_GAIN = 20.0  # sharpens the distributions of random weights
 
 
 class WindowModel(nn.Module):
@@ -28,7 +28,7 @@ class WindowModel(nn.Module):
         )  # fmt: skip
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, T] tokens -> [B, T, VOCABULARY] logits of what follows each of them."""
+        """[B, T] tokens -> [B, T, VOCABULARY] logits of the token after each of them."""
         padded = nn.functional.pad(tokens, (self.window - 1, 0), value=_START)
         last = self.embedding(padded.unfold(1, self.window, 1))  # [B, T, window, width / 2]
         logits: Tensor = self.gain * self.layers(last.flatten(start_dim=2))
@@ -36,7 +36,7 @@ class WindowModel(nn.Module):
 
 
 def make_teacher(seed: int = 0, width: int = 128) -> WindowModel:
-    """The same weights for the same seed, in every process that labels."""
+    """Equal seeds give equal weights in every teacher process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         teacher = WindowModel(width, gain=_TEACHER_GAIN)

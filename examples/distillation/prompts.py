@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts process: one validation partition, then one training partition per epoch, while there is room."""
+"""The prompts process: one validation partition, then one training partition per epoch, while there is space."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PER_PUT = 64
 
 
 def prompts(epochs: int, train: int, val: int, seed: int = 1) -> None:
-    """Put random prompts. A process of its own runs this; it finds the queue by TQ_ADDRESS.
+    """Put random prompts. It runs in its own process and finds the queue by TQ_ADDRESS.
 
     Args:
-        epochs: Training partitions, ``train@0`` and on.
+        epochs: Number of training partitions ``train@0``, ``train@1``, ...
         train: Prompts in each of them.
         val: Prompts in ``val``.
     """
@@ -29,7 +29,7 @@ def prompts(epochs: int, train: int, val: int, seed: int = 1) -> None:
 
 def _fill(partition: str, count: int, generator: torch.Generator) -> None:
     client = tq.get_client()
-    client.create_partition(partition, num_samples=count)  # seals itself with the last one
+    client.create_partition(partition, num_samples=count)  # the last sample seals it
     tokens = torch.randint(VOCABULARY, (count, PROMPT_TOKENS), generator=generator)
     for part in tokens.split(_PER_PUT):
         client.put(TensorDict({"prompts": part}, batch_size=[len(part)]), partition_id=partition)

@@ -18,9 +18,9 @@ class Student(L.LightningModule):
 
     def __init__(self, width: int = 64, learning_rate: float = 5e-3, temperature: float = 1.0) -> None:
         """Args:
-        width: Of the student's layers; the teacher has 128.
-        learning_rate: Of Adam.
-        temperature: Both distributions are softened by it; above 1, unlikely tokens weigh more.
+        width: Width of the student's layers. The teacher has 128.
+        learning_rate: Learning rate of Adam.
+        temperature: Softens both distributions. Above 1, unlikely tokens weigh more.
         """
         super().__init__()
         self.model = WindowModel(width)
@@ -47,9 +47,11 @@ class Student(L.LightningModule):
         return loss, (logits.argmax(-1) == teacher.argmax(-1)).float().mean()
 
     def on_validation_epoch_end(self) -> None:
-        told = {name: float(self.trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "agreement")}
+        values = {name: float(self.trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "agreement")}
         when = "untrained" if self.trainer.sanity_checking else f"epoch {self.current_epoch}"
-        self.print(f"{when}: loss {told['loss']:.3f}, agreement with the teacher {told['agreement']:.1%}", flush=True)
+        self.print(
+            f"{when}: loss {values['loss']:.3f}, agreement with the teacher {values['agreement']:.1%}", flush=True
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A teacher process: labels prompts as they come, and puts its logits onto the same samples."""
+"""A teacher process: labels prompts as they arrive, and adds its logits to the same samples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def label(epochs: int, worker: int, num_workers: int, batch_size: int = 32, seed
     """Add the field ``logits`` to every prompt of ``val`` and of the training partitions.
 
     Args:
-        epochs: Training partitions.
-        worker: Which of ``num_workers`` teacher processes this is; each gets its share of every partition.
+        epochs: Number of training partitions.
+        worker: Number of this teacher process. Each of ``num_workers`` gets a share of every partition.
         batch_size: Prompts labelled at once.
-        seed: Of the teacher's weights.
+        seed: Seed of the teacher's weights.
     """
     torch.set_num_threads(1)  # the trainer needs the other core
     client, teacher = tq.get_client(), make_teacher(seed)
-    # "pad": a last round that the prompts don't fill is labelled twice in places rather than left out.
+    # "pad" labels some prompts twice where they don't fill the last round, instead of dropping prompts.
     client.register_task("label", dp_size=num_workers, tail="pad")
     stream = tq.StreamingDataset(
         None, batch_size, batch_size, ["prompts"], "val", "label", dp_rank=worker, dp_size=num_workers, layout="dense"

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job: GRPO on verifiable arithmetic tasks, with rollouts, rewards and training joined by a live queue."""
+"""GRPO on verifiable arithmetic tasks: rollouts, rewards and training share a live queue."""
 
 from __future__ import annotations

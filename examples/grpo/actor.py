@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor: the policy as a LightningModule that learns from answers and their rewards."""
+"""The LightningModule: a policy that learns from answers and their rewards."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Actor(L.LightningModule):
     """Warms a policy up, then improves it with GRPO; one optimizer step per batch of the queue.
 
     Args:
-        learning_rate: Peak of the schedule: up over ``ramp_steps`` steps, then straight down to ``final_share`` of it
-            at the last step. Without the way down the last steps undo part of what was learned.
-        seed: Decides all tasks, the rollouts' ones, too.
+        learning_rate: Peak of the schedule, which rises over ``ramp_steps`` steps and then falls linearly to
+            ``final_share`` of the peak. Without the fall, the last steps undo part of what was learned.
+        seed: Seed of all tasks, also in the rollouts.
         policy: Size of the policy.
         loss: Clipping and entropy.
         warmup: Length of the warm-up.
-        validation_tasks: Held-out tasks that the warm-up's accuracy is measured on, the same as the rollouts' ones.
+        validation_tasks: Number of held-out tasks to measure the warm-up's accuracy. The rollouts use the same tasks.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Actor(L.LightningModule):
     # ---- before the first step ----
 
     def setup(self, stage: str) -> None:
-        """Warm up, on rank zero only: DDP then gives its weights to all ranks."""
-        torch.set_num_threads(1)  # more gain nothing for so small a policy, and the rollouts need the cores
+        """Warm up on rank zero. DDP then copies its weights to all ranks."""
+        torch.set_num_threads(1)  # a small policy gains nothing from more, and the rollouts need the cores
         if stage != "fit" or not self.trainer.is_global_zero or self.trainer.ckpt_path is not None:
             return
         warm_up(self.policy, self.seed, config=self.warmup_config)
@@ -76,7 +76,7 @@ class Actor(L.LightningModule):
     def _share_of_rate(self, step: int) -> float:
         ramp = (step + 1) / self.ramp_steps
         if ramp <= 1.0:
-            return ramp  # the trainer may not know the number of steps before the first one
+            return ramp  # the number of steps may be unknown before the first one
         total = self.trainer.estimated_stepping_batches
         done = (step - self.ramp_steps) / max(1.0, total - 1 - self.ramp_steps)
         return 1.0 - (1.0 - self.final_share) * min(1.0, done)
@@ -113,7 +113,7 @@ class Actor(L.LightningModule):
     # ---- validation ----
 
     def validation_step(self, batch: tuple[Any, BatchMeta], batch_idx: int) -> None:
-        """Likeliest answers of the weights being trained: nothing of the validation is stale."""
+        """Answer greedily with the current weights, so the validation is never stale."""
         data, meta = batch
         answers = self.policy.generate(data["prompts"], temperature=0.0).tokens
         right = [score(entry, decode(answer)) == 1.0 for entry, answer in zip(data["entry"], answers, strict=True)]

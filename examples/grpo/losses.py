@@ -16,14 +16,14 @@ class LossConfig:
     clip_low: float = 0.2
     """The ratio of new to old probability stops counting below 1 - clip_low."""
     clip_high: float = 0.28
-    """... and above 1 + clip_high. Higher than the low bound: rare right answers may grow faster."""
+    """... and above 1 + clip_high. It is higher than clip_low, so that rare right answers grow faster."""
     entropy_weight: float = 0.0
-    """Reward for staying undecided; keeps answers of one group from becoming equal."""
+    """Weight of the entropy, which keeps the answers of a group from becoming equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss to step on, and detached numbers that tell how the step went."""
+    """The loss, and detached metrics of the step."""
 
     loss: Tensor
     metrics: dict[str, Tensor]

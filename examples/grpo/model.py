@@ -16,20 +16,20 @@ Cache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
-    """Size of the policy; a checkpoint fits only the config it was made with."""
+    """Size of the policy. A checkpoint fits only its own config."""
 
     width: int = 96
     layers: int = 3
     heads: int = 4
     prompt_width: int = 7
-    """Tokens of every prompt, padding included. Constant, so padding is read like any other token."""
+    """Tokens of every prompt, with padding. It is constant, so padding is read like any other token."""
     response_width: int = 4
     """Most tokens of a response, EOS included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """What was sampled: B prompts with n answers each, answers of one prompt in consecutive rows."""
+    """Sampled answers: B prompts with n answers each, answers of one prompt in consecutive rows."""
 
     tokens: Tensor
     """[B * n, R] int64, PAD after EOS."""
@@ -80,14 +80,14 @@ class Policy(nn.Module):
     def forward(self, prompts: Tensor, responses: Tensor) -> Tensor:
         """Logits [B, R, V] of each response token, given the prompt [B, P] and the response tokens before it."""
         prompt_width = self._check_prompts(prompts)
-        # The last response token predicts nothing that is asked for.
+        # The prediction after the last response token is not needed.
         hidden, _ = self._read(torch.cat([prompts, responses[:, :-1]], dim=1), start=0, caches=None)
         return self._logits(hidden[:, prompt_width - 1 :])
 
     def token_log_probs(self, prompts: Tensor, responses: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probabilities [B, R] of the response tokens, and entropy [B, R] of the distributions they came from.
 
-        Positions after EOS hold numbers without meaning: mask them.
+        Positions after EOS are meaningless and must be masked.
         """
         log_probs = torch.log_softmax(self(prompts, responses) / temperature, dim=-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -147,7 +147,7 @@ class Policy(nn.Module):
 
 
 def response_mask(responses: Tensor) -> Tensor:
-    """True for the tokens of responses [B, R] that were chosen: up to and with the first EOS."""
+    """True for the tokens of responses [B, R] up to and including the first EOS."""
     ends = responses == EOS
     return ends.cumsum(dim=1) - ends.long() == 0
 

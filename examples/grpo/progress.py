@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar that is readable in a log file: one line per epoch."""
+"""A progress bar for log files: one line per epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 
 
 class ProgressLines(ProgressBar):
-    """Prints reward, accuracy, staleness and wait of each epoch; means over its steps, but for the accuracy."""
+    """Prints reward, accuracy, staleness and wait per epoch. All but the accuracy are means over its steps."""
 
     def __init__(self) -> None:
         super().__init__()

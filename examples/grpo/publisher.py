@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainer sends with each version of the policy: how to build it, and the plan that it is part of."""
+"""The policy's publisher. Each version also carries its model config and the trainer's plan."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .weights import Plan
 
 
 class PolicyPublisher(PublishWeights):
-    """Publishes the module's ``policy``. The rollouts then need no configuration and follow any Trainer's settings.
+    """Publishes the module's ``policy``. The rollouts need no configuration and follow the Trainer's settings.
 
-    The module has ``policy`` and ``seed``; the TQDataModule's train stream has ``num_batches`` and a sampler of groups.
+    The module needs ``policy`` and ``seed``. The train stream needs ``num_batches`` and a sampler of groups.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class PolicyPublisher(PublishWeights):
 
 
 def plan_of(trainer: L.Trainer, seed: int) -> Plan:
-    """Where a Trainer stands, and what it wants. Raises ValueError when its train stream doesn't say how much."""
-    stream, num_ranks = trainer.datamodule.train_feed().stream, trainer.datamodule.dp_size
+    """The Trainer's current epoch and its sizes. Raises ValueError if its train stream lacks them."""
+    stream, num_ranks = trainer.datamodule.train_reader().stream, trainer.datamodule.dp_size
     answers_per_prompt = getattr(stream.sampler, "n_samples_per_prompt", None)
     if stream.num_batches is None or answers_per_prompt is None:
         raise ValueError(
-            f"the train stream has num_batches={stream.num_batches} and sampler {stream.sampler!r}. The rollouts must "
-            f"know how many answers make an epoch, and how many a group: give num_batches, and a sampler of groups."
+            f"the train stream has num_batches={stream.num_batches} and sampler {stream.sampler!r}. The rollouts need "
+            f"the answers per epoch and per group: set num_batches, and a sampler of groups."
         )
     limit = trainer.limit_train_batches
     batches = min(stream.num_batches, limit) if isinstance(limit, int) else int(stream.num_batches * limit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: its CSV as a picture, and a closing summary."""
+"""The report of a run: a picture of its metrics and a summary."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _BLUE, _ORANGE, _GREY = "#2864b4", "#d9722a", "#8a8f98"
 
 
 class RunReport(L.Callback):
-    """At the end, on rank zero: draws ``reward.png`` above the CSVLogger's ``version_…`` folder, prints the summary.
+    """Draws ``reward.png`` next to the CSVLogger's ``version_…`` folder and prints a summary, at the end on rank zero.
 
-    The module has its accuracy after the warm-up as ``warmup_accuracy``.
+    The module must have ``warmup_accuracy``.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class RunReport(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
         if logger is None or not trainer.is_global_zero:
-            return  # fast_dev_run takes the loggers away
+            return  # fast_dev_run removes the loggers
         logger.save()
         now = time.perf_counter()
         series = read_metrics(Path(logger.log_dir) / "metrics.csv")
         picture = Path(logger.root_dir) / "reward.png"
         draw(series, picture)
-        waited_s = trainer.datamodule.train_feed().waited_s
+        waited_s = trainer.datamodule.train_reader().waited_s
         print(summary(series, trainer.world_size, waited_s, now - self._trained_from, now - self._started))
         print(f"  picture             {picture}", flush=True)
 
 
 def read_metrics(path: Path) -> Series:
-    """The metrics that a CSVLogger wrote, without the gaps."""
+    """Read the metrics of a CSVLogger, without the gaps."""
     series: Series = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -63,12 +63,12 @@ def read_metrics(path: Path) -> Series:
 
 
 def summary(series: Series, world_size: int, waited_s: float, training_s: float, wall_s: float) -> str:
-    """What the run achieved and what it waited for, as text.
+    """Results and waits of the run, as text.
 
     Args:
         waited_s: Seconds that training waited for batches.
-        training_s: Seconds since the warm-up, validation included.
-        wall_s: Seconds since the run was set up, warm-up included.
+        training_s: Seconds since the warm-up, with validation.
+        wall_s: Seconds since the start of the run, with the warm-up.
     """
     accuracy, staleness = _values(series, "val/accuracy"), _values(series, "train/staleness")
     return "\n".join(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward process: scores answers as they arrive, and puts the rewards onto the same samples."""
+"""The reward process: scores answers as they arrive, and adds the rewards to the same samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .weights import PolicyFollower
 
 
 def reward(batch_size: int = 64) -> None:
-    """Add the field ``rewards`` to every answer of the train partitions, one after the other, until ended.
+    """Add the field ``rewards`` to every answer, partition by partition, until the run ends this process.
 
     Args:
         batch_size: Most answers scored at once.
@@ -26,7 +26,7 @@ def reward(batch_size: int = 64) -> None:
     client = tq.get_client()
     trainer = PolicyFollower(client, "reward")
     trainer.follow()
-    # A part of a training step: waiting for more, the scorer would wait for the rollout, and that for the trainer.
+    # It must divide a training step. A larger batch would wait for the rollout, which waits for the trainer.
     size = gcd(batch_size, trainer.plan.answers_per_step)
     answers = tq.StreamingDataset(
         None, size, size, ["responses", "entry"], "train@0", "reward", dp_rank=0, layout="dense"

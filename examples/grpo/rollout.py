@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout process: answers tasks with the newest policy, a bounded number of versions ahead of the trainer."""
+"""The rollout process: answers tasks with the newest policy, a limited number of versions ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .weights import Plan, PolicyFollower
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """How a rollout process works; the same for all of them. What it makes, the trainer's plan says."""
+    """Settings of all rollout processes. The trainer's plan decides what they make."""
 
     prompts_per_put: int = 32
-    """Prompts answered at once, with one version of the policy."""
+    """Prompts answered at once, with the same policy."""
     max_staleness: int = 1
-    """Most optimizer steps between the policy that answers and the one that learns from it; over 3 it learns worse."""
+    """Most optimizer steps between the policy that answers and the one that learns. Over 3 it learns worse."""
     validation_tasks: int = 256
-    """Held-out tasks in every validation partition, the same ones each time."""
+    """Held-out tasks, which are the same in every validation partition."""
 
 
 def rollout(worker: int = 0, num_workers: int = 1, **settings: Any) -> None:
-    """Fill partitions until training ends. A process of its own runs this; it finds the queue by TQ_ADDRESS.
+    """Fill partitions until training ends. It runs in its own process and finds the queue by TQ_ADDRESS.
 
     Args:
         settings: Fields of RolloutConfig.
     """
-    torch.set_num_threads(1)  # more gain nothing for so small a policy, and the trainer needs the cores
+    torch.set_num_threads(1)  # a small policy gains nothing from more, and the trainer needs the cores
     Rollout(worker, num_workers, RolloutConfig(**settings)).run()
 
 
@@ -52,7 +52,7 @@ class Rollout:
         self._generator = torch.Generator()
 
     def run(self) -> None:
-        """One epoch after the other, from the trainer's on."""
+        """Fill one epoch after the other, starting with the trainer's."""
         try:
             policy = self._follower.follow()
             self._generator.manual_seed(self._follower.plan.seed * self._num_workers + self._worker)
@@ -61,7 +61,7 @@ class Rollout:
                     self._put_validation(f"val@{epoch}", policy.config.prompt_width)
                 self._fill(epoch)
         except tq.EndOfPartitionError:
-            return  # the weights ended: so did training
+            return  # the end of the weights is the end of training
 
     def _put_validation(self, partition: str, width: int) -> None:
         tasks = make_tasks("validation", self._config.validation_tasks, self._follower.plan.seed)
@@ -72,20 +72,20 @@ class Rollout:
 
     def _fill(self, epoch: int) -> None:
         partition, plan = f"train@{epoch}", self._follower.plan
-        # Seals itself with the last answer, whichever process puts it.
+        # The last answer seals it, whichever process puts it.
         self._client.create_partition(partition, num_samples=plan.steps_per_epoch * plan.answers_per_step)
         for step, tasks in self._puts(epoch, plan):
             policy = self._follower.follow(least=step - self._config.max_staleness)
             self._put_answers(partition, tasks, policy)
 
     def _puts(self, epoch: int, plan: Plan) -> list[tuple[int, list[Task]]]:
-        """This process' share of an epoch: the optimizer step that gets the answers, and the tasks to answer."""
+        """This process's share of an epoch: the tasks of each put, and the optimizer step that will use the answers."""
         num_steps, per_step = plan.steps_per_epoch, plan.answers_per_step // plan.answers_per_prompt
-        tasks = make_tasks("train", num_steps * per_step, plan.seed + 1 + epoch)  # the seed itself is the warm-up's
+        tasks = make_tasks("train", num_steps * per_step, plan.seed + 1 + epoch)  # the warm-up uses the seed itself
         size = self._config.prompts_per_put
         puts: list[tuple[int, list[Task]]] = []
         for step in range(num_steps):
-            # No put spans two steps: in the second one its answers would be staler than allowed.
+            # No put spans two steps, because its answers would be too stale for the second one.
             of_step = tasks[step * per_step : (step + 1) * per_step]
             puts += [(epoch * num_steps + step, of_step[first : first + size]) for first in range(0, per_step, size)]
         return puts[self._worker :: self._num_workers]
@@ -107,5 +107,5 @@ class Rollout:
         )
         total_lengths = (prompts != PAD).sum(dim=1) + answers.lengths
         tags = [{"version": self._follower.version, "total_lengths": length} for length in total_lengths.tolist()]
-        # One put for whole groups: the sampler then knows which answers belong together.
+        # A put holds whole groups, so that the sampler keeps them together.
         self._client.put(data, partition_id=partition, tags=tags)

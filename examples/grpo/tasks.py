@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifiable tasks: `chain_sum` of reasoning-gym, cut into disjoint splits and scored by its own scorer."""
+"""Verifiable tasks: `chain_sum` of reasoning-gym in disjoint splits, with its own scorer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Split = Literal["train", "validation"]
 VALIDATION_SHARE = 5
 """One in this many problems is held out for validation."""
 
-# The dataset seeds entry i with seed + i: seeds closer than this would share entries.
+# The dataset seeds entry i with seed + i, so closer seeds would share entries.
 _SEED_STRIDE = 1_000_000_007
 _ENDLESS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difficulty:
-    """What a problem looks like: so many terms, each of so many digits."""
+    """Number of terms in a problem, and digits per term."""
 
     terms: int = 3
     digits: int = 1
 
     @property
     def prompt_width(self) -> int:
-        """Tokens of a prompt: BOS, the terms with a sign between two, and the equals sign."""
+        """Tokens of a prompt: BOS, the terms, the signs between them, and the equals sign."""
         return 1 + self.terms * self.digits + self.terms
 
     @property
@@ -40,7 +40,7 @@ class Difficulty:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem: what the model reads, what it should write, and the entry that the scorer wants."""
+    """One problem: the prompt, the right answer, and the entry for the scorer."""
 
     prompt: str
     answer: str
@@ -48,10 +48,11 @@ class Task:
 
 
 def make_tasks(split: Split, count: int, seed: int, difficulty: Difficulty | None = None) -> list[Task]:
-    """Draw tasks of one split; equal arguments give equal tasks, in every process.
+    """Draw tasks of one split. Equal arguments give equal tasks in every process.
 
-    Which split a problem belongs to follows from its text alone, so no seed moves a problem across.
-    Validation tasks are distinct; training tasks are drawn with replacement, as a stream of any length.
+    The text of a problem decides its split, so no seed moves a problem to the other one. Validation tasks are distinct,
+    and training tasks are drawn with replacement.
+
     Raises:
         ValueError: the split does not hold ``count`` distinct validation problems.
     """
@@ -59,24 +60,24 @@ def make_tasks(split: Split, count: int, seed: int, difficulty: Difficulty | Non
     drawn = (task for task in _draw(seed, difficulty) if split_of(task.prompt) == split)
     if split == "train":
         return list(islice(drawn, count))
-    # Which problems the hash holds out varies around its share: half of it is there for certain.
+    # The hash holds out roughly its share of the problems, and certainly half of it.
     available = _count_problems(difficulty) // (2 * VALIDATION_SHARE)
     if count > available:
         raise ValueError(
-            f"{count} distinct validation tasks asked for, {difficulty} is good for {available}. "
-            "Ask for fewer, or for more terms or digits."
+            f"{count} distinct validation tasks requested, but {difficulty} has only {available}. "
+            "Request fewer, or more terms or digits."
         )
     return list(islice(_distinct(drawn), count))
 
 
 def split_of(prompt: str) -> Split:
-    """The split that owns a problem, from its text alone."""
-    # Not hash(): it differs between processes.
+    """The split of a problem, decided by its text."""
+    # hash() differs between processes.
     return "validation" if zlib.crc32(prompt.encode()) % VALIDATION_SHARE == 0 else "train"
 
 
 def score(entry: dict[str, Any], text: str) -> float:
-    """Reward of an answer in [0, 1] by the dataset's scorer: 1 if right, a little if the right one is part of it."""
+    """Reward in [0, 1] from the dataset's scorer: 1 if right, slightly above 0 if it contains the right answer."""
     return float(_dataset(0, Difficulty()).score_answer(text, entry))
 
 
@@ -104,7 +105,7 @@ def _count_problems(difficulty: Difficulty) -> int:
 
 @cache
 def _dataset(seed: int, difficulty: Difficulty) -> Any:
-    # Takes a second: only the processes that make or score tasks should pay for it.
+    # The import takes a second, which only processes with tasks should pay.
     import reasoning_gym
 
     return reasoning_gym.create_dataset(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The character vocabulary: one token per character of an arithmetic task, fixed for every run and checkpoint."""
+"""The character vocabulary: one token per character of an arithmetic task, the same for every run."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int] | Tensor) -> str:
-    """Turn token ids into text: up to the first EOS, PAD and BOS left out."""
+    """Turn token ids into text, up to the first EOS and without PAD and BOS."""
     values: list[int] = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
     end = values.index(EOS) if EOS in values else len(values)
     return "".join(CHARACTERS[token - 3] for token in values[:end] if token > EOS)
 
 
 def encode_prompts(texts: Sequence[str], width: int) -> Tensor:
-    """Encode prompts as [B, width] int64, each one BOS and its characters, moved to the right edge by PAD.
+    """Encode prompts as [B, width] int64: PAD on the left, then BOS and the characters.
 
-    The width is a constant of the model, so a prompt has one encoding and its last character one position.
+    The width is a constant of the model, so each prompt has exactly one encoding.
     """
     return torch.tensor([_fixed_width([BOS, *encode(text)], width, text, left=True) for text in texts]).view(-1, width)
 
 
 def encode_responses(texts: Sequence[str], width: int) -> Tensor:
-    """Encode responses as [B, width] int64, each its characters and EOS, filled on the right with PAD."""
+    """Encode responses as [B, width] int64: the characters, EOS, then PAD on the right."""
     return torch.tensor([_fixed_width([*encode(text), EOS], width, text, left=False) for text in texts]).view(-1, width)
 
 

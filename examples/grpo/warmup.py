@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervised warm-up: enough right answers shown that sampling finds some by itself."""
+"""The supervised warm-up: trains on right answers until sampling finds some."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .vocabulary import decode, encode_prompts, encode_responses
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupConfig:
-    """How long and how fast the warm-up learns. More steps leave less for the policy loss to gain."""
+    """Length and speed of the warm-up. More steps leave less to gain for the policy loss."""
 
     steps: int = 110
     batch_size: int = 128
@@ -52,7 +52,7 @@ def warm_up(
 
 
 def accuracy(policy: Policy, tasks: Sequence[Task]) -> float:
-    """Share of tasks whose likeliest answer is entirely right."""
+    """Share of tasks with a completely right greedy answer."""
     prompts = encode_prompts([task.prompt for task in tasks], policy.config.prompt_width)
     answers = policy.generate(prompts, temperature=0.0).tokens
     right = [score(task.entry, decode(answer)) == 1.0 for task, answer in zip(tasks, answers, strict=True)]

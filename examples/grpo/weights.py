@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy in the processes that don't train it: the newest published version, and the plan that it is part of."""
+"""The newest published policy and its plan, for processes that don't train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a version is part of. Travels with it, so that producers follow any Trainer's settings."""
+    """The trainer's settings, sent with each version so that producers follow them."""
 
     epoch: int
     steps_per_epoch: int
@@ -24,11 +24,11 @@ class Plan:
     """Over all ranks."""
     answers_per_prompt: int
     seed: int
-    """Decides the prompts and the sampling. When each policy arrives it doesn't decide."""
+    """Seed of the prompts and the sampling. It doesn't decide when each policy arrives."""
 
 
 class PolicyFollower:
-    """The newest published policy, built from what comes with the weights.
+    """Builds the newest published policy from its weights and info.
 
     Args:
         task: Name of this follower; each sees every version.
@@ -41,18 +41,18 @@ class PolicyFollower:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the policy of the last ``follow`` came with; RuntimeError before that."""
+        """The plan of the last ``follow``. Raises RuntimeError before that."""
         if self._weights is None:
             raise RuntimeError("no policy yet: call follow() first.")
         return Plan(**self._weights.info["plan"])
 
     @property
     def version(self) -> int:
-        """Of the policy that ``follow`` returned last; -1 before that."""
+        """Version that ``follow`` returned last; -1 before that."""
         return self._reader.version
 
     def follow(self, least: int = 0) -> Policy:
-        """The newest policy, as soon as its version is at least ``least``; parked in the controller until then.
+        """Wait for the newest policy of version ``least`` or later.
 
         Raises:
             EndOfPartitionError: training has ended.

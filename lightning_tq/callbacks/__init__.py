@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks, one job each."""
+"""Callbacks for a Trainer with a TQDataModule. Each has one job."""

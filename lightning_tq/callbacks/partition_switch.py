@@ -1,68 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PartitionSwitch: names the partition that each new iterator reads, and clears those that are finished."""
+"""PartitionSwitch: names the partition for each new iterator, and clears finished ones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_tq.stream import Stream
-from transfer_queue.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lightning_tq.datamodule import TQDataModule
+from lightning_tq.trainer_compat import find_datamodule
 
 
 class PartitionSwitch(Callback):
-    """Steps streams from partition to partition, as their templates say: per epoch, per version of the policy, ...
+    """Moves streams from partition to partition by their templates: per epoch, per policy version, and so on.
 
-    A name is decided when an iterator starts; a running iterator is never switched. A partition is finished once its
-    stream has moved on to another. Without this callback TQDataModule adds one that clears nothing.
+    The name is fixed when an iterator starts. A partition is finished once its stream has moved on to another one.
+    Without this callback, TQDataModule uses one that clears nothing.
     """
 
     def __init__(self, clear_finished: bool = True) -> None:
         """Args:
-        clear_finished: Forget finished partitions, for every task: their memory is free again. A checkpoint from
-            an earlier epoch can then no longer be resumed with this queue. The last partitions stay.
+        clear_finished: Clear finished partitions for every task, which frees their memory. This queue can then no
+            longer resume from a checkpoint of an earlier epoch. The last partitions stay.
         """
         self.clear_finished = clear_finished
 
     def partition(self, stream: Stream, *, epoch: int, global_step: int, policy_version: int, stage: str) -> str:
-        """The partition for an iterator that starts now. Override for names of your own; must agree on all ranks."""
+        """The partition for an iterator that starts now. Override it for other names; all ranks must agree."""
         return stream.partition_at(epoch=epoch, global_step=global_step, stage=stage, policy_version=policy_version)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        datamodule_of(trainer, "PartitionSwitch")
+        find_datamodule(trainer, "PartitionSwitch")
 
-    # Both hooks come when every rank's new iterator exists (a barrier makes sure) and its old one is closed.
+    # At both hooks, every rank has closed its old iterator. A barrier makes sure of it.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._clear(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:  # trainer.validate moves away from nothing
+        if trainer.state.fn == TrainerFn.FITTING:  # trainer.validate finishes no partition
             self._clear(trainer)
 
     def _clear(self, trainer: Trainer) -> None:
-        datamodule = datamodule_of(trainer, "PartitionSwitch")
-        finished = datamodule.finished_partitions()  # the same on all ranks, which step together
+        datamodule = find_datamodule(trainer, "PartitionSwitch")
+        finished = datamodule.finished_partitions()  # the same on all ranks
         if not finished or not self.clear_finished:
             return
         trainer.strategy.barrier("lightning_tq_clear_finished")
         if trainer.is_global_zero:
             for name in finished:
                 datamodule.client.clear_partition(name)
-
-
-def datamodule_of(trainer: Trainer, who: str) -> TQDataModule:
-    """The run's TQDataModule. Raises ConfigError when there is none."""
-    from lightning_tq.datamodule import TQDataModule
-
-    datamodule = getattr(trainer, "datamodule", None)
-    if not isinstance(datamodule, TQDataModule):
-        raise ConfigError(
-            f"{who} needs a TQDataModule: trainer.fit(model, datamodule=TQDataModule(...)), got {datamodule!r}."
-        )
-    return datamodule

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lightning-tq status``: what a running queue holds and who waits for what, seen from outside."""
+"""``lightning-tq status``: shows what a running queue holds and which requests wait, from outside."""

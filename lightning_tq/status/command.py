@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``status`` subcommand: its options, how often it looks, and its exit codes."""
+"""The ``status`` subcommand: its options, its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,47 @@ from typing import Any
 
 from transfer_queue.errors import TransferQueueError
 
-_APART_S = 0.5
-"""Between the two looks of a single answer: rates are differences."""
+_SINGLE_INTERVAL_S = 0.5
+"""Seconds between the two snapshots of a single report."""
 
 _FILE_WIDTH = 160
 
 _DESCRIPTION = """Show a running queue: samples by partition and task (ready, batches in flight, consumed, per second),
-who waits for how long and what is lacking, and what each storage unit holds. Only asks; nothing in the queue changes.
-Rates are differences between two looks; a single answer takes two, half a second apart."""
+waiting requests and what they lack, and what each storage unit holds. It changes nothing in the queue. Rates compare
+two snapshots; a single report takes both, half a second apart."""
 
 Report = dict[str, Any]
 
 
 def main(args: Sequence[str]) -> int:
-    """Returns the exit code: 0; 2 when no queue answers, or for options that can't be right."""
+    """Returns the exit code: 0, or 2 if no queue answers or an option is invalid."""
     options = _parser().parse_args(args)
     address = options.address or os.environ.get("TQ_ADDRESS")
     if not address:
-        return _refuse("no queue was named: give its address, or set TQ_ADDRESS. Trainers and init() tell the address.")
+        return _refuse(
+            "no queue was named: give its address, or set TQ_ADDRESS. A Trainer prints the address, init() returns it."
+        )
     if "://" not in address:
-        return _refuse(f"{address!r} is no address; one looks like ipc:///tmp/tq-.../controller or tcp://host:port.")
-    with contextlib.suppress(KeyboardInterrupt):  # how --watch ends
+        return _refuse(f"{address!r} is not an address like ipc:///tmp/tq-.../controller or tcp://host:port.")
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end of --watch
         try:
             _show(address, options)
         except TransferQueueError as error:
             return _refuse(str(error))
-        except BrokenPipeError:  # "| head" has seen enough; nor may Python's own flush at the end complain
+        except BrokenPipeError:  # e.g. "| head"; the redirect also silences Python's final flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning-tq status", description=_DESCRIPTION)
-    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="Of the queue. Default: TQ_ADDRESS.")
-    parser.add_argument("--watch", action="store_true", help="Look again and again until Ctrl-C.")
-    parser.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="With --watch. Default: 1.")
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="Address of the queue. Default: TQ_ADDRESS.")
+    parser.add_argument("--watch", action="store_true", help="Repeat until Ctrl-C.")
     parser.add_argument(
-        "--json", action="store_true", help="Print one JSON object; with --watch, one a line for each look."
+        "--every", type=_seconds, default=1.0, metavar="SECONDS", help="Interval of --watch. Default: 1."
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="Print a JSON object; with --watch, one per line and interval."
     )
     return parser
 
@@ -70,7 +74,7 @@ def _refuse(reason: str) -> int:
 def _show(address: str, options: argparse.Namespace) -> None:
     import transfer_queue as tq
 
-    tq.init(address)  # as a client; raises when nobody answers
+    tq.init(address)  # joins as a client; raises if no queue answers
     try:
         if options.json:
             asyncio.run(_print(address, options, _json_line))
@@ -83,16 +87,16 @@ def _show(address: str, options: argparse.Namespace) -> None:
 
 
 async def _reports(address: str, options: argparse.Namespace) -> AsyncIterator[Report]:
-    """One, or one after the other."""
+    """One report, or one per interval."""
     import transfer_queue as tq
-    from lightning_tq.status.look import report, take_look
+    from lightning_tq.status.report import make_report, take_snapshot
 
     client = tq.get_client()
-    before = await take_look(client)
+    before = await take_snapshot(client)
     while True:
-        await asyncio.sleep(options.every if options.watch else _APART_S)
-        now = await take_look(client)
-        yield report(address, now, before)
+        await asyncio.sleep(options.every if options.watch else _SINGLE_INTERVAL_S)
+        now = await take_snapshot(client)
+        yield make_report(address, now, before)
         if not options.watch:
             return
         before = now
@@ -113,7 +117,7 @@ def _print_tables(report: Report) -> None:
     from lightning_tq.status.tables import tables
 
     console = Console()
-    if not console.is_terminal:  # rich would take a file for 80 columns wide
+    if not console.is_terminal:  # rich assumes 80 columns for a file
         console.width = _FILE_WIDTH
     console.print(tables(report))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of ``lightning-tq status``: a report as something rich can draw."""
+"""The tables of ``lightning-tq status``, drawn by rich."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "pins", "at
 _LEFT = {"partition", "", "task", "waits", "lacks", "unit"}
 _LONG = {"", "lacks"}
 _RARE = {"dropped", "spare", "pins", "puts waiting"}
-"""Columns that are left out while they hold nothing."""
+"""Columns that are hidden while they are empty."""
 
 
 def tables(report: Numbers) -> RenderableType:
-    """One screen: the queue in a line, samples by partition and task, who waits, the storage units."""
+    """One screen: a headline, samples by partition and task, waiting requests, storage units."""
     parts: list[RenderableType] = [_headline(report), _table(_SAMPLES, list(_sample_rows(report["partitions"])))]
     if report["waiting"]:
         parts.append(_table(_WAITING, [_waiting_row(each) for each in report["waiting"]]))
@@ -56,7 +56,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Tabl
 
 
 def _plain(cell: str | Text) -> Text:
-    """Names as they are: rich would read ``val[hard]`` as markup."""
+    """Keep names literal. Rich would read ``val[hard]`` as markup."""
     return Text(cell) if isinstance(cell, str) else cell
 
 
@@ -69,7 +69,7 @@ def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
         for number, (task, numbers) in enumerate(partition["tasks"].items()):
             yield [*(["", "", "", ""] if number else first), task, *_task_row(numbers)]
         if not partition["tasks"]:
-            yield [*first, Text("nobody reads it", style="dim"), "", "", "", "", ""]
+            yield [*first, Text("no reader", style="dim"), "", "", "", "", ""]
 
 
 def _state(partition: Numbers) -> str | Text:
@@ -82,7 +82,7 @@ def _state(partition: Numbers) -> str | Text:
 
 def _task_row(task: Numbers) -> list[str | Text]:
     ready: Sequence[str] = [f"{count:,}" for count in task["ready"].values()]
-    if len(ready) > 1:  # a task that asked for several sets of fields
+    if len(ready) > 1:  # the task reads several sets of fields
         ready = [f"{count:,} ({fields})" for fields, count in task["ready"].items()]
     return [
         "\n".join(ready) or "0",
@@ -94,15 +94,15 @@ def _task_row(task: Numbers) -> list[str | Text]:
 
 
 def _waiting_row(waiting: Numbers) -> list[str | Text]:
-    who = f"a put of {waiting['client']}" if waiting["writer"] else f"task {waiting['task']}"
+    waiter = f"a put of {waiting['client']}" if waiting["writer"] else f"task {waiting['task']}"
     lacking = ", ".join(f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items())
     if waiting["writer"]:
-        lacking = "room: clear samples"
+        lacking = "space: clear samples"
     elif not lacking:
         lacking = waiting.get("refused") or "samples"
     wanted, ready = waiting.get("wanted"), waiting.get("ready")
     return [
-        who, waiting["partition"], f"{waiting['waited_s']:.1f} s", "?" if wanted is None else f"{wanted:,}",
+        waiter, waiting["partition"], f"{waiting['waited_s']:.1f} s", "?" if wanted is None else f"{wanted:,}",
         "" if ready is None else f"{ready:,}", lacking,
     ]  # fmt: skip
 

@@ -113,6 +113,18 @@ def test_out_of_descriptors_the_error_says_so_and_not_that_a_peer_has_ended(call
         waiting.close()
 
 
+def test_a_server_out_of_descriptors_goes_on_and_lets_newcomers_in_when_there_are_some(caller, peer):
+    assert echo(caller, peer) == [b"echo"]
+    with socket.socket(socket.AF_UNIX) as newcomer:
+        newcomer.settimeout(JOIN_S)
+        with no_descriptors():
+            newcomer.connect(path_of(peer))
+            newcomer.sendall(all_of((0, b"newcomer"), (1, b"echo")))
+            for _ in range(10):
+                assert echo(caller, peer) == [b"echo"]
+        assert newcomer.recv(1000) == all_of((1, b"echo"))
+
+
 @DRIVES
 def test_where_nobody_listens_a_call_says_so_at_once(caller, tmp_path, drive):
     with pytest.raises(QueueUnreachableError, match=r"^desk at ipc:.* has ended, or the address is wrong: nothing"):

@@ -20,9 +20,9 @@ from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, 
 from tests.contract.transport_kit import held
 from transfer_queue.errors import StorageFullError
 from transfer_queue.storage.columns import sources
-from transfer_queue.storage.shm.client import SharedMemoryManager
 from transfer_queue.storage.shm.connection import UnitConnection
 from transfer_queue.storage.shm.host import host_unit
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.shm.write import UnitWrite
 from transfer_queue.storage.spans import AT_ONCE
 from transfer_queue.transport.base import Peer
@@ -168,7 +168,7 @@ def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_an
         connection, source = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), sources({"x": large(4)})
         write = UnitWrite(connection, slice(0, 4), 4, source, 0)
         assert write.lease(7, 1.0, b"") is not None
-        write.leased(7, 0)
+        write.leased(0)
         connection.close()
         columns, frames = write.columns({}, AT_ONCE)
         assert ([part.offset for part in columns.parts], columns.lease, frames) == ([0], 7, [])

@@ -18,7 +18,10 @@ from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
 
-FILES = {str(Path(transfer_queue.transport.__file__).parent / name) for name in ("caller.py", "framing.py", "unix.py")}
+FILES = {
+    str(Path(transfer_queue.transport.__file__).parent / name)
+    for name in ("caller.py", "framing.py", "unix.py", "waiting.py")
+}
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_left"),

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,10 +24,11 @@ from transport_kit import JOIN_S, KEYS, Desk, calls, held, make_caller, served_b
 from transfer_queue.errors import ConfigError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.framing import encode
 from transfer_queue.transport.keys import make_keys, read_keys, read_public_key, write_keys
 from transfer_queue.transport.modes import Begun, run_blocking
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, VERSION
+from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, VERSION, Pieces
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 SHORT = {"heartbeat_s": 0.02, "lease_s": 0.2}
@@ -138,7 +139,8 @@ def stranger_at(address: str, key: str | None = None) -> Iterator[Any]:
 
 
 SAID: list[list[bytes]] = [
-    [b""], [b"a", b"b"], [HELLO], [HELLO, VERSION], [HELLO, b"TQT0", b"me"], [CALL], [CALL, b"short", b"echo"],
+    [b""], [b"a", b"b"], [CALL, b"TQL1" + b"\xff" * 20], [CALL, b"", b""],
+    [HELLO], [HELLO, VERSION], [HELLO, b"TQT0", b"me"], [CALL], [CALL, b"short", b"echo"],
     [BYE], [BEAT, b"more"], [b"\xff\xfe"],
 ]  # fmt: skip
 
@@ -149,11 +151,11 @@ def test_strangers_without_a_key_get_no_word_and_the_server_goes_on(tmp_path, ca
         with stranger_at(peer.address) as dealer:
             for parts in SAID:
                 dealer.send_multipart(parts)
-            with socket.create_connection(peer.address.removeprefix("tcp://").rsplit(":", 1), JOIN_S) as raw:
-                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-                assert b"echo" not in raw.recv(1000)
-            with socket.create_connection(peer.address.removeprefix("tcp://").rsplit(":", 1), JOIN_S) as raw:
-                raw.sendall(struct.pack("<Q", 0) * 10)
+            for said in (b"GET / HTTP/1.1\r\n\r\n" * 100, bytes(80)):
+                with socket.create_connection(peer.address.removeprefix("tcp://").rsplit(":", 1), JOIN_S) as raw:
+                    raw.sendall(said)
+                    with contextlib.suppress(ConnectionError):  # it is shut out at once
+                        assert b"echo" not in raw.recv(1000)
             for _ in range(50):
                 assert echo(caller, peer) == b"echo"
             assert dealer.poll(0) == 0
@@ -166,11 +168,12 @@ def test_garbage_of_one_with_a_key_harms_nobody(tmp_path, caller):
         with stranger_at(peer.address, KEYS.public) as dealer:
             for parts in [*SAID, hello, *SAID, [HELLO, VERSION, b"\xff"], hello]:
                 dealer.send_multipart(parts)
-            dealer.send_multipart([CALL, struct.pack("<Q", 7), b"echo", b"frame"])
+            request = [bytes(part) for part in encode(7, b"echo", [b"frame"])]
+            dealer.send_multipart([CALL, *request])
             dealer.rcvtimeo = int(JOIN_S * 1000)
             while (answer := dealer.recv_multipart())[0] in (BYE, BEAT):
                 pass
-            assert answer == [CALL, struct.pack("<Q", 7), b"echo", b"frame"]
+            assert answer == [CALL, *request]
         assert echo(caller, peer) == b"echo"
 
 
@@ -183,7 +186,7 @@ def test_answers_of_a_strange_server_are_not_taken_for_ours(drive):
     def answer() -> None:
         for _ in range(2):  # the greeting and the call
             route, *_ = strange.recv_multipart()
-        for parts in ([b""], [CALL], [CALL, b"no number", b""], [CALL, b"\x07" * 8, b"of another call"], [b"?"]):
+        for parts in ([b""], [CALL], [CALL, *encode(2**63, b"of another call")], [b"?"]):
             strange.send_multipart([route, *parts])
 
     thread = threading.Thread(target=answer)
@@ -261,6 +264,62 @@ def test_a_client_that_waits_for_longer_than_its_lease_is_not_gone(tmp_path):
         assert [reply.header for reply in begun.finish()] == [b"park"]
         caller.close()
         other.close()
+
+
+LONGER = {"heartbeat_s": 0.05, "lease_s": 1.0}
+HALF_A_LEASE = 10
+
+
+def pieces_of(number: int, nbytes: int = 1000) -> list[bytes]:
+    whole = b"".join(bytes(part) for part in encode(number, b"echo", [bytes(nbytes)]))
+    return [whole[at : at + 300] for at in range(0, len(whole), 300)]
+
+
+def hear_beats(stranger: Any) -> None:
+    """Wait for as many beats of the other end as go into half a lease."""
+    for _ in range(HALF_A_LEASE):
+        while BEAT not in stranger.recv_multipart():
+            pass
+
+
+def test_a_client_whose_message_takes_longer_than_a_lease_is_not_silent(tmp_path):
+    served = Desk()
+    with served_by_thread(tmp_path, served, "tcp", **LONGER) as (peer, _):
+        with stranger_at(peer.address, KEYS.public) as dealer:
+            dealer.send_multipart([HELLO, VERSION, b"slow"])
+            for piece in pieces_of(1):
+                dealer.send_multipart([CALL, piece])
+                hear_beats(dealer)
+            dealer.send_multipart([BYE])
+            while BYE not in dealer.recv_multipart():
+                pass
+        assert served.gone == ["slow"], "when it said so, and not before"
+
+
+@DRIVES
+def test_a_server_whose_answer_takes_longer_than_a_lease_is_not_silent(drive):
+    context = zmq.Context()
+    slow = context.socket(zmq.ROUTER)
+    slow.bind("tcp://127.0.0.1:0")
+
+    def answer() -> None:
+        while CALL not in (request := slow.recv_multipart()):
+            pass
+        (message,) = Pieces().add([zmq.Frame(part) for part in request[2:]])
+        for piece in pieces_of(message.request_id):
+            hear_beats(slow)
+            slow.send_multipart([request[0], CALL, piece])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    caller = SocketCaller("me", **LONGER)
+    call = Call(Peer("slow", slow.last_endpoint.decode()), b"echo")
+    ((header, (frame,)),) = drive(caller.call_many([call], 60.0))
+    assert (header, bytes(frame)) == (b"echo", bytes(1000))
+    caller.close()
+    thread.join(JOIN_S)
+    slow.close(linger=0)
+    context.term()
 
 
 def _park(peer: Peer, ready: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each file under configs/ runs from the command line (grpo.yaml: test_grpo_run.py), and nothing of it stays behind."""
+"""Each file in configs/ runs from the command line (grpo.yaml: test_grpo_run.py) and leaves no process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def run(config: str, folder: Path, command: str = "fit", **options: object) -> str:
-    """What it prints. Keywords are options with "__" for a dot."""
+    """Run it and return its output. Keywords are options with "__" for a dot."""
     changes = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
     done = subprocess.run(
         [COMMAND, command, f"--config=configs/{config}", f"--trainer.default_root_dir={folder}", *changes],
@@ -42,7 +42,7 @@ def test_debug_trains_two_epochs_of_five_batches_in_two_parts_each(tmp_path: Pat
     assert re.findall(r"rank 0: 20 optimizer steps, 80 samples, val_loss 0\.", printed) != []
 
 
-def test_ddp_gives_both_ranks_as_many_steps_and_pads_the_last_round(tmp_path: Path) -> None:
+def test_ddp_gives_both_ranks_equally_many_steps_and_pads_the_last_round(tmp_path: Path) -> None:
     printed = run("ddp.yaml", tmp_path, trainer__enable_progress_bar=False)
     ranks = sorted(re.findall(r"rank (\d): (\d+) optimizer steps, (\d+) samples", printed))
     assert ranks == [("0", "12", "48"), ("1", "12", "48")]
@@ -50,8 +50,8 @@ def test_ddp_gives_both_ranks_as_many_steps_and_pads_the_last_round(tmp_path: Pa
 
 def test_the_student_comes_to_agree_with_the_teacher(tmp_path: Path) -> None:
     printed = run("distillation.yaml", tmp_path, trainer__max_epochs=1, trainer__logger__init_args__save_dir=tmp_path)
-    told = [float(share) for share in re.findall(r"agreement with the teacher (\S+)%", printed)]
-    assert len(told) == 2, "untrained, and after the epoch"
-    assert told[0] < 30 < 70 < told[1]
+    agreement = [float(share) for share in re.findall(r"agreement with the teacher (\S+)%", printed)]
+    assert len(agreement) == 2, "untrained, and after the epoch"
+    assert agreement[0] < 30 < 70 < agreement[1]
     with (tmp_path / "distillation" / "version_0" / "metrics.csv").open(newline="") as file:
         assert sum(1 for row in csv.DictReader(file) if row["train/loss"]) == 3072 // 64

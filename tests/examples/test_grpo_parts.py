@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning half of the main job: vocabulary, tasks, policy, warm-up and loss."""
+"""The learning parts of the GRPO example: vocabulary, tasks, policy, warm-up and loss."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_problem_is_in_both_splits_whatever_the_seed():
 
 def test_validation_tasks_are_distinct_and_running_out_of_them_is_an_error():
     assert len({task.prompt for task in make_tasks("validation", 400, seed=0)}) == 400
-    with pytest.raises(ValueError, match="401 distinct validation tasks"):
+    with pytest.raises(ValueError, match="401 distinct validation tasks requested"):
         make_tasks("validation", 401, seed=0)
 
 
@@ -134,7 +134,7 @@ def test_advantages_are_measured_against_the_own_group_only():
     torch.testing.assert_close(advantages, expected, atol=1e-3, rtol=0.0)
 
 
-def test_rewards_that_are_no_whole_groups_are_refused():
+def test_rewards_of_incomplete_groups_are_refused():
     with pytest.raises(ValueError, match="not whole groups of 4 answers"):
         group_advantages(torch.zeros(6), num_answers=4)
 

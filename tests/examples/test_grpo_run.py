@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job as a whole, made small: its command ends well, draws its picture and prints its summary."""
+"""A small run of the GRPO example: its command succeeds, draws its picture and prints its summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {
 
 
 def run(folder: Path, **trainer: str | int) -> str:
-    """What the small job prints. Its files lie under ``folder / "grpo"``."""
+    """Run it and return its output. Its files are in ``folder / "grpo"``."""
     options = {**SMALL, "trainer.logger.init_args.save_dir": folder}
     options.update({f"trainer.{name}": value for name, value in trainer.items()})
     command = [COMMAND, "fit", "--config=configs/grpo.yaml", *(f"--{name}={options[name]}" for name in options)]
@@ -46,10 +46,10 @@ def summary(printed: str) -> dict[str, str]:
 
 @pytest.mark.timeout(200)
 def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(tmp_path):
-    told = summary(run(tmp_path))
-    assert told["optimizer steps"] == "6"
-    assert told["answers trained on"] == str(6 * 64)
-    assert told["picture"] == str(tmp_path / "grpo" / "reward.png")
+    printed = summary(run(tmp_path))
+    assert printed["optimizer steps"] == "6"
+    assert printed["answers trained on"] == str(6 * 64)
+    assert printed["picture"] == str(tmp_path / "grpo" / "reward.png")
     assert (tmp_path / "grpo" / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert len(metric(tmp_path, "val/accuracy")) == 3  # after the warm-up and after each epoch
     assert len(metric(tmp_path, "train/reward")) == 6
@@ -60,7 +60,7 @@ def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(t
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_two_data_parallel_ranks_train_on_twice_the_answers_in_as_many_steps(tmp_path):
-    told = summary(run(tmp_path, devices=2, strategy="ddp"))
-    assert told["optimizer steps"] == "6"
-    assert told["answers trained on"] == str(2 * 6 * 64)
+    printed = summary(run(tmp_path, devices=2, strategy="ddp"))
+    assert printed["optimizer steps"] == "6"
+    assert printed["answers trained on"] == str(2 * 6 * 64)
     assert max(metric(tmp_path, "train/staleness_max")) <= 1.0

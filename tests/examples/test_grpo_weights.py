@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies on their way through a real queue: a follower needs nothing but what comes with the weights."""
+"""Policies through a real queue: a follower needs only what comes with the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import transfer_queue as tq
 from examples.grpo.model import Policy, PolicyConfig
 from examples.grpo.weights import Plan, PolicyFollower
-from lightning_tq.weights import PARTITION, Snapshot
+from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot
 
 SMALL = PolicyConfig(width=8, layers=1, heads=1)
 
@@ -32,11 +32,11 @@ def plan(epoch: int) -> Plan:
 def put(version: int) -> Policy:
     """Publish a policy, as part of the epoch of that number."""
     torch.manual_seed(version)
-    policy, snapshot = Policy(SMALL), Snapshot()
+    policy, snapshot = Policy(SMALL), WeightsSnapshot()
     weights = policy.state_dict()
-    for name, place in snapshot.prepare(weights, None, pinned=False).items():
-        place.copy_(weights[name])
-    snapshot.put(PARTITION, version, {"plan": asdict(plan(version)), "policy": asdict(SMALL)})
+    for name, view in snapshot.prepare(weights, None, pinned=False).items():
+        view.copy_(weights[name])
+    snapshot.put(WEIGHTS_PARTITION, version, {"plan": asdict(plan(version)), "policy": asdict(SMALL)})
     return policy
 
 

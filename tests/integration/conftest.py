@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import transfer_queue as tq
-from tests.own_processes import own_processes
+from tests.own_processes import SLOW, own_processes
 
-JOIN_S = 20.0
+JOIN_S = 20.0 * SLOW
 
 
 @pytest.fixture(scope="session", autouse=True)

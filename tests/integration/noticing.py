@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-WAIT_S = 10.0
+from tests.own_processes import SLOW
+
+WAIT_S = 10.0 * SLOW
 
 
 def until(wanted: Callable[[], Any]) -> bool:

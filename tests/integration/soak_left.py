@@ -18,26 +18,22 @@ def units(client: Any) -> list[Any]:
     return list(run_blocking(client.storage_manager.stats()))
 
 
-_OWN_CLIENTS = 1
-"""Only this process may have a unit's memory mapped when all others have ended: the controller looks at no value."""
-
-
 def is_empty(unit: Any) -> bool:
     """No values. An arena may keep free pages for the next writes (``recyclable_nbytes``)."""
-    names = ("samples", "values", "live_nbytes", "held_nbytes", "blocks", "arena_nbytes")
-    return not any(getattr(unit, name, 0) for name in names)
+    return not any((unit.samples, unit.values, unit.live_nbytes, unit.held_nbytes, unit.blocks, unit.arena_nbytes))
 
 
 def is_idle(unit: Any) -> bool:
-    """Nothing is kept for a client: none waits, and none of those that have ended has memory mapped."""
-    waits = any(getattr(unit, name, 0) for name in ("parked", "leased_nbytes", "pins"))
-    return not waits and getattr(unit, "attached", 0) <= _OWN_CLIENTS
+    """Nothing is kept for a client."""
+    return not (unit.parked or unit.leased_nbytes or unit.pins or unit.uncommitted_nbytes)
 
 
 def unsettled(stats: dict[str, Any]) -> dict[str, Any]:
-    """What the controller still keeps for a writer or a reader."""
+    """What the controller still keeps for a writer or a reader: this process is the only one left."""
     held = {name: partition["held"] for name, partition in stats["partitions"].items() if partition["held"]}
-    return {name: what for name, what in (("held", held), ("waiting", stats["waiting"])) if what}
+    clients = {name: numbers for name, numbers in stats["clients"].items() if f".{os.getpid()}." not in name}
+    found = {"held": held, "waiting": stats["waiting"], "clients": clients}
+    return {name: what for name, what in found.items() if what}
 
 
 def traces() -> dict[str, set[Any]]:

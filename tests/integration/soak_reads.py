@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak's reads: whole or in pieces, kept and looked at again, scribbled over, and their errors judged."""
+"""The soak's reads: whole or in parts, kept and looked at again, scribbled over, and their errors judged."""
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Awaitable
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-import transfer_queue as tq
 from tests.integration.soak_state import Kept, Share, known
 from tests.integration.soak_values import WrongValueError
 from transfer_queue.errors import SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta
 
-HAS_VIEWS = "copy" in inspect.signature(tq.TransferQueueClient.get_data).parameters
 _KEPT, _ROWS = 12, 64
 
 
@@ -46,24 +43,33 @@ class Reads:
         if self.rng.random() < 0.3:
             meta = meta.select_fields(self.rng.choice(meta.field_names))
         kept = await self._got(meta, exact)
-        if self.rng.random() < 0.2:  # what was got is the reader's own, or pages of his own once he writes
+        if self.rng.random() < 0.2:  # what was got is the reader's own
             scribble(kept.data)
             await self._got(meta, exact)
-        elif self.rng.random() < 0.4 and kept.nbytes < self.share.largest_kept:
-            self.kept.append(kept)
-            if len(self.kept) > _KEPT:
-                await self.recheck()
+            return
+        self.keep(kept)
 
     async def _got(self, meta: BatchMeta, exact: bool) -> Kept:
-        view = HAS_VIEWS and self.rng.random() < 0.4
-        self.log(f"read{' view' if view else ''} {meta.field_names} of {meta.global_indexes}")
-        data = await self.judged(meta, self.client.async_get_data(meta, **({"copy": False} if view else {})))
+        self.log(f"read {meta.field_names} of {meta.global_indexes}")
+        return self.seen(await self.judged(meta, self.client.async_get_data(meta)), meta, exact)
+
+    def seen(self, data: TensorDict, meta: BatchMeta, exact: bool = False) -> Kept:
+        """Look at every byte."""
         kept = Kept.checked(data, meta, exact)
         self.share.count("nbytes_checked", kept.nbytes)
-        self.share.count("views", view)
         return kept
 
+    def keep(self, kept: Kept) -> None:
+        """Some of what was got is looked at again later."""
+        if self.rng.random() < 0.4 and kept.nbytes < self.share.largest_kept:
+            self.kept.append(kept)
+            if len(self.kept) > _KEPT:
+                self._recheck()
+
     async def recheck(self) -> None:
+        self._recheck()
+
+    def _recheck(self) -> None:
         """What was got some time ago is as it was."""
         if self.kept:
             kept = self.kept.pop(self.rng.randrange(len(self.kept)))
@@ -71,7 +77,7 @@ class Reads:
             self.share.count("nbytes_checked", kept.nbytes)
 
     def finish(self) -> None:
-        """Look at everything that was kept once more and let go of it."""
+        """Look at everything that was kept once more."""
         for kept in self.kept:
             kept.check_again()
         self.kept.clear()

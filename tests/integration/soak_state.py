@@ -21,12 +21,12 @@ from tensordict import TensorDict
 from tests.integration import soak_values as values
 from transfer_queue.metadata import BatchMeta
 
-OPERATIONS = ("put", "stream", "insert", "replace", "write_back", "fetch", "fetch_shared", "read_any", "read_own",
-              "recheck", "clear", "clear_any", "clear_partition", "kv_put", "kv_get", "kv_clear", "look",
-              "give_up")  # fmt: skip
+OPERATIONS = ("put", "stream", "insert", "replace", "write_back", "fetch", "fetch_shared", "take", "read_any",
+              "read_own", "recheck", "clear", "clear_any", "clear_partition", "kv_put", "kv_get", "kv_clear", "look",
+              "cancel")  # fmt: skip
 OUTCOMES = ("ok", "SampleClearedError", "StorageKeyNotFoundError", "UnknownPartitionError", "EndOfPartitionError",
             "BatchTimeoutError", "StorageFullError", "ProducersGoneError", "KeyGone")  # fmt: skip
-OTHERS = ("nbytes_put", "nbytes_checked", "views", "most_held_nbytes")
+OTHERS = ("nbytes_put", "nbytes_checked", "most_held_nbytes")
 COUNTS = (*OPERATIONS, *OUTCOMES, *OTHERS)
 KEYED_FIELDS = ("num", "u8", "ids", "text")
 """Fields of samples with keys. Of shared keys (tag "w") many actors write these, so no version is the least."""

@@ -17,6 +17,7 @@ from tests.integration.soak_kinds import ASKED, KINDS, PARTITIONS, Kind
 from tests.integration.soak_kv import Keyed
 from tests.integration.soak_reads import Reads, scribble
 from tests.integration.soak_state import Share, sids_of, tags_for, versions_of
+from transfer_queue.client.get import fetch_request
 from transfer_queue.errors import (
     BatchTimeoutError,
     EndOfPartitionError,
@@ -27,6 +28,7 @@ from transfer_queue.errors import (
     UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.protocol import NotReady
 
 SHARED_TASK = "shared"
 _MANY, _READ_ROWS = 10, 64
@@ -46,6 +48,7 @@ class Actor(Reads, Keyed):
         self.on_loop = on_loop
         self.own: list[BatchMeta] = []
         self.held: list[tuple[BatchMeta, str]] = []
+        self._tasks = (share.task, SHARED_TASK)
         self._made = 0
         self._crowded = False
         self._steps = 0
@@ -53,11 +56,12 @@ class Actor(Reads, Keyed):
             "put": (20, self._put_new), "stream": (2, self._stream), "insert": (3, self._insert),
             "replace": (8, self._replace),
             "write_back": (6, self._write_back), "fetch": (14, self._fetch), "fetch_shared": (12, self._fetch_shared),
+            "take": (12, self._take),
             "read_any": (12, self._read_any), "read_own": (8, self._read_own), "recheck": (6, self.recheck),
             "clear": (12, self._clear), "clear_any": (3, self._clear_any),
             "clear_partition": (0.3, self._clear_partition),
             "kv_put": (5, self.kv_put), "kv_get": (5, self.kv_get), "kv_clear": (2, self.kv_clear),
-            "look": (1, self._look), "give_up": (3 if on_loop else 0, self._give_up),
+            "look": (1, self._look), "cancel": (4 if on_loop else 0, self._cancel),
         }  # fmt: skip
 
     def leave_out(self, names: Sequence[str]) -> None:
@@ -121,7 +125,7 @@ class Actor(Reads, Keyed):
         self._own(meta)
 
     async def _stream(self) -> None:
-        """Puts of one size into one partition: they are reserved, and get their memory, ahead."""
+        """Puts of one size into one partition, each read at once."""
         partition, nbytes = self.rng.choice(PARTITIONS), self.rng.choice((200, 4096, 65536))
         count = max(1, min(32, self.share.largest_put // nbytes // 2))
         for _ in range(self.rng.randint(4, 8)):
@@ -203,16 +207,35 @@ class Actor(Reads, Keyed):
         meta = await self.client.async_get_meta(
             asked, size, partition, task_name=task, sampling_config=sampling, timeout_s=wait_s
         )
-        self.log(f"fetch {task} {partition} {asked}: {meta.global_indexes}")
+        await self._was_given(meta, task, size, asked)
+        await self.read(meta)
+        if sampling is not None and self.rng.random() < 0.7:
+            await self.client.async_ack(meta, task)
+
+    async def _was_given(self, meta: BatchMeta, task: str, size: int, asked: Sequence[str]) -> None:
+        self.log(f"fetch {task} {meta.partition_ids[0]} {asked}: {meta.global_indexes}")
         assert (meta.size, set(meta.field_names)) == (size, set(asked)), f"asked {size} x {asked}, got {meta}"
         if task == SHARED_TASK:
+            # Only what the queue knows to have arrived is this process' for good: else it goes to others when it dies.
+            await self.client.async_get_partition_list()
             self.share.given(meta.global_indexes)
         self.held.append((meta, task))
         if len(self.held) > _MANY:
             del self.held[self.rng.randrange(_MANY)]
-        await self.read(meta)
-        if sampling is not None and self.rng.random() < 0.7:
-            await self.client.async_ack(meta, task)
+
+    async def _take(self) -> None:
+        """A batch as a stream takes it: its values come with the answer, and now and then nobody wants them."""
+        partition, asked, task = self.rng.choice(PARTITIONS), self.rng.choice(ASKED), self.rng.choice(self._tasks)
+        size, wait_s = self.rng.choice((1, 2, 8, 32)), self.rng.choice((0.0, 0.02, 0.2))
+        batch = await self.client.async_fetch_batch(fetch_request(asked, size, partition, task, None, wait_s))
+        if isinstance(batch, NotReady):
+            return
+        try:
+            await self._was_given(batch.meta, task, size, asked)
+            if self.rng.random() < 0.8:
+                self.keep(self.seen(await self.judged(batch.meta, self.client.async_take(batch)), batch.meta))
+        finally:
+            await batch.close()
 
     async def _read_any(self) -> None:
         partition, asked = self.rng.choice(PARTITIONS), self.rng.choice(ASKED)
@@ -279,12 +302,12 @@ class Actor(Reads, Keyed):
         self.share.saw(held)
         self._crowded = live > self.share.most_nbytes or samples > self.share.most_samples
 
-    async def _give_up(self) -> None:
+    async def _cancel(self) -> None:
         """A call that its caller cancels, at any moment of it."""
-        work = self.rng.choice((self._put_new, self._fetch, self._read_any, self._clear, self.kv_put))
+        work = self.rng.choice((self._put_new, self._fetch, self._take, self._read_any, self._clear, self.kv_put))
         try:
             await asyncio.wait_for(work(), self.rng.uniform(0.0, 0.02))
         except asyncio.TimeoutError as error:
             if isinstance(error, TransferQueueError):  # it had failed by itself
                 raise
-            self.log("given up")
+            self.log("cancelled")

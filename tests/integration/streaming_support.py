@@ -13,13 +13,13 @@ import psutil
 import torch
 from tensordict import TensorDict
 
-from tests.own_processes import own_processes
+from tests.own_processes import SLOW, own_processes
 from transfer_queue import StreamingDataLoader, StreamingDataset
 
 # The first spawned process starts it for good; started here, it isn't taken for a leak.
 resource_tracker.ensure_running()
 
-WAIT_S = 20.0
+WAIT_S = 20.0 * SLOW
 TASK = "train"
 
 
@@ -120,7 +120,7 @@ class InThread(threading.Thread):
 
 def workers_now() -> list[psutil.Process]:
     """Children of this process that run and aren't the queue's servers."""
-    return [child for child in own_processes() if "transfer_queue.launch" not in " ".join(child.cmdline())]
+    return [child for child in own_processes() if "transfer_queue.server" not in " ".join(child.cmdline())]
 
 
 def worker_pids() -> set[int]:

@@ -13,7 +13,16 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 
-CONF = {"backend": {"SimpleStorage": {"total_storage_size": 20, "capacity_bytes": 1 << 20, "put_timeout_s": 0.5}}}
+CONF = {
+    "backend": {
+        "SimpleStorage": {
+            "num_data_storage_units": 1,
+            "total_storage_size": 20,
+            "capacity_bytes": 1 << 20,
+            "put_timeout_s": 0.5,
+        }
+    }
+}
 WAIT_S = 20.0
 
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from tests.integration.frames import Frames
+from tests.integration.calls import fetch_of
 
 
 def rows(count: int) -> TensorDict:
@@ -23,14 +23,15 @@ def by_hand(queue: Any, **storage: Any) -> tq.TransferQueueClient:
     return client
 
 
+@pytest.mark.parametrize("processes", ["one", "each"])
 @pytest.mark.parametrize("capacity", [None, 1 << 30])
-def test_a_client_that_knows_only_where_the_units_are_finds_every_sample(start, capacity):
-    conf = start({"backend": {"SimpleStorage": {"capacity_bytes": capacity}}})
+def test_a_client_that_knows_only_where_the_units_are_finds_every_sample(start, processes, capacity):
+    conf = start({"server_processes": processes, "backend": {"SimpleStorage": {"capacity_bytes": capacity}}})
     other = by_hand(conf, zmq_info=conf.backend.SimpleStorage.zmq_info)
     try:
         written = other.put(rows(3000), partition_id="p")
         assert tq.get_client().get_data(written)["x"].values().tolist() == list(range(6000))
-        batch = other.fetch_batch(["x"], 3000, "p", "t")
+        batch = other.fetch_batch(fetch_of(["x"], 3000, "p", "t"))
         assert other.take(batch)["x"].values().tolist() == list(range(6000))
     finally:
         other.close()
@@ -40,12 +41,3 @@ def test_the_storage_has_its_older_name_too(start):
     start({"backend": {"storage_backend": "AsyncSimpleStorageManager"}})
     meta = tq.get_client().put(rows(2), partition_id="p")
     assert tq.get_client().get_data(meta)["x"].values().tolist() == list(range(4))
-
-
-def test_where_the_units_are_elsewhere_a_client_asks_once_for_values_beside_metadata(start, monkeypatch):
-    start({"server_processes": "each"})
-    client = tq.get_client()
-    client.put(TensorDict({"x": torch.arange(4)}, batch_size=[4]), partition_id="p")
-    frames = Frames(client, monkeypatch)
-    found = [int(client.get_data(client.get_meta(["x"], 1, "p", task_name="t"))["x"]) for _ in range(4)]
-    assert (found, frames.sent) == ([0, 1, 2, 3], [1, 0, 0, 0, 0, 0, 0, 0])

@@ -9,6 +9,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -107,45 +109,52 @@ def test_ranks_of_a_group_get_disjoint_batches_in_lockstep_and_peers_the_same(cl
 # ---- whole or not at all ----
 
 
-def die_between_write_and_publish(partition: str) -> None:
-    client = tq.get_client()
-    reserved = run_blocking(client.session.ask(p.Reserve, p.Reserved, partition, 3))
+@contextmanager
+def written(client: tq.TransferQueueClient, partition: str, field: str) -> Iterator[p.Publish]:
+    """Three samples, reserved and stored in steps, and the request that would publish them."""
+    session, storage = client.session, client.storage_manager
+    schema = {field: p.FieldSpec("int64", ())}
+    reserve = p.Reserve(session.number(), partition, 3, schema)
+    reserved = run_blocking(session.send(reserve, p.Reserved, keep=True))
     indexes = p.unpack_indexes(reserved.indexes).tolist()
-    run_blocking(client.storage_manager.put_data(rows(a=torch.arange(3)), tq.BatchMeta(indexes, [partition] * 3)))
-    os.kill(os.getpid(), signal.SIGKILL)
+    run_blocking(storage.write(reserve.id, indexes, storage.sources(rows(**{field: torch.arange(3)}))))
+    yield p.Publish(session.number(), partition, reserved.indexes, schema, begun=reserve.id)
+    run_blocking(storage.commit(reserve.id, indexes))
+
+
+def die_between_write_and_publish(partition: str) -> None:
+    with written(tq.get_client(), partition, "a"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stored(client: tq.TransferQueueClient) -> tuple[int, int]:
+    """(values, bytes of uncommitted writes) of all units."""
+    units = client.get_storage_stats()
+    return sum(unit["values"] for unit in units), sum(unit["uncommitted_nbytes"] for unit in units)
 
 
 def test_a_producer_killed_before_publish_leaves_nothing_visible_and_no_value(client, name, fork):
-    before = sum(unit.values for unit in run_blocking(client.storage_manager.stats()))
+    before = stored(client)
     process = fork(die_between_write_and_publish, name)
     process.join(WAIT_S)
     assert process.exitcode == -signal.SIGKILL
     client.seal_partition(name)  # its end waits for samples under way, so it comes when those were given back
     with pytest.raises(tq.EndOfPartitionError):
         client.get_meta(["a"], 1, name, task_name="t", timeout_s=WAIT_S)
-    assert sum(unit.values for unit in run_blocking(client.storage_manager.stats())) == before
+    assert until(lambda: stored(client) == before)
     assert client.get_stats()["partitions"][name]["held"] == 0
 
 
-def test_seal_waits_for_puts_under_way(client, name, fork):
-    fork(put_slowly, name)
-    while not client.get_stats()["partitions"].get(name, {}).get("held"):
-        pass
-    client.seal_partition(name)
-    assert client.get_meta(["a"], 2, name, task_name="t", timeout_s=WAIT_S).size == 2
+def test_the_end_of_a_sealed_partition_waits_for_puts_under_way(client, name):
+    with written(client, name, "a") as publish:
+        client.seal_partition(name)
+        with pytest.raises(tq.BatchTimeoutError):
+            client.get_meta(["a"], 3, name, task_name="t", timeout_s=0)
+        run_blocking(client.session.send(publish, p.Published))
+    meta = client.get_meta(["a"], 3, name, task_name="t", timeout_s=WAIT_S)
+    assert client.get_data(meta)["a"].tolist() == [0, 1, 2]
     with pytest.raises(tq.EndOfPartitionError):
-        client.get_meta(["a"], 2, name, task_name="t", timeout_s=WAIT_S)
-
-
-def put_slowly(partition: str) -> None:
-    client = tq.get_client()
-
-    def when_sealed(columns: dict[str, Any]) -> dict[str, Any]:
-        while not client.get_stats()["partitions"][partition]["sealed"]:
-            pass
-        return columns
-
-    client.put(rows(a=torch.arange(2)), partition_id=partition, data_parser=when_sealed)
+        client.get_meta(["a"], 3, name, task_name="t", timeout_s=WAIT_S)
 
 
 # ---- waiting ----
@@ -202,26 +211,35 @@ def take_until_cleared(partition: str) -> None:
 
 
 # ---- producers that die ----
+# Who produces a field is known over all partitions, so each of these tests has a field of its own.
 
 
-def put_and_die(partition: str) -> None:
-    tq.get_client().put(rows(a=torch.arange(2)), partition_id=partition)
+def put_and_die(partition: str, field: str) -> None:
+    tq.get_client().put(rows(**{field: torch.arange(2)}), partition_id=partition)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_when_all_producers_died_the_rest_is_delivered_and_then_an_error_comes(client, name, fork):
-    fork(put_and_die, name).join(WAIT_S)
-    assert client.get_meta(["a"], 2, name, task_name="t", timeout_s=WAIT_S).size == 2
-    with pytest.raises(tq.ProducersGoneError, match="every producer of field 'a' has died"):
-        client.get_meta(["a"], 1, name, task_name="t", timeout_s=WAIT_S)
+    fork(put_and_die, name, "lost").join(WAIT_S)
+    assert client.get_meta(["lost"], 2, name, task_name="t", timeout_s=WAIT_S).size == 2
+    with pytest.raises(tq.ProducersGoneError, match="every producer of field 'lost' has died"):
+        client.get_meta(["lost"], 1, name, task_name="t", timeout_s=WAIT_S)
+
+
+def test_a_producer_that_lives_on_in_another_partition_may_still_come(client, name, fork):
+    client.put(rows(elsewhere=torch.arange(1)), partition_id=f"{name}/other")
+    fork(put_and_die, name, "elsewhere").join(WAIT_S)
+    assert client.get_meta(["elsewhere"], 2, name, task_name="t", timeout_s=WAIT_S).size == 2
+    with pytest.raises(tq.BatchTimeoutError):
+        client.get_meta(["elsewhere"], 1, name, task_name="t", timeout_s=0.5)
 
 
 def test_a_death_among_producers_that_live_on_is_nobodys_end(client, name, fork):
-    client.put(rows(a=torch.arange(1)), partition_id=name)
-    fork(put_and_die, name).join(WAIT_S)
-    assert client.get_meta(["a"], 3, name, task_name="t", timeout_s=WAIT_S).size == 3
+    client.put(rows(shared=torch.arange(1)), partition_id=name)
+    fork(put_and_die, name, "shared").join(WAIT_S)
+    assert client.get_meta(["shared"], 3, name, task_name="t", timeout_s=WAIT_S).size == 3
     with pytest.raises(tq.BatchTimeoutError):
-        client.get_meta(["a"], 1, name, task_name="t", timeout_s=0.5)
+        client.get_meta(["shared"], 1, name, task_name="t", timeout_s=0.5)
 
 
 def test_a_consumer_killed_while_it_waits_takes_nothing(client, name, fork):

@@ -3,194 +3,140 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count, cycle
+from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.simple.routing import ROUTING_RUN
 
 import transfer_queue as tq
+from tests.integration.calls import exchanges, fetch_of
 
 SIZES = {"inline": 16, "in the arena": 256 * 1024}
 """float32 per row."""
-ROOMY = {"SimpleStorage": {"capacity_bytes": 4 << 30}}
-"""A limit that no test comes near. It makes the units take turns every 64 samples, so that some puts touch both."""
-QUEUES = {
-    "one": {"server_processes": "one"},
-    "each": {"server_processes": "each"},
-    "one, with a capacity": {"server_processes": "one", "backend": ROOMY},
-    "each, with a capacity": {"server_processes": "each", "backend": ROOMY},
-}
-also_with_a_capacity = pytest.mark.parametrize("queue", QUEUES.values(), ids=QUEUES.keys(), indirect=True)
+any_size = pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
 
 
-@pytest.fixture(scope="module", params=[QUEUES["one"], QUEUES["each"]], ids=["one", "each"])
+@pytest.fixture(scope="module", params=["one", "each"])
 def queue(request: pytest.FixtureRequest) -> Iterator[Any]:
     """How many processes the servers have."""
-    yield tq.init(request.param)
+    conf = tq.init({"server_processes": request.param})
+    tq.get_client().get_config()  # says hello
+    yield conf
     tq.close()
 
 
 @pytest.fixture
-def writing(queue: Any) -> int:
-    """Exchanges of a write: a unit that shares the controller's process publishes it on the way."""
-    return {"one": 1, "each": 2}[queue.server_processes]
-
-
-class Counter:
-    """Turns of a caller: the calls of one turn are under way together."""
-
-    def __init__(self, client: tq.TransferQueueClient) -> None:
-        self._caller = client.session.caller
-        self.turns = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        ask = self._caller.call_many
-
-        async def counted(calls, timeout_s):
-            self.turns += 1
-            return await ask(calls, timeout_s)
-
-        self._caller.call_many = counted
-        try:
-            yield
-        finally:
-            del self._caller.call_many
-
-
-def turns(client: tq.TransferQueueClient, verb: Callable[[], object]) -> int:
-    counter = Counter(client)
-    with counter.counting():
-        verb()
-    return counter.turns
+def together(queue: Any) -> bool:
+    """Do the controller and the storage share a process?"""
+    return bool(queue.server_processes == "one")
 
 
 def rows(count: int, numbers: int, name: str = "x") -> TensorDict:
     return TensorDict({name: torch.ones(count, numbers)}, batch_size=[count])
 
 
-def to_the_next_run(client: tq.TransferQueueClient, name: str) -> None:
-    """So that the next few puts are for one unit: memory leased ahead lies where the last one was written."""
-    while client.put(rows(1, 1), partition_id=f"{name}.skipped").global_indexes[0] % ROUTING_RUN < ROUTING_RUN - 1:
-        pass
+def write(together: bool, numbers: int, begin: str = "Reserve") -> list[list[str]]:
+    """What a put of one row asks for."""
+    lease = [["Lease"]] if numbers > SIZES["inline"] else []
+    if together:
+        return [*lease, ["Put"]]
+    return [[begin], *lease, ["Write"], ["Publish"], ["Commit"]]
 
 
-@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
-def test_a_put_in_a_steady_stream_takes_two_exchanges_at_most(client, name, numbers, writing):
-    data = rows(2, numbers)
-    to_the_next_run(client, name)
-    for _ in range(4):
-        client.put(data, partition_id=name)
-    assert [turns(client, lambda: client.put(data, partition_id=name)) for _ in range(3)] == 3 * [writing]
+# ---- puts ----
 
 
-COUNTS = [*range(4, 33, 4)]
-"""Rows per put."""
-TOKENS = [*range(2_000, 34_000, 4_000)]
-"""float32 of the longest row of a put."""
-ROUNDS = 8
+@any_size
+def test_the_first_put_of_a_partition_costs_what_every_other_one_costs(client, name, numbers, together):
+    data = rows(1, numbers)
+    found = [exchanges(client, lambda: client.put(data, partition_id=name)) for _ in range(100)]
+    assert found == 100 * [write(together, numbers)]
+    client.clear_partition(name)
 
 
-def shuffled(sizes: list[int]) -> Iterator[int]:
-    """Each once in each round: for how long a stream may go without its largest isn't left to chance."""
-    chance = random.Random(0)
-    for _ in range(2 * ROUNDS):
-        yield from chance.sample(sizes, len(sizes))
+@any_size
+def test_puts_into_partitions_by_turns_cost_what_those_into_one_cost(client, name, numbers, together):
+    data, names = rows(1, numbers), cycle(f"{name}.{number}" for number in range(3))
+    found = [exchanges(client, lambda: client.put(data, partition_id=next(names))) for _ in range(6)]
+    assert found == 6 * [write(together, numbers)]
 
 
-def most_turns(client: tq.TransferQueueClient, puts: Iterator[Callable[[], object]]) -> int:
-    """Of any put in a steady stream: after some rounds."""
-    for _ in range(ROUNDS * len(COUNTS)):
-        next(puts)()
-    return max(turns(client, put) for put in puts)
+@pytest.mark.parametrize("tokens", [10, 20_000], ids=["inline", "in the arena"])
+def test_puts_of_varying_rows_and_tokens_cost_what_those_of_one_size_cost(client, name, tokens, together):
+    def put(count: int) -> None:
+        column = torch.nested.nested_tensor(
+            [torch.ones(tokens + 100 * row) for row in range(count)], layout=torch.jagged
+        )
+        client.put(TensorDict({"x": column}, batch_size=[count]), partition_id=name)
+
+    lease = [] if tokens == 10 else ["Lease"]
+    steps = [*lease, "Put"] if together else ["Reserve", *lease, "Write", "Publish", "Commit"]
+    for count in (1, 8, 3, 16, 5, 2):
+        asked = [sorted(set(kinds)) for kinds in exchanges(client, lambda n=count: put(n))]
+        # Rows that two units hold need memory of both, one after the other.
+        assert list(dict.fromkeys(kind for kinds in asked for kind in kinds)) == steps
+        assert len(asked) - len(steps) in ((0,) if together else (0, len(lease)))
 
 
-@also_with_a_capacity
-@pytest.mark.parametrize("numbers", [16, 8 * 1024], ids=SIZES.keys())
-@pytest.mark.parametrize("partitions", [1, 3])
-def test_puts_of_varying_row_counts_into_partitions_by_turns_take_two_exchanges_at_most(
-    client, name, numbers, partitions
-):
-    names = cycle(f"{name}.{number}" for number in range(partitions))
-    batches = {size: rows(size, numbers) for size in COUNTS}
-    puts = (lambda n=size: client.put(batches[n], partition_id=next(names)) for size in shuffled(COUNTS))
-    assert most_turns(client, puts) <= 2
+@any_size
+def test_a_field_of_known_samples_costs_the_same_whether_it_is_new_or_replaced(client, name, numbers, together):
+    meta = client.put(rows(1, 4), partition_id=name)
+    found = [exchanges(client, lambda: client.put(rows(1, numbers, "y"), metadata=meta)) for _ in range(3)]
+    assert found == 3 * [write(together, numbers, "CheckFields")]
 
 
-@also_with_a_capacity
-def test_puts_of_jagged_rows_with_varying_tokens_take_two_exchanges_at_most(client, name):
-    def batch(longest: int) -> TensorDict:
-        tokens = [torch.ones(longest - 100 * row) for row in range(8)]
-        return TensorDict({"x": torch.nested.nested_tensor(tokens, layout=torch.jagged)}, batch_size=[8])
-
-    batches = {longest: batch(longest) for longest in TOKENS}
-    puts = (lambda n=longest: client.put(batches[n], partition_id=name) for longest in shuffled(TOKENS))
-    assert most_turns(client, puts) <= 2
+@any_size
+def test_a_put_by_key_costs_the_same_for_new_keys_and_known_ones(client, name, numbers, together):
+    value = torch.ones(numbers)
+    found = [exchanges(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value}, {"n": n})) for n in range(3)]
+    found += [exchanges(client, lambda n=n: tq.kv_put(f"k{n}", name, {"y": value})) for n in range(3)]
+    found += [exchanges(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value})) for n in range(3)]
+    assert found == 9 * [write(together, numbers, "ResolveKeys")]
 
 
-@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
-def test_puts_of_one_size_into_two_partitions_by_turns_are_as_cheap_as_into_one(client, name, numbers, writing):
-    data, names = rows(2, numbers), cycle([f"{name}.a", f"{name}.b"])
-    to_the_next_run(client, name)
-    for _ in range(8):
-        client.put(data, partition_id=next(names))
-    assert [turns(client, lambda: client.put(data, partition_id=next(names))) for _ in range(4)] == 4 * [writing]
+def test_tags_alone_need_no_storage(client, name, together):
+    found = exchanges(client, lambda: tq.kv_put("k", name, tag={"n": 1}))
+    assert found == ([["Put"]] if together else [["ResolveKeys"], ["Publish"]])
 
 
-@also_with_a_capacity
-@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
-def test_a_put_by_key_takes_one_exchange_more_than_a_put_whose_indexes_are_known(client, name, numbers, writing):
-    """It must hear first which samples its keys are."""
-    keys, value = count(), torch.ones(numbers)
-    for _ in range(70):
-        tq.kv_put(f"k{next(keys)}", name, {"x": value})
-    found = [turns(client, lambda: tq.kv_put(f"k{next(keys)}", name, {"x": value}, {"n": 1})) for _ in range(3)]
-    found += [turns(client, lambda n=n: tq.kv_put(f"k{n}", name, {"y": value})) for n in range(65, 68)]
-    found += [turns(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value})) for n in range(65, 68)]
-    assert found == 9 * [1 + writing]
+# ---- gets ----
 
 
-@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
-def test_a_fetch_with_its_values_takes_two_exchanges_and_one_where_they_are_small(client, name, numbers, queue):
+@any_size
+def test_metadata_and_values_cost_one_exchange_each(client, name, numbers):
     client.put(rows(8, numbers), partition_id=name)
+    metas: list[tq.BatchMeta] = []
+    for _ in range(4):
+        assert exchanges(client, lambda: metas.append(client.get_meta(["x"], 2, name, task_name="t"))) == [["Fetch"]]
+    for meta in metas:
+        asked = exchanges(client, lambda meta=meta: client.get_data(meta))
+        assert [set(kinds) for kinds in asked] == [{"Read"}], "units are asked at a time"
 
-    def get() -> None:
-        client.get_data(client.get_meta(["x"], 2, name, task_name="t"))
 
-    get()
-    one = queue.server_processes == "one" and numbers == SIZES["inline"]
-    assert [turns(client, get) for _ in range(3)] == 3 * [1 if one else 2]
-
-
-@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
-def test_a_batch_of_a_stream_takes_one_exchange_more_only_where_its_values_are_elsewhere(client, name, numbers, queue):
+@any_size
+def test_a_batch_of_a_stream_costs_one_exchange_more_only_where_its_values_are_elsewhere(
+    client, name, numbers, together
+):
     client.put(rows(8, numbers), partition_id=name)
 
     def next_batch() -> None:
-        batch = client.fetch_batch(["x"], 2, name, "t")
+        batch = client.fetch_batch(fetch_of(["x"], 2, name, "t"))
         assert (batch.meta.size, client.take(batch)["x"].values().sum()) == (2, 2 * numbers)
 
-    next_batch()
-    assert [turns(client, next_batch) for _ in range(3)] == 3 * [1 if queue.server_processes == "one" else 2]
+    for _ in range(4):
+        asked = [set(kinds) for kinds in exchanges(client, next_batch)]
+        assert asked == ([{"Fetch"}] if together else [{"Fetch"}, {"Read"}])
 
 
-@pytest.mark.parametrize("numbers", SIZES.values(), ids=SIZES.keys())
-def test_a_new_field_of_known_samples_takes_two_exchanges_at_most(client, name, numbers, writing):
-    to_the_next_run(client, name)
-    metas = [client.put(rows(2, 4), partition_id=name) for _ in range(6)]
-    for meta in metas[:3]:
-        client.put(rows(2, numbers, "y"), metadata=meta)
-    found = [turns(client, lambda m=m: client.put(rows(2, numbers, "y"), metadata=m)) for m in metas[3:]]
-    assert found == 3 * [writing]
+# ---- clears ----
 
 
-def test_a_field_that_is_there_is_replaced_only_after_a_look_at_its_samples(client, name):
-    meta = client.put(rows(2, 4), partition_id=name)
-    assert turns(client, lambda: client.put(rows(2, 4) * 2, metadata=meta)) == 3
-    assert client.get_data(meta)["x"].values().sum() == 16
+def test_a_clear_costs_one_exchange_more_only_where_the_values_are_elsewhere(client, name, together):
+    meta = client.put(rows(1, 4), partition_id=name)
+    steps = [] if together else [["Delete"]]
+    assert exchanges(client, lambda: client.clear_samples(meta)) == [["ClearSamples"], *steps]
+    client.put(rows(1, 4), partition_id=name)
+    assert exchanges(client, lambda: client.clear_partition(name)) == [["ClearPartition"], *steps]

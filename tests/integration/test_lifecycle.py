@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a queue begins and ends: who owns it, who only joined, what is left behind by whoever was killed."""
+"""How a queue begins and ends: which process owns it, which only joined, what a killed one leaves behind."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from tests.own_processes import own_processes
+from tests.own_processes import SLOW, own_processes
 
-JOIN_S = 20.0
+JOIN_S = 20.0 * SLOW
 MAX_RSS_BYTES = 80e6
 
 
@@ -63,10 +63,12 @@ def test_init_and_close_again_and_again_leave_nothing(own_temporary_directory, s
 
 
 def test_init_returns_the_merged_configuration_and_again_the_same(start):
-    conf = start({"backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
+    conf = start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
+    addresses = [unit.to_addr("put_get_socket") for unit in conf.backend.SimpleStorage.zmq_info.values()]
     assert conf.controller.zmq_info.to_addr("request_handle_socket") == conf.address
     assert list(conf.backend.SimpleStorage.zmq_info) == ["unit0", "unit1", "unit2"]
-    assert conf.backend.SimpleStorage.zmq_info["unit1"].to_addr("put_get_socket").startswith("ipc://")
+    assert len({conf.address, *addresses}) == 4
+    assert all(address.startswith("ipc://") for address in addresses)
     assert (conf.controller.polling_mode, conf.metrics.enabled) == (False, False)
     assert start({"controller": {"polling_mode": True}}) is conf
     assert tq.get_metrics_endpoint() is None
@@ -81,7 +83,7 @@ def test_the_configuration_travels_by_pickle_and_leads_to_the_queue(start):
 
 
 def test_the_configuration_of_a_closed_queue_starts_another_one(start):
-    conf = start({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+    conf = start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
     tq.close()
     again = start(conf)
     assert again.address != conf.address
@@ -97,7 +99,8 @@ def test_the_defaults_are_a_file_that_others_may_read_and_pass_back(start):
 
 
 def test_a_section_of_a_larger_configuration_resolves_against_its_whole(start):
-    whole = OmegaConf.create({"units": 1, "tq": {"backend": {"SimpleStorage": {"num_data_storage_units": "${units}"}}}})
+    section = {"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": "${units}"}}}
+    whole = OmegaConf.create({"units": 1, "tq": section})
     assert len(start(whole.tq).backend.SimpleStorage.zmq_info) == 1
 
 
@@ -111,8 +114,15 @@ def test_after_close_the_old_client_says_so(start):
         tq.get_client()
 
 
-def test_several_units_hold_the_values_together(start):
-    start({"backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
+def test_one_process_has_one_address_for_all_and_one_unit(start):
+    conf = start({"server_processes": "one", "backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
+    (unit,) = conf.backend.SimpleStorage.zmq_info.values()
+    assert unit.to_addr("put_get_socket") == conf.address == conf.controller.zmq_info.to_addr("request_handle_socket")
+
+
+@pytest.mark.parametrize("processes", ["one", "each"])
+def test_several_units_hold_the_values_together(start, processes):
+    start({"server_processes": processes, "backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
     meta = tq.get_client().put(rows(a=torch.arange(1000)), partition_id="p")
     assert tq.get_client().get_data(meta)["a"].tolist() == list(range(1000))
 
@@ -126,7 +136,8 @@ def test_servers_are_light(start, processes, number):
     tq.kv_put("k", "p", {"x": torch.ones(10)})
     for server in servers():
         assert server.memory_info().rss < MAX_RSS_BYTES
-        assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
+        mapped = Path(f"/proc/{server.pid}/maps").read_text()
+        assert [library for library in ("libtorch", "libzmq", "/zmq/", "/ray/") if library in mapped] == []
     assert len(servers()) == number
 
 
@@ -155,6 +166,7 @@ def own_a_queue(processes: str, in_thread: bool, up: Any) -> None:
     class Local(tq.SequentialSampler):
         """Can't be imported elsewhere, so the controller stays in this process."""
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests run without a terminal
     tq.init({"server_processes": processes, "controller": {"sampler": Local() if in_thread else "SequentialSampler"}})
     up.set()
     signal.pause()
@@ -200,7 +212,7 @@ def test_a_process_finds_the_queue_by_tq_address_and_only_detaches(start, script
     conf = start()
     code = (
         "import torch, transfer_queue as tq\n"
-        "conf = tq.init(); assert len(conf.backend.SimpleStorage.zmq_info) == 2\n"
+        "conf = tq.init(); assert len(conf.backend.SimpleStorage.zmq_info) == 1\n"
         "assert conf.controller.zmq_info.to_addr('request_handle_socket') == conf.address\n"
         "tq.kv_put('joined', 'p', {'x': torch.tensor(1)}); tq.close(); tq.close()\n"
         "print(sorted(tq.kv_list()['p'])); tq.close()"
@@ -253,6 +265,25 @@ def test_a_producer_that_ends_without_close_is_not_taken_for_dead(start, fork):
     assert client.get_meta(["a"], 1, "p", task_name="t", timeout_s=JOIN_S).size == 1
     with pytest.raises(tq.BatchTimeoutError):
         client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
+
+
+def test_a_script_that_ends_without_close_is_not_taken_for_dead(start, script):
+    start({"controller": {"producer_grace_s": 0.0}})
+    put = "tq.get_client().put({'a': torch.arange(1)}, partition_id='p')"
+    assert finished(script(f"import torch, transfer_queue as tq; {put}")) == ""
+    client = tq.get_client()
+    assert client.get_meta(["a"], 1, "p", task_name="t").size == 1
+    with pytest.raises(tq.BatchTimeoutError):
+        client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
+
+
+@pytest.mark.parametrize("close", ["tq.close()", ""], ids=["closed", "not closed"])
+def test_a_queue_of_several_servers_ends_silently(script, close):
+    put = "tq.get_client().put({'a': torch.arange(200)}, partition_id='p')"
+    assert (
+        finished(script(f"import torch, transfer_queue as tq; tq.init({{'server_processes': 'each'}}); {put}; {close}"))
+        == ""
+    )
 
 
 def test_threads_share_one_client(start):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controller and units in one process: whatever one client says must not end what all others are served by."""
+"""Controller and storage in one process: a fetch may wait for ever, and its values are taken once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import threading
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.simple.messages import Wish, encode
 
 import transfer_queue as tq
+from tests.integration.calls import fetch_of
 from tests.integration.noticing import until
-from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.transport.base import Call
-from transfer_queue.transport.modes import run_blocking
 
 WAIT_S = 10.0
 FOREVER = [1e7, 1e300, math.inf]
@@ -59,28 +56,9 @@ def parked(client: tq.TransferQueueClient, name: str) -> None:
     assert until(lambda: [each for each in client.get_stats()["waiting"] if each["partition"] == name])
 
 
-WISHES = {
-    "no message": b"no message",
-    "no text": bytes([0x93, 0xA4]) + b"W\xffsh" + bytes([0x90, 0x90]),
-    "no unit": encode(Wish(["x"], [])),
-    "no such field": encode(Wish(["y"], [None, None])),
-}
-
-
-@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
-def test_a_batch_is_given_out_whatever_is_wrong_with_the_wish_beside_its_fetch(client, name, wish):
-    client.put(rows(2), partition_id=name)
-    fetch = p.Fetch(10**6, name, "t", ["x"], 2)
-    (reply,) = run_blocking(
-        client.session.caller.call_many([Call(client.session.controller, p.encode(fetch), [wish])], WAIT_S)
-    )
-    assert len(p.unpack_indexes(p.decode_reply(reply.header).indexes)) == 2
-    assert client.get_partition_list()
-
-
 def test_a_batch_is_taken_once(client, name):
     client.put(rows(2), partition_id=name)
-    batch = client.fetch_batch(["x"], 2, name, "t")
+    batch = client.fetch_batch(fetch_of(["x"], 2, name, "t"))
     assert client.take(batch)["x"].values().tolist() == list(range(4))
     with pytest.raises(InvalidRequestError, match="was taken or closed"):
         client.take(batch)

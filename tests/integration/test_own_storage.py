@@ -11,8 +11,10 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.integration.calls import fetch_of
 from transfer_queue import storage
 from transfer_queue.storage import registry
+from transfer_queue.transport.session import Session
 
 CONF = {"server_processes": "one"}
 
@@ -20,8 +22,8 @@ CONF = {"server_processes": "one"}
 class Shelf(storage.StorageManager):
     """Values by (index, field), in this process."""
 
-    def __init__(self, caller: Any, config: Any) -> None:
-        super().__init__(caller, config)
+    def __init__(self, session: Session, config: Any) -> None:
+        super().__init__(session, config)
         self.kept: dict[tuple[int, str], torch.Tensor] = {}
 
     async def put_data(self, data: TensorDict, metadata: Any, data_parser: Any = None) -> TensorDict:
@@ -72,7 +74,7 @@ def test_puts_are_published_by_the_client_and_read_from_the_backend(own, client,
 
 def test_a_stream_s_batch_comes_from_the_backend(own, name):
     own.put(rows(a=torch.arange(2)), partition_id=name)
-    batch = own.fetch_batch(["a"], 2, name, "t")
+    batch = own.fetch_batch(fetch_of(["a"], 2, name, "t"))
     assert (own.take(batch)["a"].tolist(), batch.meta.field_names) == ([0, 1], ["a"])
 
 

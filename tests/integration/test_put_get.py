@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
+from transfer_queue.interface import connect
 from transfer_queue.transport.modes import run_blocking
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -207,7 +208,7 @@ def test_put_onto_samples_cleared_meanwhile_is_an_error_and_leaves_no_value(clie
     assert stored_values(client) == before
 
 
-def test_a_clear_between_write_and_publish_leaves_no_value(client, name):
+def test_a_clear_while_a_put_is_prepared_leaves_no_value(client, name):
     meta = client.put(rows(a=torch.arange(2)), partition_id=name)
     before = stored_values(client)
 
@@ -217,14 +218,13 @@ def test_a_clear_between_write_and_publish_leaves_no_value(client, name):
 
     with pytest.raises(RuntimeError, match="not found"):
         client.put(rows(b=torch.arange(2)), metadata=meta, data_parser=clears)
-    with pytest.raises(RuntimeError, match="not found"):
-        client.put(rows(b=torch.arange(2)), partition_id=name, data_parser=clears)
     assert stored_values(client) == before - 2
+    made = client.put(rows(b=torch.arange(2)), partition_id=name, data_parser=clears)
+    assert client.get_meta(["b"], partition_id=name, mode="force_fetch").global_indexes == made.global_indexes
 
 
-def test_a_reservation_ahead_outlives_neither_clear_nor_seal_by_another_client(queue, client, name):
-    other = tq.TransferQueueClient("other", queue.controller.zmq_info)
-    other.initialize_storage_manager(queue.backend.storage_backend, queue.backend.SimpleStorage)
+def test_a_put_after_a_clear_or_a_seal_by_another_client_knows_of_it(queue, client, name):
+    other = connect("other", queue)
     before = stored_values(client)
     for _ in range(5):
         client.put(rows(a=torch.arange(2)), partition_id=name)
@@ -241,8 +241,7 @@ def test_a_reservation_ahead_outlives_neither_clear_nor_seal_by_another_client(q
 
 
 def test_a_partition_made_anew_by_another_client_with_another_dtype_loses_nothing(queue, client, name):
-    other = tq.TransferQueueClient("other", queue.controller.zmq_info)
-    other.initialize_storage_manager(queue.backend.storage_backend, queue.backend.SimpleStorage)
+    other = connect("other", queue)
     client.put(rows(a=torch.arange(2), b=torch.zeros(2)), partition_id=name)
     other.clear_partition(name)
     other.put(rows(a=torch.tensor([8, 9]), b=torch.tensor([8, 9])), partition_id=name)

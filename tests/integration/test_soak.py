@@ -9,14 +9,10 @@ import os
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 
-import transfer_queue as tq
-from tests.integration.soak import OPERATIONS, Options, has_arena, soak
-from tests.integration.soak_reads import HAS_VIEWS
+from tests.integration.soak import OPERATIONS, Options, soak
 
-ARENAS = [pytest.param(True, id="arena"), pytest.param(False, id="frames")] if has_arena() else [None]
+ARENAS = [pytest.param(True, id="arena"), pytest.param(False, id="frames")]
 SHORT_S = 3.0
 LONG_S = float(os.environ.get("TQ_SOAK_SECONDS") or 600.0)
 SEED = int(os.environ.get("TQ_SOAK_SEED") or 7)
@@ -25,7 +21,7 @@ SEED = int(os.environ.get("TQ_SOAK_SEED") or 7)
 def check(summary: dict[str, Any]) -> None:
     print(summary)
     assert summary["kills"] >= 1
-    assert {name for name in OPERATIONS if not summary["by_operation"][name]} <= {"clear_partition", "give_up"}
+    assert {name for name in OPERATIONS if not summary["by_operation"][name]} <= {"clear_partition", "cancel"}
     assert (summary["live_nbytes"], summary["held_nbytes"]) == (0, 0)
 
 
@@ -48,16 +44,3 @@ def test_the_same_where_every_server_has_a_process_of_its_own(tmp_path, tight):
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 def test_the_same_for_minutes(tmp_path, arena, tight):
     check(soak(Options(LONG_S / 2, SEED, 1.0, tight, arena), tmp_path))
-
-
-@pytest.mark.skipif(not HAS_VIEWS, reason="get_data has no views in this version")
-@pytest.mark.parametrize("arena", ARENAS)
-def test_a_write_to_a_view_reaches_neither_what_is_stored_nor_another_view(start, arena):
-    start({"backend": {"SimpleStorage": {"arena": arena, "num_data_storage_units": 1}}})
-    client = tq.get_client()
-    rows = torch.arange(64 * 2048).reshape(64, 2048)
-    meta = client.put(TensorDict({"a": rows}, batch_size=[64]), partition_id="p")
-    earlier, view = (client.get_data(meta, copy=False)["a"] for _ in range(2))
-    view.values().fill_(7)
-    later, copied = client.get_data(meta, copy=False)["a"], client.get_data(meta)["a"]
-    assert all(torch.equal(seen.values(), rows.flatten()) for seen in (earlier, later, copied))

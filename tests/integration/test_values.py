@@ -55,12 +55,11 @@ def test_rows_of_different_length_come_back_jagged_with_their_shapes(client, nam
     assert back.to_padded_tensor(padding=-1).shape == (4, 3)
 
 
-@pytest.mark.parametrize("copy", [True, False])
-def test_columns_whose_rows_have_the_same_lengths_are_computed_with_together(client, name, copy):
+def test_columns_whose_rows_have_the_same_lengths_are_computed_with_together(client, name):
     ids = torch.nested.nested_tensor([torch.arange(n) for n in (3, 1, 5)], layout=torch.jagged)
     columns = {"ids": ids, "mask": ids * 0 + 2, "even": torch.ones(3, 4), "weights": torch.arange(12.0).reshape(3, 4)}
     client.put(TensorDict(columns, batch_size=[3]), partition_id=name)
-    data = client.get_data(client.get_meta(list(columns), 3, name, task_name="t"), copy=copy)
+    data = client.get_data(client.get_meta(list(columns), 3, name, task_name="t"))
     assert (data["ids"] * data["mask"]).values().tolist() == (2 * ids.values()).tolist()
     assert (data["even"] + data["weights"]).values().tolist() == [float(n) for n in range(1, 13)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that fits on several gloo ranks with one of the callbacks, and notes what the tests ask about."""
+"""Fits on several gloo ranks with one of the callbacks, and records the results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import producing
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from ranks_script import Sharded
 from recorders import Recorder
+from strategies_script import Sharded
 
 from lightning_tq import (
     PartitionSwitch,
@@ -34,7 +34,7 @@ from transfer_queue import TransferQueueClient
 
 
 class NamesItsRank(Recorder):
-    """Gives every sample the rank that trained it."""
+    """Returns, for every sample, the rank that trained it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -42,11 +42,11 @@ class NamesItsRank(Recorder):
 
 
 class ShardedNamesItsRank(NamesItsRank, Sharded):
-    """The same on a mesh."""
+    """The same model on a mesh."""
 
 
 class AtEnd(Callback):
-    """Calls a function on every rank when training has ended, while the queue is there."""
+    """Calls a function on every rank at the end of training, before the queue ends."""
 
     def __init__(self, note: Callable[[Trainer, Any], None]) -> None:
         self.note = note
@@ -63,7 +63,7 @@ def indexes_by_rank(trainer: Trainer, model: Any) -> list[list[int]]:
 
 @dataclass
 class Job:
-    """What is fitted, and what every rank notes at the end of it."""
+    """What to fit, and what every rank records at its end."""
 
     note: Callable[[Trainer, Any], None]
     callbacks: list[Callback]
@@ -75,7 +75,7 @@ class Job:
 
 
 def put_samples(client: TransferQueueClient) -> None:
-    """24 rows; the tags say that rows 8 to 12 and 18 are of a version long ago."""
+    """24 rows. The tags give rows 8 to 12 and row 18 a very old version."""
     tags = [{"policy_version": -9 if row in (*range(8, 13), 18) else 5} for row in range(24)]
     client.put(producing.rows(24), partition_id="train", tags=tags)
     client.seal_partition("train")
@@ -120,9 +120,9 @@ def weights(logs: Path) -> Job:
 
 
 def switching(logs: Path) -> Job:
-    """Training partitions by version, validation by step and in the middle of an epoch; Trainer as it is by default."""
-    told: list[str] = []
-    warnings.showwarning = lambda message, *_, **__: told.append(str(message))
+    """Training partitions by version, and validation partitions by step, in the middle of an epoch."""
+    warned: list[str] = []
+    warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
 
     class Loader(Callback):
         given: Any = None
@@ -144,10 +144,10 @@ def switching(logs: Path) -> Job:
             producing.fill(client, f"val@{step}", 8)
 
     def note(trainer: Trainer, model: Any) -> None:
-        trainer.strategy.barrier("noted")  # the first rank clears, and may be the slower one
+        trainer.strategy.barrier("recorded")  # the first rank clears, and may be slower
         partitions = sorted(trainer.datamodule.client.get_partition_list())
         seen = {stage: model.seen[stage] for stage in ("train", "val")}
-        (logs / f"rank{trainer.global_rank}").write_text(json.dumps([seen, partitions, loader.is_used, told]) + "\n")
+        (logs / f"rank{trainer.global_rank}").write_text(json.dumps([seen, partitions, loader.is_used, warned]) + "\n")
 
     callbacks = [PublishWeights(every_n_steps=4), PartitionSwitch(), QueueMonitor(), loader]
     options = {"max_epochs": 2, "val_check_interval": 2}
@@ -155,7 +155,7 @@ def switching(logs: Path) -> Job:
 
 
 def pacing(logs: Path) -> Job:
-    """Two producers that are paced, and put in turn. A sample that is too old would end the training."""
+    """Two paced producers that put in turn. A sample that is too old would end the training."""
     oldest: list[float] = []
 
     class Ages(Callback):
@@ -163,8 +163,8 @@ def pacing(logs: Path) -> Job:
             oldest.append(float(trainer.callback_metrics.get("staleness/max", 0.0)))
 
     def note(trainer: Trainer, model: Any) -> None:
-        noted = json.dumps([oldest, model.indexes()])
-        (logs / f"rank{trainer.global_rank}").write_text(noted + "\n")
+        recorded = json.dumps([oldest, model.indexes()])
+        (logs / f"rank{trainer.global_rank}").write_text(recorded + "\n")
 
     producers = [Producer(target="producing:produce_paced", args={"partition": "train"}, count=2)]
     callbacks = [PublishWeights(), StalenessGuard(max_staleness=2), Ages()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real Trainers on real queues, small; and a check that nothing stays behind."""
+"""Small real Trainers on real queues, and a check that no thread, process or file remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.own_processes import own_processes
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 Rows = list[tuple[str, str, list[int]]]
-"""What a rank was given: (stage, partition, indexes) per batch."""
+"""The batches of a rank: (stage, partition, indexes)."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,7 +41,7 @@ def stream(partition: str = "train", task: str = "learn", batch_size: int = 4, *
 
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No thread, process, socket directory or address outlives a test."""
+    """No thread, process, socket directory or address remains after a test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert "TQ_ADDRESS" not in os.environ
     before = {thread.name for thread in threading.enumerate()}
@@ -58,7 +58,7 @@ def nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 @pytest.fixture
 def data() -> Iterator[Callable[..., TQDataModule]]:
-    """``data(train=..., ...)``: a TQDataModule with an open queue, closed with the test."""
+    """``data(train=..., ...)``: a TQDataModule with an open queue, closed after the test."""
     made = []
 
     def make(**streams: Any) -> TQDataModule:
@@ -74,7 +74,7 @@ def data() -> Iterator[Callable[..., TQDataModule]]:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, list[Rows]]]]:
-    """``run_ranks("script.py", ..., "LOGS", ...)``: exit code, what it wrote, and what each rank noted under LOGS."""
+    """``run_ranks("script.py", ..., "LOGS", ...)``: exit code, output, and what each rank recorded under LOGS."""
     logs = tmp_path / "logs"
     logs.mkdir()
 
@@ -96,7 +96,7 @@ def run_ranks(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, list[Row
 
     yield run
     marker = str(tmp_path)
-    # The launcher kills the ranks that are left within seconds; servers and producers notice at once.
+    # The launcher kills remaining ranks within seconds. Servers and producers end at once.
     left = [each for each in psutil.process_iter(["cmdline", "environ"]) if marker in str(each.info)]
     _, alive = psutil.wait_procs(left, timeout=20)
     for process in alive:

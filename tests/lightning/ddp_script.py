@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that fits on two gloo ranks: strategy, directory for the ranks' logs, and what goes wrong."""
+"""Fits on two gloo ranks. Arguments: strategy, directory for the ranks' records, and options for a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_tq import PartitionSwitch, Producer, QueueMonitor, Stream, TQData
 
 
 class FailsOnOneRank(Recorder):
-    """Fails on the rank that it is told, in its third step."""
+    """Fails on the given rank, in its third step."""
 
     def __init__(self, rank: int, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[PartitionSwitch(), QueueMonitor()],
         num_sanity_val_steps=0,
     )  # fmt: skip
-    if options.strategy != "ddp":  # ranks are children: the queue must outlive them
+    if options.strategy != "ddp":  # ranks are child processes, and the queue must outlive them
         datamodule.open()
     trainer.fit(model, datamodule=datamodule)
     if options.test:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Fabric loop on four gloo ranks, 2 x 2 model parallel; each rank notes its topology and its batches."""
+"""A Fabric loop on four gloo ranks, 2 x 2 model parallel. Each rank records its topology and batches."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def main(log_dir: str) -> None:
     producer = Producer(target="producing:produce_epochs", args={"epochs": 2, "train": 24, "val": 1})
     with FabricLoader(fabric, stream, {"units": 1}, [producer]) as loader:
         found = loader.topology
-        told = [found.dp_rank, found.dp_size, found.is_reader]
-        Path(log_dir, f"topology{fabric.global_rank}.json").write_text(json.dumps(told))
+        topology = [found.dp_rank, found.dp_size, found.is_reader]
+        Path(log_dir, f"topology{fabric.global_rank}.json").write_text(json.dumps(topology))
         with Path(log_dir, f"rank{fabric.global_rank}.jsonl").open("w") as file:
             for _ in range(2):
                 for _, meta in loader:
                     if fabric.global_rank == 1:
-                        threading.Event().wait(0.05)  # a peer that is slower than the one that settles for both
+                        threading.Event().wait(0.05)  # slower than the peer that acknowledges for both
                     file.write(json.dumps(["train", meta.partition_ids[0], list(meta.global_indexes)]) + "\n")
 
 

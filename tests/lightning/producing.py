@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What these tests put into a queue, and producers that do it. Imports no lightning, so that processes start faster."""
+"""Test data, and producers that put it. It does not import lightning, so that processes start faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows(count: int, start: int = 0) -> TensorDict:
 
 
 def fill(client: tq.TransferQueueClient, partition: str, count: int, start: int = 0) -> list[int]:
-    """Put so many rows and seal the partition. Returns their indexes."""
+    """Put ``count`` rows and seal the partition. Returns their indexes."""
     indexes = client.put(rows(count, start), partition_id=partition).global_indexes if count else []
     client.seal_partition(partition)
     return list(indexes)
@@ -44,7 +44,7 @@ def produce_then_fail(partition: str, count: int) -> None:
 
 
 def produce_then_stay(partition: str, count: int, pid_file: str) -> None:
-    Path(pid_file).write_text(str(os.getpid()))  # first: who trains on what is put may be done before the last put
+    Path(pid_file).write_text(str(os.getpid()))  # before the puts, because the trainer may finish before the last one
     produce(partition, count, seal=False)
     threading.Event().wait()
 
@@ -57,7 +57,7 @@ def produce_then_die(partition: str, count: int) -> None:
 
 
 def produce_epochs(epochs: int, train: int, val: int) -> None:
-    """Sealed partitions train@0, val@0, train@1, …; ``train`` rows (of 3 puts) and ``val`` rows each."""
+    """Sealed partitions train@0, val@0, train@1, … with ``train`` rows (in 3 puts) and ``val`` rows each."""
     client = tq.get_client()
     for epoch in range(epochs):
         for part in range(3):
@@ -68,7 +68,7 @@ def produce_epochs(epochs: int, train: int, val: int) -> None:
 
 
 def produce_on_policy(partition: str, steps: int) -> None:
-    """Four rows per step, made once the weights of that step are there, and tagged with their version."""
+    """Four rows per step, made after the weights of that step are published, and tagged with their version."""
     from lightning_tq import WeightsReader
 
     client, reader = tq.get_client(), WeightsReader()
@@ -78,7 +78,7 @@ def produce_on_policy(partition: str, steps: int) -> None:
 
 
 def produce_paced(partition: str) -> None:
-    """Two rows at a time until training ends, each pair by the weights that leave was given for, or newer ones."""
+    """Two rows at a time until training ends, each pair with the permitted weights or newer ones."""
     from lightning_tq import Pacer, WeightsReader
 
     client, pacer, reader = tq.get_client(), Pacer(), WeightsReader()
@@ -93,7 +93,7 @@ def produce_paced(partition: str) -> None:
 
 
 def produce_sizes(train: list[int], val: list[int]) -> None:
-    """Per epoch so many rows of train@0, val@0, train@1, ...: one by one, and sealed when readers wait already."""
+    """Rows of train@0, val@0, train@1, ... by these counts per epoch, put one by one while readers wait."""
     client = tq.get_client()
     for epoch, counts in enumerate(zip(train, val, strict=True)):
         for name, count in zip(("train", "val"), counts, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of these tests: small enough for a fit in milliseconds, and it notes what it was given."""
+"""The model of these tests. A fit takes milliseconds, and the model records its batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 
 
 class Recorder(LightningModule):
-    """Notes (partition, indexes) of every batch it is given; fails, interrupts or kills itself when told to."""
+    """Records (partition, indexes) of every batch. It can fail, interrupt or kill itself at a given batch."""
 
     def __init__(self, log_dir: str | None = None, fail_at: int | None = None, how: str = "raise") -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Recorder(LightningModule):
 
 def fail(how: str) -> None:
     if how == "raise":
-        raise ValueError("failed as told")
+        raise ValueError("failed on request")
     if how == "interrupt":
         raise KeyboardInterrupt
     os.kill(os.getpid(), signal.Signals[how])

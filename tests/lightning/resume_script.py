@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that fits, notes what each optimizer step was made of, and kills itself (``kill -9``) when told.
+"""Fits, records the samples of each optimizer step, and kills itself (``kill -9``) at a given point.
 
 Argument: JSON of {folder, devices, stream, trainer, clear_finished, save_every, queue, save_queue, kill: [batches to
 train first, where] or null}. It resumes from the newest checkpoint in its folder, if there is one.
@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_tq import PartitionSwitch, Stream, TQDataModule
 
 
-class Noting(LightningModule):
-    """Appends [optimizer step, partition, rows] to a file of its rank as it trains."""
+class RecordsSteps(LightningModule):
+    """Appends [optimizer step, partition, rows] to its rank's file for each micro-batch."""
 
     def __init__(self, folder: Path, kill: tuple[int, str] | None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Noting(LightningModule):
         self._die("validation")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self._die("saved")  # after ModelCheckpoint, and before what it holds is acknowledged
+        self._die("saved")  # after ModelCheckpoint, and before the acks for its batches
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._die("saving")  # neither the queue nor the checkpoint is written
@@ -83,7 +83,7 @@ def main(text: str) -> None:
     if "units" in plan["queue"] and newest(folder) is None and "LOCAL_RANK" not in os.environ:
         datamodule.open()
         producing.fill_all(datamodule.client)
-    model = Noting(folder, kill)
+    model = RecordsSteps(folder, kill)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=bool(plan["save_every"]), enable_progress_bar=False,
         enable_model_summary=False, callbacks=callbacks, strategy="ddp" if plan["devices"] > 1 else "auto",

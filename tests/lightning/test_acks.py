@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained batches are settled: inside a checkpoint, or at the end of their step; what nobody needs any more goes."""
+"""Trained batches are acknowledged after their step or checkpoint, and samples that no task needs are deleted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQDataModule
-from lightning_tq.books import put_right
-from lightning_tq.status.look import take_look
+from lightning_tq.status.report import take_snapshot
+from lightning_tq.trainer_compat import correct_progress
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -26,7 +26,7 @@ State = tuple[int, int, int]
 
 
 class Watched(Callback):
-    """(batches settled, batches open, samples held) of a partition at the start of each training batch."""
+    """Records (acknowledged batches, batches in flight, samples) of a partition at the start of each training batch."""
 
     def __init__(self, dm: TQDataModule, partition: str = "train") -> None:
         self.dm = dm
@@ -42,27 +42,27 @@ def state(dm: TQDataModule, partition: str = "train", task: str = "learn") -> St
     return found["tasks"][task]["settled"], found["tasks"][task]["in_flight"], found["samples"]
 
 
-def test_without_checkpoints_a_batch_is_settled_at_the_end_of_its_step(data: Make, trainer: MakeTrainer) -> None:
+def test_without_checkpoints_a_batch_is_acknowledged_at_the_end_of_its_step(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", micro_batch_size=2, prefetch_batches=0))
     fill(dm.client, "train", 16)
     watched = Watched(dm)
     trainer(callbacks=[watched]).fit(Recorder(), datamodule=dm)
     # Micro-batches of 2 in batches of 4; Lightning fetches one ahead.
-    assert [settled for settled, _, _ in watched.seen] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [acked for acked, _, _ in watched.seen] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert state(dm) == (4, 0, 16)
 
 
-def test_an_accumulated_batch_is_settled_with_the_step_that_takes_it(data: Make, trainer: MakeTrainer) -> None:
+def test_an_accumulated_batch_is_acknowledged_with_the_step_that_takes_it(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 28)
     watched = Watched(dm)
     trainer(callbacks=[watched], accumulate_grad_batches=3).fit(Recorder(), datamodule=dm)
-    assert [settled for settled, _, _ in watched.seen] == [0, 0, 0, 3, 3, 3, 6]
+    assert [acked for acked, _, _ in watched.seen] == [0, 0, 0, 3, 3, 3, 6]
     assert state(dm) == (7, 0, 28)
 
 
 class Manual(Recorder):
-    """Steps by itself, after these batches (counted from 0)."""
+    """Uses manual optimization, with a step after each of these batches (counted from 0)."""
 
     def __init__(self, steps_after: set[int], fail_at: int | None = None) -> None:
         super().__init__(fail_at=fail_at)
@@ -76,22 +76,20 @@ class Manual(Recorder):
             self.optimizers().zero_grad()
 
 
-def test_a_batch_is_settled_with_the_step_that_a_module_takes_by_itself(data: Make, trainer: MakeTrainer) -> None:
+def test_a_batch_is_acknowledged_with_a_step_of_manual_optimization(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 24)
     watched = Watched(dm)
     trainer(callbacks=[watched]).fit(Manual(steps_after={0, 3}), datamodule=dm)
-    assert [settled for settled, _, _ in watched.seen] == [0, 1, 1, 1, 4, 4]
+    assert [acked for acked, _, _ in watched.seen] == [0, 1, 1, 1, 4, 4]
     assert state(dm) == (6, 0, 24)  # gradients of the last two batches are lost with the epoch
 
 
-def test_what_a_module_has_not_stepped_by_itself_is_trained_again_after_a_resume(
-    trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_batches_without_a_manual_step_are_trained_again_after_a_resume(trainer: MakeTrainer, tmp_path: Path) -> None:
     tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
     indexes = fill(tq.get_client(), "train", 32)
     fitted = trainer()
-    with pytest.raises(ValueError, match="failed as told"):
+    with pytest.raises(ValueError, match="failed on request"):
         fitted.fit(Manual(steps_after={3, 7}, fail_at=6), datamodule=TQDataModule(train=stream("train")))
     fitted.save_checkpoint(tmp_path / "failed.ckpt")
     model = Manual(steps_after={3, 7})
@@ -100,7 +98,7 @@ def test_what_a_module_has_not_stepped_by_itself_is_trained_again_after_a_resume
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["thread", "workers"])
-def test_with_checkpoints_a_batch_is_settled_when_one_holds_it(
+def test_with_checkpoints_a_batch_is_acknowledged_when_one_holds_it(
     data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     dm = data(train=stream("train", **options))
@@ -108,26 +106,24 @@ def test_with_checkpoints_a_batch_is_settled_when_one_holds_it(
     watched = Watched(dm)
     saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
     trainer(callbacks=[watched, saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
-    assert [settled for settled, _, _ in watched.seen] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert [acked for acked, _, _ in watched.seen] == [0, 0, 0, 3, 3, 3, 6, 6]
     assert state(dm) == (6, 2, 32)
 
 
-def test_nothing_is_settled_when_told_so(data: Make, trainer: MakeTrainer) -> None:
+def test_never_acknowledges_nothing(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"), ack="never")
     fill(dm.client, "train", 12)
     trainer().fit(Recorder(), datamodule=dm)
     assert state(dm) == (0, 3, 12)
 
 
-def test_batches_are_settled_at_their_step_when_told_so_whatever_is_saved(
-    data: Make, trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_step_acknowledges_at_the_step_whatever_is_saved(data: Make, trainer: MakeTrainer, tmp_path: Path) -> None:
     dm = data(train=stream("train"), ack="step")
     fill(dm.client, "train", 20)
     watched = Watched(dm)
     saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)
     trainer(callbacks=[watched, saves], enable_checkpointing=True).fit(Recorder(), datamodule=dm)
-    assert [settled for settled, _, _ in watched.seen] == [0, 1, 2, 3, 4]
+    assert [acked for acked, _, _ in watched.seen] == [0, 1, 2, 3, 4]
 
 
 def test_from_the_first_checkpoint_that_is_saved_by_hand_batches_wait_for_the_next(
@@ -142,20 +138,20 @@ def test_from_the_first_checkpoint_that_is_saved_by_hand_batches_wait_for_the_ne
     fill(dm.client, "train", 20)
     watched = Watched(dm)
     trainer(callbacks=[watched, Save()]).fit(Recorder(), datamodule=dm)
-    assert [settled for settled, _, _ in watched.seen] == [0, 1, 2, 2, 4]
+    assert [acked for acked, _, _ in watched.seen] == [0, 1, 2, 2, 4]
 
 
-def test_what_is_read_again_is_not_settled(data: Make, trainer: MakeTrainer) -> None:
+def test_replayed_batches_are_not_acknowledged(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", replay=True), val=stream("val", task="evaluate"))
     indexes, val = fill(dm.client, "train", 8), fill(dm.client, "val", 4)
     model = Recorder()
     trainer(max_epochs=2).fit(model, datamodule=dm)
     assert model.indexes() == indexes * 2
-    assert model.indexes("val") == val * 3  # of the sanity check, too
+    assert model.indexes("val") == val * 3  # including the sanity check
     assert (state(dm), state(dm, "val", "evaluate")) == ((0, 2, 8), (0, 1, 4))
 
 
-def test_a_fit_without_a_checkpoint_begins_behind_what_was_settled(data: Make, trainer: MakeTrainer) -> None:
+def test_a_fit_without_a_checkpoint_starts_after_the_acknowledged_batches(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"))
     indexes = fill(dm.client, "train", 40)
     trainer(max_steps=3).fit(Recorder(), datamodule=dm)
@@ -165,9 +161,7 @@ def test_a_fit_without_a_checkpoint_begins_behind_what_was_settled(data: Make, t
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_consumed_samples_are_cleared_behind_a_stream_without_end(
-    data: Make, trainer: MakeTrainer, workers: int
-) -> None:
+def test_consumed_samples_of_an_endless_partition_are_cleared(data: Make, trainer: MakeTrainer, workers: int) -> None:
     dm = data(train=stream("train", clear_consumed=True, num_workers=workers))
     indexes = fill(dm.client, "train", 80)
     watched, model = Watched(dm), Recorder()
@@ -175,20 +169,20 @@ def test_consumed_samples_are_cleared_behind_a_stream_without_end(
     assert model.indexes() == indexes
     assert [held for _, _, held in watched.seen] == list(range(80, 0, -4))
     assert state(dm) == (20, 0, 0)
-    assert [(unit["samples"], unit["live_nbytes"]) for unit in asyncio.run(take_look(dm.client)).units] == [(0, 0)]
+    assert [(unit["samples"], unit["live_nbytes"]) for unit in asyncio.run(take_snapshot(dm.client)).units] == [(0, 0)]
 
 
 def test_samples_that_another_task_still_reads_stay(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", clear_consumed=["judge"]))
     fill(dm.client, "train", 8)
     trainer().fit(Recorder(), datamodule=dm)
-    assert state(dm) == (2, 0, 8)  # the other one hasn't begun
+    assert state(dm) == (2, 0, 8)  # the other task has not started
     dm.client.get_meta(["x"], 4, "train", task_name="judge")
     assert dm.client.clear_consumed("train", ["learn", "judge"]) == 4
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_samples_behind_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
+def test_samples_after_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     dm = data(train=stream("train", clear_consumed=True))
@@ -205,7 +199,7 @@ def test_samples_behind_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
 
 
 @pytest.mark.parametrize("ack", ["auto", "checkpoint", "step", "never"])
-def test_finished_partitions_are_cleared_once_a_checkpoint_is_behind_them_whatever_is_settled(
+def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_acknowledged(
     data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str
 ) -> None:
     dm = data(train=stream("train@{epoch}"), ack=ack)
@@ -213,12 +207,12 @@ def test_finished_partitions_are_cleared_once_a_checkpoint_is_behind_them_whatev
         fill(dm.client, f"train@{epoch}", 8)
     there: list[list[str]] = []
 
-    class Look(Callback):
+    class Record(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             there.append(dm.client.get_partition_list())
 
     saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
-    callbacks = [PartitionSwitch(), Look(), saves]
+    callbacks = [PartitionSwitch(), Record(), saves]
     trainer(max_epochs=4, callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
     # Saved after batches 3 and 6, which are the first of epoch 1 and the second of epoch 2.
     first = [next(int(name[-1]) for name in names) for names in there]
@@ -243,8 +237,8 @@ def test_finished_partitions_wait_for_the_next_checkpoint_once_one_was_saved_by_
     assert [int(name[-1]) for name in there] == [0, 0, 1, 1, 1, 1, 1, 3]
 
 
-def test_a_clear_that_nobody_may_want_is_refused() -> None:
-    with pytest.raises(ValueError, match="can't forget what was read"):
+def test_contradicting_clear_and_ack_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="clear_consumed can't delete them"):
         stream("train", clear_consumed=True, replay=True)
     with pytest.raises(ValueError, match="clear_consumed must be true, false or a list of tasks"):
         stream("train", clear_consumed="judge")
@@ -253,7 +247,7 @@ def test_a_clear_that_nobody_may_want_is_refused() -> None:
 
 
 def counts(done: int, more: int = 1) -> dict[str, int]:
-    """As at the end of a batch: one more is processed than is completed."""
+    """Counts at the end of a batch, where one more is processed than completed."""
     return {"ready": done + more, "completed": done, "started": done + more, "processed": done + more}
 
 
@@ -267,19 +261,21 @@ def counts(done: int, more: int = 1) -> dict[str, int]:
         (True, False, 0, counts(9), counts(-1)),
     ],
 )
-def test_a_checkpoint_counts_what_is_in_a_step(
+def test_a_checkpoint_counts_only_batches_in_a_step(
     is_last: bool, known: bool, unstepped: int, total: dict[str, int], current: dict[str, int]
 ) -> None:
     progress = {"total": counts(9), "current": counts(4), "is_last_batch": is_last}
     epochs = {"total": counts(1, 0), "current": counts(1, 0)}
     loop = {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}
-    put_right({"loops": {"fit_loop": loop}}, unstepped, known)
+    correct_progress({"loops": {"fit_loop": loop}}, unstepped, known)
     assert progress == {"total": total, "current": current, "is_last_batch": is_last}
 
 
-def test_a_checkpoint_of_the_end_of_an_epoch_begins_the_next_one() -> None:
+def test_a_checkpoint_from_the_end_of_an_epoch_starts_the_next_one() -> None:
     progress = {"total": counts(9, 0), "current": counts(4, 0), "is_last_batch": True}
     epochs = {"total": counts(1), "current": counts(1)}
-    put_right({"loops": {"fit_loop": {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}}}, 0, True)
+    correct_progress(
+        {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}}}, 0, True
+    )
     assert progress == {"total": counts(9, 0), "current": counts(0, 0), "is_last_batch": False}
     assert epochs == {"total": counts(2, 0) | {"ready": 2}, "current": counts(2, 0)}

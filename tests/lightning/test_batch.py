@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pair that loaders yield: unpacks as data and metadata, and nobody takes it apart."""
+"""TQBatch unpacks as data and metadata, and Lightning does not take it apart."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from lightning_utilities.core.apply_func import apply_to_collection, is_dataclas
 from producing import rows
 
 from lightning_tq import TQBatch
+from lightning_tq.positions import Position
 from transfer_queue import BatchMeta
 
 
 @pytest.fixture
 def batch() -> TQBatch:
-    return TQBatch(rows(3), BatchMeta([5, 6, 7], ["train"] * 3), {"partition_id": "train"})
+    return TQBatch(rows(3), BatchMeta([5, 6, 7], ["train"] * 3), Position(partition_id="train"))
 
 
 def test_it_unpacks_as_data_and_metadata(batch: TQBatch) -> None:
@@ -30,7 +31,7 @@ def test_it_unpacks_as_data_and_metadata(batch: TQBatch) -> None:
         batch[2]
 
 
-def test_it_is_no_collection_that_anybody_would_walk_into(batch: TQBatch) -> None:
+def test_it_is_not_a_collection(batch: TQBatch) -> None:
     assert not isinstance(batch, (tuple, Mapping, Sequence, Iterable))
     assert not is_dataclass_instance(batch)
     assert apply_to_collection(batch, torch.Tensor, torch.zeros_like) is batch
@@ -39,15 +40,15 @@ def test_it_is_no_collection_that_anybody_would_walk_into(batch: TQBatch) -> Non
 def test_moving_it_moves_the_values_and_leaves_the_metadata_alone(batch: TQBatch) -> None:
     moved = move_data_to_device(batch, torch.device("meta"))
     assert (moved.data.device.type, list(moved.data["text"])) == ("meta", ["row 0", "row 1", "row 2"])
-    assert (moved.meta is batch.meta, moved.place) == (True, batch.place)
+    assert (moved.meta is batch.meta, moved.position) == (True, batch.position)
 
 
 def test_it_travels_between_processes(batch: TQBatch) -> None:
     copy = pickle.loads(pickle.dumps(batch))
     assert torch.equal(copy.data["x"], batch.data["x"])
-    assert (copy.meta, copy.place) == (batch.meta, batch.place)
+    assert (copy.meta, copy.position) == (batch.meta, batch.position)
 
 
-def test_without_the_bookkeeper_lightning_says_how_to_give_the_batch_size(batch: TQBatch) -> None:
+def test_without_the_ack_callback_lightning_says_how_to_give_the_batch_size(batch: TQBatch) -> None:
     with pytest.raises(MisconfigurationException, match="provide the batch_size"):
         extract_batch_size(batch)

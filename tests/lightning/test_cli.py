@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: runs a YAML file, explains its options, and says in a line what is wrong with a configuration."""
+"""The command runs a YAML file, explains its options, and reports a wrong configuration in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recorders import Recorder
 
 from lightning_tq import TQCLI, TQDataModule
 from lightning_tq.cli import main
-from lightning_tq.trainer_cli import names_a_data_class
+from lightning_tq.cli.trainer_cli import names_a_data_class
 
 RUN: dict[str, Any] = {
     "trainer": {
@@ -54,7 +54,7 @@ def own_argv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """``config({"data.train.batch_size": 3})``: path of the file above with these values instead."""
+    """``config({"data.train.batch_size": 3})``: path of RUN as a file, with these changes."""
     monkeypatch.chdir(tmp_path)
 
     def write(changes: dict[str, Any] | None = None) -> str:
@@ -92,7 +92,7 @@ def printed_config(path: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_what_print_config_shows_is_a_configuration_that_comes_to_the_same(
+def test_print_config_shows_an_equivalent_configuration(
     config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = printed_config(config(), capsys)
@@ -106,10 +106,10 @@ def test_what_print_config_shows_is_a_configuration_that_comes_to_the_same(
     }  # fmt: skip
 
 
-def test_a_program_of_ones_own_fixes_the_model_and_takes_its_arguments_as_options(
+def test_a_users_program_fixes_the_model_and_takes_its_arguments_as_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    conf = {**copy.deepcopy(RUN), "model": {"fail_at": 7}}  # the parser makes something else of it, in place
+    conf = {**copy.deepcopy(RUN), "model": {"fail_at": 7}}  # the parser changes it in place
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     cli = TQCLI(Recorder, args=conf, run=False)
@@ -121,7 +121,7 @@ def test_values_may_refer_to_others_of_the_file(config: Callable[..., str], caps
     assert re.search(r"train:(?s:.*)micro_batch_size: 4", printed_config(path, capsys))
 
 
-def test_a_data_section_may_name_a_class_of_its_own(config: Callable[..., str], tmp_path: Path) -> None:
+def test_a_data_section_may_name_a_subclass(config: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "mydata.py").write_text(
         "from lightning_tq import TQDataModule\n"
         "class Mine(TQDataModule):\n"
@@ -175,7 +175,7 @@ def test_a_data_section_may_name_a_class_of_its_own(config: Callable[..., str], 
         ),
     ],
 )
-def test_a_mistake_in_a_configuration_is_one_line_that_helps(
+def test_a_mistake_in_a_configuration_is_reported_in_one_line(
     config: Callable[..., str], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -189,7 +189,7 @@ def test_a_mistake_in_a_configuration_is_one_line_that_helps(
     ("text", "says"),
     [
         ("data: [\n  a: 1\n", "can't be read as YAML: while parsing a flow sequence"),
-        ("- data\n- model\n", "must hold keys and values, its top is a list."),
+        ("- data\n- model\n", "must contain keys and values, but its top level is a list."),
         ("data: ${nope}\n", "can't be read as YAML: Interpolation key 'nope' not found"),
     ],
     ids=["malformed", "a list", "a reference to nothing"],
@@ -216,7 +216,7 @@ def test_an_option_is_not_guessed_from_its_beginning(
     ("args", "says"),
     [
         (["fti"], "unknown command 'fti'; did you mean 'fit'?"),
-        ([], "no command was given: one of fit, validate, test, predict, status."),
+        ([], "no command was given. Use one of fit, validate, test, predict, status."),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist: '"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_command_that_cannot_run_is_refused_in_a_line(
         ({"data.queue": "ipc:///nowhere/controller"}, 1, "error: no queue at ipc:///nowhere/controller: there is no"),
     ],
 )
-def test_what_the_queue_refuses_is_said_without_a_traceback(
+def test_errors_of_the_queue_are_reported_without_a_traceback(
     config: Callable[..., str], capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int, says: str
 ) -> None:
     assert main(["fit", "--config", config(changes)]) == code
@@ -261,9 +261,9 @@ def test_a_failed_producer_is_an_exit_code_and_its_traceback(
     ("option", "says"),
     [
         ("--help", ["--data.train", "What training reads", "How to start the queue", "--trainer.max_epochs"]),
-        ("--data.train.help", ["What becomes of samples that can't fill the last round"]),
-        ("--data.queue.help", ["Storage units, which hold the values.", '"4GiB"']),
-        ("--data.producers.help", ["Processes of this kind."]),
+        ("--data.train.help", ["What happens to samples that can't fill the last round"]),
+        ("--data.queue.help", ["Number of storage units, which hold the values.", '"4GiB"']),
+        ("--data.producers.help", ["Number of processes."]),
     ],
 )
 def test_help_explains_the_options(option: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two gloo ranks: every sample on one of them, in lockstep, however the ranks are started; and none stays behind."""
+"""Two gloo ranks: each sample goes to one of them, however the ranks are started, and no process remains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def run(run_ranks: Any) -> Any:
-    """``run("ddp", ...)``: the script's exit code, what it wrote, and what each rank was given."""
+    """``run("ddp", ...)``: the script's exit code, its output, and the batches of each rank."""
     return lambda strategy, *args: run_ranks("ddp_script.py", strategy, "LOGS", *args)
 
 
@@ -22,11 +22,11 @@ def given(ranks: list[Rows], stage: str, partition: str) -> list[list[list[int]]
     return [[batch for at, name, batch in rows if (at, name) == (stage, partition)] for rows in ranks]
 
 
-def test_each_sample_is_trained_on_one_rank_and_what_fills_no_round_is_dropped_and_told(run: Any) -> None:
+def test_each_sample_is_trained_on_one_rank_and_leftovers_are_dropped_and_reported(run: Any) -> None:
     code, output, ranks = run("ddp", "--test")
     assert code == 0, output
-    # 22 rows in rounds of 2 ranks x 4: two rounds, 6 rows left; 9 rows for validation: one round, 1 row left
-    beyond = 0  # between two partitions lies what was reserved for a put that didn't come
+    # Rounds are 2 ranks x 4 rows. 22 rows are two rounds and 6 rows; 9 rows for validation are one round and 1 row.
+    beyond = 0  # indexes of an earlier reservation may stay unused between two partitions
     for epoch in range(2):
         batches = given(ranks, "train", f"train@{epoch}")
         first = batches[0][0][0]
@@ -38,8 +38,8 @@ def test_each_sample_is_trained_on_one_rank_and_what_fills_no_round_is_dropped_a
         assert validated == [[_four(beyond)], [_four(beyond + 4)]]
         beyond += 9
     assert given(ranks, "test", "val@1") == validated  # the queue outlived the fit
-    for told in ("6 samples of partition 'train@0'", "1 samples of partition 'val@1'"):
-        assert f"{told} could not fill a last round" in output
+    for text in ("6 samples of partition 'train@0'", "1 samples of partition 'val@1'"):
+        assert f"{text} could not fill a last round" in output
 
 
 def _four(start: int) -> list[int]:
@@ -61,5 +61,5 @@ def test_padding_gives_every_rank_the_same_number_of_batches_and_loses_nothing(r
 def test_a_rank_that_fails_ends_the_other_and_everything_it_started(run: Any, how: str) -> None:
     code, output, ranks = run("ddp", "--fail-rank", "0" if how == "SIGKILL" else "1", "--how", how)
     assert code != 0
-    assert "failed as told" in output or how == "SIGKILL"
+    assert "failed on request" in output or how == "SIGKILL"
     assert [len(given(ranks, "train", "train@1")[rank]) for rank in range(2)] == [1, 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream for a loop of one's own: epochs, devices, checkpoints, failures; and the example on two ranks."""
+"""FabricLoader: epochs, devices, checkpoints and failures, and the example on two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fabric() -> Fabric:
 
 
 def passes(loader: FabricLoader, count: int = 1) -> list[list[list[int]]]:
-    """Indexes of the micro-batches of so many passes."""
+    """Indexes of the micro-batches, per pass."""
     return [[list(meta.global_indexes) for _, meta in loader] for _ in range(count)]
 
 
@@ -39,14 +39,14 @@ def test_each_pass_is_an_epoch_and_ends_with_its_partition(fabric: Fabric) -> No
     assert loader.epoch == 1
 
 
-def test_batches_come_on_fabrics_device_and_the_length_is_what_the_stream_promises(fabric: Fabric) -> None:
+def test_batches_are_on_fabrics_device_and_the_length_is_num_batches(fabric: Fabric) -> None:
     with FabricLoader(fabric, stream(num_batches=2), {"units": 1}) as loader:
         fill(loader.client, "train", 8)
         devices = [data["x"].device for data, _ in loader]
         assert (len(loader), devices) == (2, [fabric.device] * 2)
 
 
-def test_a_saved_loader_goes_on_behind_the_batch_that_was_handed_out_last(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_saved_loader_resumes_after_the_last_delivered_batch(fabric: Fabric, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}) as loader:
         indexes = [fill(loader.client, f"train@{epoch}", 12) for epoch in range(2)]
@@ -58,11 +58,11 @@ def test_a_saved_loader_goes_on_behind_the_batch_that_was_handed_out_last(fabric
         fabric.load(path, {"loader": resumed})
         assert passes(resumed) == [[indexes[1][4:8], indexes[1][8:]]]
         assert resumed.epoch == 1
-        resumed.close()  # joined that queue, so it lives on
+        resumed.close()  # it had joined the queue, so the queue stays
         assert loader.client.get_partition_list() == ["train@0", "train@1"]
 
 
-def test_an_epoch_that_was_read_to_its_end_is_an_empty_pass_after_a_resume(fabric: Fabric) -> None:
+def test_an_ended_epoch_is_an_empty_pass_after_a_resume(fabric: Fabric) -> None:
     with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}) as loader:
         indexes = [fill(loader.client, f"train@{epoch}", 4) for epoch in range(2)]
         passes(loader)
@@ -85,7 +85,7 @@ def test_a_resumed_pass_holds_the_rest_of_it(fabric: Fabric, options: dict[str, 
 
 
 @pytest.mark.parametrize("partition", ["train", "train@{epoch}"])
-def test_a_resumed_pass_is_as_long_as_the_stream_promises(fabric: Fabric, partition: str) -> None:
+def test_a_resumed_pass_has_num_batches_in_total(fabric: Fabric, partition: str) -> None:
     endless = stream(partition, micro_batch_size=2, num_batches=3)
     with FabricLoader(fabric, endless, {"units": 1}, ack="never") as loader:
         for name in {partition.format(epoch=epoch) for epoch in range(2)}:
@@ -104,7 +104,7 @@ def test_a_resumed_pass_is_as_long_as_the_stream_promises(fabric: Fabric, partit
                 assert rest == batches[done:], done
 
 
-def test_a_state_that_does_not_say_how_far_its_pass_was_is_welcome(fabric: Fabric) -> None:
+def test_a_state_without_taken_is_accepted(fabric: Fabric) -> None:
     with FabricLoader(fabric, stream("train@{epoch}"), {"units": 1}, ack="never") as loader:
         indexes = fill(loader.client, "train@0", 12)
         states = [loader.state_dict() for _ in loader]
@@ -118,14 +118,14 @@ def in_flight(loader: FabricLoader) -> int:
     return int(loader.client.get_stats()["partitions"]["train"]["tasks"]["learn"]["in_flight"])
 
 
-def test_a_batch_is_settled_when_the_loop_asks_for_the_next_one(fabric: Fabric) -> None:
+def test_a_batch_is_acknowledged_when_the_loop_asks_for_the_next_one(fabric: Fabric) -> None:
     with FabricLoader(fabric, stream(prefetch_batches=0), {"units": 1}) as loader:
         fill(loader.client, "train", 12)
         assert [in_flight(loader) for _ in loader] == [1, 1, 1]
         assert in_flight(loader) == 0
 
 
-def test_once_a_state_was_saved_a_batch_is_settled_by_the_next_state_that_holds_it(fabric: Fabric) -> None:
+def test_after_the_first_state_dict_batches_wait_for_the_next_one(fabric: Fabric) -> None:
     with FabricLoader(fabric, stream(prefetch_batches=0), {"units": 1}) as loader:
         fill(loader.client, "train", 24)
         held = []
@@ -146,9 +146,11 @@ def test_a_producer_that_fails_ends_the_pass_with_its_traceback(fabric: Fabric) 
         passes(loader)
 
 
-def test_what_cannot_be_is_refused(fabric: Fabric) -> None:
-    with pytest.raises(InvalidRequestError, match="what Fabric doesn't count"):
+def test_invalid_templates_acks_and_states_are_refused(fabric: Fabric) -> None:
+    with pytest.raises(InvalidRequestError, match="a variable that FabricLoader doesn't know"):
         FabricLoader(fabric, stream("train@{global_step}"))
+    with pytest.raises(InvalidRequestError, match="ack must be one of 'auto', 'checkpoint', 'step', 'never', got 'x'"):
+        FabricLoader(fabric, stream(), ack="x")  # type: ignore[arg-type]
     with (
         FabricLoader(fabric, stream(), {"units": 1}) as loader,
         pytest.raises(InvalidRequestError, match="not a FabricLoader's state"),

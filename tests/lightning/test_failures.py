@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of a run that nobody planned: everything is closed once, and the error says what happened."""
+"""Unplanned ends of a run: everything is closed once, and the error says what happened."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import producing
 import psutil
 import pytest
-import yaml
 from conftest import HERE, ROOT, stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,7 +25,7 @@ from recorders import Recorder
 import transfer_queue as tq
 from lightning_tq import Producer, ProducerError, TQDataModule
 from tests.own_processes import own_processes
-from transfer_queue import BatchTimeoutError, ConfigError
+from transfer_queue import BatchTimeoutError
 from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
 
 Make = Callable[..., TQDataModule]
@@ -35,7 +33,7 @@ MakeTrainer = Callable[..., Trainer]
 
 
 class Closings(TQDataModule):
-    """Counts how often the queue that it started was ended."""
+    """Counts how often it closed a queue."""
 
     closed = 0
 
@@ -67,7 +65,7 @@ def test_an_exception_in_a_step_closes_what_was_started_exactly_once(
 def test_a_fit_after_a_failed_one_starts_at_the_beginning_of_its_new_queue(trainer: MakeTrainer) -> None:
     args = {"partition": "train", "count": 12}
     with TQDataModule(train=stream(), producers=[Producer(target=producing.produce, args=args)]) as dm:
-        with pytest.raises(ValueError, match="as told"):
+        with pytest.raises(ValueError, match="on request"):
             trainer().fit(Recorder(fail_at=2), datamodule=dm)
         model = Recorder()
         trainer().fit(model, datamodule=dm)
@@ -79,7 +77,7 @@ def _endless(**options: Any) -> Producer:
     return Producer(target=producing.produce_then_stay, args=args, **options)
 
 
-def test_a_queue_that_was_there_before_is_used_and_left_alone(trainer: MakeTrainer) -> None:
+def test_a_queue_that_existed_before_is_used_and_not_closed(trainer: MakeTrainer) -> None:
     conf = tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
     indexes = fill(tq.get_client(), "train", 8)
     dm = TQDataModule(train=stream())
@@ -98,7 +96,7 @@ def test_keep_alive_false_ends_the_queue_with_the_fit(trainer: MakeTrainer) -> N
     assert (len(model.indexes()), dm.closed) == (8, 1)
 
 
-def test_producers_run_beside_the_fit_and_end_with_it(trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_producers_run_during_the_fit_and_end_with_it(trainer: MakeTrainer, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     args = {"partition": "train", "count": 100, "pid_file": str(pid_file)}
     dm = TQDataModule(
@@ -124,7 +122,7 @@ def test_producers_run_beside_the_fit_and_end_with_it(trainer: MakeTrainer, tmp_
     ],
     ids=["raises", "is killed"],
 )
-def test_a_dead_producer_ends_a_fit_that_waits_with_its_traceback(
+def test_a_dead_producer_ends_a_waiting_fit_and_reports_its_traceback(
     trainer: MakeTrainer, target: Callable[..., None], says: str, workers: int
 ) -> None:
     dm = TQDataModule(
@@ -135,7 +133,7 @@ def test_a_dead_producer_ends_a_fit_that_waits_with_its_traceback(
         trainer(max_epochs=-1).fit(Recorder(), datamodule=dm)
 
 
-def test_producers_that_are_done_leave_the_fit_alone(trainer: MakeTrainer) -> None:
+def test_finished_producers_do_not_end_the_fit(trainer: MakeTrainer) -> None:
     args = {"partition": "train", "count": 4, "seal": False}
     dm = TQDataModule(train=stream(), producers=[Producer(target=producing.produce, args=args, count=2)])
     model = Recorder()
@@ -147,7 +145,7 @@ def test_producers_that_are_done_leave_the_fit_alone(trainer: MakeTrainer) -> No
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sigterm_ends_a_fit_that_waits_for_a_batch(trainer: MakeTrainer, workers: int) -> None:
     class TermSoon(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:  # the second batch never comes
+        def on_train_batch_end(self, *_: Any) -> None:  # the second batch never arrives
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     dm = TQDataModule(train=stream(num_workers=workers, num_batches=2))
@@ -182,7 +180,7 @@ def test_a_sampler_that_cannot_serve_the_batch_size_is_refused_before_anything_i
         trainer().fit(Recorder(), datamodule=dm)
 
 
-def test_one_task_draws_in_one_way() -> None:
+def test_streams_of_one_task_with_different_tails_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="two streams of task 'learn'"):
         TQDataModule(train=stream(tail="pad"), val=stream("val"))
 
@@ -195,91 +193,18 @@ def test_one_task_draws_in_one_way() -> None:
         ({"partition": "train@{epoc}"}, r"uses \{epoc\}; did you mean \{epoch\}"),
         ({"partition": "train@{"}, "malformed"),
         ({"fields": "x"}, "fields must be a list"),
+        ({"fields": 5}, "fields must be a list"),
         ({"tail": "keep"}, "tail must be one of 'drop', 'pad'"),
         ({"persistent_workers": True}, "needs num_workers"),
         ({"num_batches": 0}, "num_batches must be an int of at least 1"),
     ],
 )
-def test_a_stream_that_cannot_be_right_is_refused_at_once(options: dict[str, Any], says: str) -> None:
+def test_an_invalid_stream_is_refused_at_once(options: dict[str, Any], says: str) -> None:
     from lightning_tq import Stream
 
     base = {"partition": "train", "task": "learn", "fields": ["x"], "batch_size": 4}
     with pytest.raises(ValueError, match=says):
         Stream(**{**base, **options})
-
-
-@pytest.mark.parametrize(
-    ("queue", "says"),
-    [
-        ({"unit": 2}, "unknown configuration key 'queue.unit'; did you mean 'units'"),
-        ({"options": {"backends": {}}}, "did you mean 'backend'"),
-        ({"memory": "4 gigs"}, "must be a size like '4GiB'"),
-        ({"units": 0}, "units must be an int of at least 1"),
-        ("nowhere.yaml", "no such file"),
-    ],
-)
-def test_a_queue_configuration_that_cannot_be_right_is_refused_at_once(queue: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        TQDataModule(queue=queue)
-
-
-def test_memory_is_shared_out_over_the_units_and_options_go_over_everything(tmp_path: Path) -> None:
-    from lightning_tq.queue_config import as_queue_config
-
-    file = tmp_path / "queue.yaml"
-    file.write_text("units: 4\nmemory: 1GiB\nbackend:\n  SimpleStorage:\n    put_timeout_s: 3\n")
-    storage = as_queue_config(str(file)).conf()["backend"]["SimpleStorage"]
-    assert (storage["num_data_storage_units"], storage["capacity_bytes"], storage["put_timeout_s"]) == (4, 2**28, 3)
-
-
-def test_whatever_a_queue_can_be_told_a_datamodule_can_be_told() -> None:
-    from lightning_tq.queue_config import as_queue_config
-
-    known = yaml.safe_load((files("transfer_queue") / "config.yaml").read_text())
-    known["server_processes"] = "each"
-    assert as_queue_config(known).conf() == known
-
-
-def test_what_a_running_queue_has_otherwise_than_asked_is_told_and_what_it_has_is_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with TQDataModule(queue={"units": 1, "put_timeout_s": 5, "options": {"client": {"layout": "dense"}}}) as first:
-        asked: list[dict[str, Any]] = [
-            {"units": 1, "put_timeout_s": 5, "client": {"layout": "dense"}},
-            {"address": first.address, "units": 1},
-            {"units": 3, "sampler_modules": ["mine"], "options": {"backend": {"MooncakeStore": {"any": 1}}}},
-        ]
-        for queue in asked:
-            TQDataModule(queue=queue).open()
-        address = first.address
-    told = (
-        f"the queue at {address} runs already, so what was asked of it otherwise can't apply: "
-        "controller.sampler_modules: ['mine'] (it has []), "
-        "backend.SimpleStorage.num_data_storage_units: 3 (it has 1). "
-        "Start that queue so, or leave it out."
-    )
-    assert [record.getMessage() for record in caplog.records if "runs already" in record.getMessage()] == [told]
-
-
-@pytest.mark.parametrize("with_address", [True, False], ids=["by address", "already in it"])
-def test_a_misspelt_key_is_refused_where_a_queue_is_joined(with_address: bool) -> None:
-    conf = tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
-    queue = {"client": {"tiemout_s": 3}, **({"address": conf["address"]} if with_address else {})}
-    with pytest.raises(ConfigError, match=r"'queue\.client\.tiemout_s'; did you mean 'timeout_s'"):
-        TQDataModule(queue=queue).open()
-
-
-def test_a_misspelt_key_is_refused_before_a_queue_of_another_process_is_joined() -> None:
-    with pytest.raises(ConfigError, match=r"'client\.tiemout_s'\. Nearest known key: 'timeout_s'"):
-        TQDataModule(queue={"client": {"tiemout_s": 3}, "address": "ipc:///nowhere/controller"}).open()
-
-
-@pytest.mark.parametrize(("text", "says"), [("units: [4\n", "can't be read as YAML"), ("- 4\n", "its top is a list")])
-def test_a_file_of_a_queue_that_cannot_be_read_is_named(tmp_path: Path, text: str, says: str) -> None:
-    file = tmp_path / "queue.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=f"queue.yaml .*{says}"):
-        TQDataModule(queue=str(file))
 
 
 def test_a_killed_trainer_leaves_no_producer_and_no_server(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fit in one process: every sample once, in the partition that the template names, whatever the Trainer is told."""
+"""A fit in one process trains every sample once, in the partition that the template names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_validation_reads_the_partition_of_its_epoch_and_the_sanity_check_costs_
     model = Recorder()
     trainer(max_epochs=2, num_sanity_val_steps=2).fit(model, datamodule=dm)
     assert model.indexes() == train[0] + train[1]
-    assert model.indexes("val") == val[0] + val[0] + val[1]  # the first six: the sanity check
+    assert model.indexes("val") == val[0] + val[0] + val[1]  # the first six rows are the sanity check
 
 
 def test_validation_in_the_middle_of_an_epoch_leaves_the_training_iterator_alone(
@@ -76,13 +76,13 @@ def test_without_a_partition_switch_templates_work_and_nothing_is_cleared(data: 
     assert sorted(dm.client.get_partition_list()) == ["train@0", "train@1"]
 
 
-def test_an_endless_partition_goes_on_where_the_epoch_before_stopped(data: Make, trainer: MakeTrainer) -> None:
+def test_an_endless_partition_continues_where_the_last_epoch_stopped(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", micro_batch_size=2, num_batches=3))
     indexes = fill(dm.client, "train", 40)
     model = Recorder()
     trainer(max_epochs=3).fit(model, datamodule=dm)
     assert model.indexes() == indexes[:18]
-    trainer(max_epochs=1).fit(model, datamodule=dm)  # another Trainer: exactly once still holds
+    trainer(max_epochs=1).fit(model, datamodule=dm)  # also exactly once with another Trainer
     assert model.indexes() == indexes[:24]
 
 
@@ -162,8 +162,8 @@ def test_fit_then_validate_test_and_predict_use_one_queue(data: Make, trainer: M
 
 def test_self_log_weights_by_rows_without_a_batch_size_and_without_a_warning(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"), val=stream("val", task="evaluate"))
-    fill(dm.client, "train", 6)  # batches of 4 and 2: their means are 1.5 and 4.5, that of all rows is 2.5
-    fill(dm.client, "val", 5)  # 1.5 and 4.0, that of all rows is 2.0
+    fill(dm.client, "train", 6)  # batches of 4 and 2 with means 1.5 and 4.5; the mean of all rows is 2.5
+    fill(dm.client, "val", 5)  # batch means 1.5 and 4.0; the mean of all rows is 2.0
     fitted = trainer(num_sanity_val_steps=0)
     fitted.fit(Recorder(), datamodule=dm)
     assert {name: value.item() for name, value in fitted.callback_metrics.items()} == {
@@ -187,7 +187,7 @@ def test_no_precision_takes_the_tensordict_apart(data: Make, trainer: MakeTraine
     assert model.types == [((4,), torch.float32, "BatchMeta")] * 2
 
 
-def test_the_monitor_tells_waiting_from_ready(data: Make, trainer: MakeTrainer) -> None:
+def test_the_monitor_logs_waits_and_ready_samples(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", num_batches=2))
     fill(dm.client, "train", 40)
     fitted = trainer(callbacks=[QueueMonitor()])
@@ -195,7 +195,7 @@ def test_the_monitor_tells_waiting_from_ready(data: Make, trainer: MakeTrainer) 
     values = {name: value.item() for name, value in fitted.logged_metrics.items() if name.startswith("queue/")}
     assert set(values) == {"queue/wait_s", "queue/starved", "queue/ready", "queue/in_flight"}
     assert 0 <= values["queue/starved"] <= 1
-    # 10 batches of 4: 2 are trained, up to 3 more are drawn ahead, the rest is ready
+    # Of 10 batches of 4, 2 are trained, up to 3 more are drawn ahead, and the rest is ready.
     assert values["queue/ready"] == 40 - 8 - 4 * values["queue/in_flight"]
     assert 0 <= values["queue/in_flight"] <= 3
 
@@ -224,7 +224,7 @@ def test_names_of_partitions_follow_the_epoch(data: Make, trainer: MakeTrainer) 
     assert model.partitions("val") == ["val@2/val", "val@4/val"]
 
 
-def test_a_deadlock_of_producers_that_wait_for_a_step_is_explained(
+def test_a_deadlock_with_producers_that_wait_for_a_step_is_explained(
     data: Make, trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class OnPolicy(Callback):
@@ -244,7 +244,7 @@ def test_a_deadlock_of_producers_that_wait_for_a_step_is_explained(
     assert len(model.indexes()) == 20
 
 
-def test_jagged_fields_and_numbers_come_as_asked(data: Make, trainer: MakeTrainer) -> None:
+def test_jagged_fields_arrive_as_jagged_tensors(data: Make, trainer: MakeTrainer) -> None:
     class Jagged(Recorder):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             data, _ = batch

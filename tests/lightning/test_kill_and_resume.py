@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that is killed at random steps and resumed trains the same samples in the same order as one that isn't."""
+"""Training that is killed at random steps and resumed trains the same samples in the same order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Line = list[Any]
 
 
 class Training:
-    """Runs of one training in a folder, each in a process of its own."""
+    """Runs of one training in a folder, each in its own process."""
 
     def __init__(self, folder: Path, **plan: Any) -> None:
         folder.mkdir()
@@ -36,9 +36,9 @@ class Training:
         self.kept: list[list[Line]] = [[] for _ in range(self.plan["devices"])]
 
     def run(self, kill: tuple[int, str] | None = None) -> int:
-        """Until it ends, or is killed. Keeps the lines of steps that are in no checkpoint so far."""
-        for notes in self.folder.glob("rank*"):
-            notes.unlink()
+        """Run until the end or the kill. Keeps the lines up to the newest checkpoint, and adds the new ones."""
+        for record in self.folder.glob("rank*"):
+            record.unlink()
         found = newest(self.folder)
         since = 0 if found is None else int(found.stem.split("=")[1])
         self.kept = [[line for line in rank if line[0] < since] for rank in self.kept]
@@ -52,28 +52,28 @@ class Training:
             try:
                 code = process.wait(100)
             finally:
-                process.kill()  # one that hangs
-                if kill is not None:  # or another rank, whose end takes a moment, would still note its step
+                process.kill()  # in case it hangs
+                if kill is not None:  # otherwise another rank could still record a step before it ends
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
         for rank, lines in enumerate(self.kept):
-            notes = self.folder / f"rank{rank}.jsonl"
-            lines += [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+            record = self.folder / f"rank{rank}.jsonl"
+            lines += [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
         return code
 
     def weights(self) -> Any:
         return json.loads((self.folder / "weights.json").read_text())
 
 
-def torn(training: Training, rng: random.Random, batches: int, kills: int = 2) -> list[tuple[int, str]]:
-    """Kills it that often, at random points, then lets it go on to its end. Where it was killed."""
+def run_with_kills(training: Training, rng: random.Random, batches: int, kills: int = 2) -> list[tuple[int, str]]:
+    """Kill it at random points, then run it to its end. Returns the points."""
     points = []
     for _ in range(kills):
         points.append(
             (rng.randrange(1, batches), rng.choice(["training", "training", "saving", "saved", "validation"]))
         )
         code = training.run(points[-1])
-        if code == 0:  # less was left to train than that
+        if code == 0:  # it ended before this point
             return points
         assert code == -signal.SIGKILL, (code, points, (training.folder.parent / "output").read_text()[-3000:])
     assert training.run() == 0, (points, (training.folder.parent / "output").read_text()[-3000:])
@@ -102,7 +102,7 @@ SINGLE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def seed() -> int:
-    """TQ_TEST_SEED repeats a run."""
+    """Set TQ_TEST_SEED to repeat a run."""
     found = int(os.environ.get("TQ_TEST_SEED", random.SystemRandom().randrange(10**6)))
     print(f"TQ_TEST_SEED={found}")
     return found
@@ -111,32 +111,30 @@ def seed() -> int:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name.startswith("epochs") else [pytest.mark.slow]) for name in SINGLE]
 )
-def test_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, name: str, seed: int) -> None:
+def test_killed_training_resumes_as_if_never_killed(tmp_path: Path, name: str, seed: int) -> None:
     check_equal(tmp_path, seed, devices=1, **SINGLE[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_killed_training_of_two_ranks_goes_on_as_if_nothing_had_been(tmp_path: Path, seed: int, workers: int) -> None:
+def test_killed_training_of_two_ranks_resumes_as_if_never_killed(tmp_path: Path, seed: int, workers: int) -> None:
     stream = {"partition": "train@{epoch}", "batch_size": 4, "micro_batch_size": 2, "num_workers": workers}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     check_equal(tmp_path, seed, devices=2, stream=stream, trainer=trainer, save_every=2, kills=1)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_training_killed_with_its_queue_goes_on_from_what_was_saved_beside_the_checkpoint(
-    tmp_path: Path, seed: int, devices: int
-) -> None:
+def test_training_killed_with_its_queue_resumes_from_the_saved_queue(tmp_path: Path, seed: int, devices: int) -> None:
     stream = {"partition": "train", "task": "learn", "batch_size": 4, "micro_batch_size": 2, "clear_consumed": True}
     plan = {"devices": devices, "stream": stream, "trainer": {"max_epochs": 1, "accumulate_grad_batches": 3}}
     plan |= {"queue": {"units": 1}, "save_every": 2}
     whole = Training(tmp_path / "whole", **{**plan, "save_every": 0})
     assert whole.run() == 0, (tmp_path / "output").read_text()[-3000:]
     parts = Training(tmp_path / "parts", **plan, save_queue=True)
-    points = torn(parts, random.Random(seed), len(whole.kept[0]), kills=3 - devices)
+    points = run_with_kills(parts, random.Random(seed), len(whole.kept[0]), kills=3 - devices)
     assert parts.kept == whole.kept, (seed, points)
     assert parts.weights() == whole.weights(), (seed, points)
-    kept = {path.name for path in parts.folder.glob("*.ckpt*")}  # Lightning keeps those that it resumed from, too
+    kept = {path.name for path in parts.folder.glob("*.ckpt*")}  # Lightning also keeps the ones it resumed from
     assert kept == {f"{path.stem}.ckpt{end}" for path in parts.folder.glob("*.ckpt") for end in ("", ".tq")}
 
 
@@ -150,6 +148,6 @@ def check_equal(tmp_path: Path, seed: int, kills: int = 2, **plan: Any) -> None:
     whole.plan |= {"save_every": 0, "clear_finished": False}
     assert whole.run() == 0, (tmp_path / "output").read_text()[-3000:]
     parts = Training(tmp_path / "parts", stream={**stream, "task": "parts"}, **plan)
-    points = torn(parts, random.Random(seed), len(whole.kept[0]), kills)
+    points = run_with_kills(parts, random.Random(seed), len(whole.kept[0]), kills)
     assert parts.kept == whole.kept, (seed, points)
     assert parts.weights() == whole.weights(), (seed, points)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TQCheckpoint: a queue beside each checkpoint, as long as that is kept; a new queue is filled from it."""
+"""TQCheckpoint: each kept checkpoint has its queue next to it, and a new queue is restored from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
-from lightning_tq.callbacks.checkpoint import beside
+from lightning_tq.callbacks.queue_checkpoint import queue_path
 from tests.own_processes import own_processes
 from transfer_queue import CheckpointError, QueueUnreachableError
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(data: Make, trainer: MakeTrainer, folder: Path) -> Callable[..., list[int]]:
-    """Fits some steps with these ModelCheckpoint options and ends the queue. Returns the indexes that there were."""
+    """Fit some steps with these ModelCheckpoint options, then end the queue. Returns its indexes."""
 
     def fit(max_steps: int = 5, partitions: int = 1, **options: Any) -> list[int]:
         dm = data(train=stream("train@{epoch}"))
@@ -78,7 +78,7 @@ def test_as_many_queues_are_kept_as_checkpoints(
 
 
 @pytest.mark.parametrize("name", ["step=2", "step=5"])
-def test_a_new_queue_is_filled_from_beside_the_checkpoint(
+def test_a_new_queue_is_restored_from_next_to_the_checkpoint(
     saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path, name: str
 ) -> None:
     indexes = saved(save_top_k=-1)
@@ -99,7 +99,7 @@ def test_a_link_to_the_last_checkpoint_is_followed(
     assert model.indexes() == indexes[20:]
 
 
-def test_a_resumed_run_removes_the_queues_that_a_killed_one_left_without_a_checkpoint(
+def test_a_resumed_run_removes_queues_without_a_checkpoint(
     saved: Callable[..., list[int]], trainer: MakeTrainer, folder: Path
 ) -> None:
     saved()
@@ -114,7 +114,7 @@ def test_a_resumed_run_removes_the_queues_that_a_killed_one_left_without_a_check
     assert names(folder) == kept | others
 
 
-def test_what_a_resumed_run_may_still_read_is_in_the_queue_although_finished_partitions_are_cleared(
+def test_clearing_finished_partitions_keeps_what_a_resumed_run_reads(
     data: Make, trainer: MakeTrainer, folder: Path
 ) -> None:
     dm = data(train=stream("train@{epoch}"))
@@ -131,7 +131,7 @@ def test_what_a_resumed_run_may_still_read_is_in_the_queue_although_finished_par
         assert dm.client.get_partition_list() == ["train@2"]
 
 
-def test_a_queue_that_is_alive_is_used_as_it_is(data: Make, trainer: MakeTrainer, folder: Path) -> None:
+def test_a_live_queue_is_used_unchanged(data: Make, trainer: MakeTrainer, folder: Path) -> None:
     dm = data(train=stream("train"))
     indexes = fill(dm.client, "train", 16)
     callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=2)]
@@ -144,7 +144,7 @@ def test_a_queue_that_is_alive_is_used_as_it_is(data: Make, trainer: MakeTrainer
     assert dm.client.get_partition_list() == ["train", "made since"]
 
 
-def test_an_empty_queue_without_a_saved_one_is_told(
+def test_an_empty_queue_without_a_saved_one_is_logged(
     data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dm = data(train=stream("train"))
@@ -156,12 +156,12 @@ def test_an_empty_queue_without_a_saved_one_is_told(
     with TQDataModule(train=stream("train")) as new:
         fill_later(new)
         trainer(max_steps=3).fit(model, datamodule=new, ckpt_path=folder / "step=2.ckpt")
-    assert "the queue is empty and none was saved beside it" in caplog.text
+    assert "the queue is empty and none was saved next to it" in caplog.text
     assert len(model.indexes()) == 4
 
 
 def fill_later(dm: TQDataModule) -> None:
-    """Fills the queue once the run has looked at it."""
+    """Fill the queue after the run has prepared it."""
     prepare = dm._prepare
 
     def prepared(*args: Any) -> str:
@@ -172,20 +172,20 @@ def fill_later(dm: TQDataModule) -> None:
     dm._prepare = prepared  # type: ignore[method-assign]
 
 
-def test_a_queue_that_cannot_be_saved_ends_the_run_and_leaves_the_checkpoint_before_it(
+def test_a_queue_that_cannot_be_saved_ends_the_run_and_keeps_the_previous_checkpoint(
     data: Make, trainer: MakeTrainer, folder: Path
 ) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 16)
-    beside(folder / "step=2.ckpt").mkdir(parents=True)
-    (beside(folder / "step=2.ckpt") / "of somebody else").touch()
+    queue_path(folder / "step=2.ckpt").mkdir(parents=True)
+    (queue_path(folder / "step=2.ckpt") / "of another program").touch()
     callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
-    with pytest.raises(CheckpointError, match="of somebody else"):
+    with pytest.raises(CheckpointError, match="of another program"):
         trainer(callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
     assert names(folder) == {"step=1.ckpt", "step=1.ckpt.tq", "step=2.ckpt.tq"}
 
 
-def test_a_queue_that_dies_does_not_take_the_checkpoint_of_the_exception_with_it(
+def test_a_checkpoint_on_an_exception_is_saved_even_if_the_queue_died(
     data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Killing(Recorder):
@@ -199,37 +199,37 @@ def test_a_queue_that_dies_does_not_take_the_checkpoint_of_the_exception_with_it
 
     dm = data(train=stream("train", prefetch_batches=0))
     fill(dm.client, "train", 40)
-    dm.client.save_checkpoint(beside(folder / "failed.ckpt"))  # of an earlier run
+    dm.client.save_checkpoint(queue_path(folder / "failed.ckpt"))  # from an earlier run
     callbacks = [TQCheckpoint(), OnExceptionCheckpoint(folder, filename="failed")]
     with pytest.raises(QueueUnreachableError):
         trainer(callbacks=callbacks, enable_checkpointing=True).fit(Killing(), datamodule=dm)
     assert names(folder) == {"failed.ckpt"}
     assert "failed.ckpt is saved without its queue: controller" in caplog.text
-    with pytest.raises(tq.errors.NotInitializedError):  # the datamodule was told of the exception, too
+    with pytest.raises(tq.errors.NotInitializedError):  # the datamodule closed it on the exception
         tq.get_client()
 
 
-def test_what_an_exception_left_may_be_saved_by_hand_although_the_queue_has_ended(
+def test_a_checkpoint_can_be_saved_by_hand_after_an_exception_ended_the_queue(
     data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 40)
-    dm.client.save_checkpoint(beside(folder / "rescue.ckpt"))  # of an earlier run
+    dm.client.save_checkpoint(queue_path(folder / "rescue.ckpt"))  # from an earlier run
     fitted = trainer(callbacks=[TQCheckpoint()])
-    with pytest.raises(ValueError, match="failed as told"):
+    with pytest.raises(ValueError, match="failed on request"):
         fitted.fit(Recorder(fail_at=3), datamodule=dm)
     fitted.save_checkpoint(folder / "rescue.ckpt")
     assert names(folder) == {"rescue.ckpt"}
     assert "rescue.ckpt is saved without its queue: this process has left the queue at ipc:" in caplog.text
 
 
-def test_what_an_exception_left_within_an_accumulation_goes_on_behind_the_last_step(
+def test_a_rescue_checkpoint_within_an_accumulation_resumes_after_the_last_step(
     trainer: MakeTrainer, folder: Path
 ) -> None:
     tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
     indexes = fill(tq.get_client(), "train", 36)
     fitted = trainer(callbacks=[TQCheckpoint()], accumulate_grad_batches=3)
-    with pytest.raises(ValueError, match="failed as told"):
+    with pytest.raises(ValueError, match="failed on request"):
         fitted.fit(Recorder(fail_at=5), datamodule=TQDataModule(train=stream("train", num_batches=9)))
     fitted.save_checkpoint(folder / "rescue.ckpt")
     tq.close()
@@ -240,23 +240,23 @@ def test_what_an_exception_left_within_an_accumulation_goes_on_behind_the_last_s
     assert (again.global_step, model.indexes()) == (3, indexes[12:])
 
 
-def test_what_lies_there_and_is_no_queue_stays_when_the_checkpoint_is_saved_without_one(
+def test_a_foreign_directory_is_kept_when_the_checkpoint_is_saved_without_a_queue(
     data: Make, trainer: MakeTrainer, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 8)
     fitted = trainer(callbacks=[TQCheckpoint()])
     fitted.fit(Recorder(), datamodule=dm)
-    beside(folder / "final.ckpt").mkdir(parents=True)
-    (beside(folder / "final.ckpt") / "of somebody else").touch()
+    queue_path(folder / "final.ckpt").mkdir(parents=True)
+    (queue_path(folder / "final.ckpt") / "of another program").touch()
     fitted.save_checkpoint(folder / "final.ckpt")
-    assert "holds something else (of somebody else)" in caplog.text
-    assert (names(folder), names(beside(folder / "final.ckpt"))) == (
-        {"final.ckpt", "final.ckpt.tq"}, {"of somebody else"}
+    assert "holds something else (of another program)" in caplog.text
+    assert (names(folder), names(queue_path(folder / "final.ckpt"))) == (
+        {"final.ckpt", "final.ckpt.tq"}, {"of another program"}
     )  # fmt: skip
 
 
-def test_a_checkpoint_saved_after_the_fit_has_its_queue_as_long_as_that_is_there(
+def test_a_checkpoint_saved_after_the_fit_has_its_queue_while_the_queue_lives(
     data: Make, trainer: MakeTrainer, folder: Path
 ) -> None:
     dm = data(train=stream("train"), test=stream("test", task="examine"))
@@ -277,5 +277,5 @@ def test_a_checkpoint_saved_after_the_fit_has_its_queue_as_long_as_that_is_there
 
 
 def test_a_checkpoint_elsewhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="s3://bucket/a is no path of this host's file system"):
-        beside("s3://bucket/a")
+    with pytest.raises(ValueError, match="s3://bucket/a is not on this host's file system"):
+        queue_path("s3://bucket/a")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint holds what was trained: a resumed fit goes on exactly there."""
+"""A checkpoint holds the position after the trained batches, and a resumed fit continues exactly there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from producing import fill
 from recorders import Recorder
 
 from lightning_tq import PartitionSwitch, TQDataModule
-from lightning_tq.place import listed
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
 
 
 class Save(Callback):
-    """A checkpoint at the end of every batch and epoch, where ModelCheckpoint saves them, too."""
+    """Saves a checkpoint at the end of every batch and epoch, like ModelCheckpoint."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -52,7 +51,7 @@ def test_a_resumed_fit_trains_the_rest_and_nothing_twice(
     assert sorted(trained[12:]) == sorted(indexes[1])
 
 
-def test_an_end_of_epoch_checkpoint_goes_on_with_the_next_epoch(
+def test_an_end_of_epoch_checkpoint_resumes_with_the_next_epoch(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     dm = data(train=stream("train@{epoch}"), val=stream("val@{epoch}", task="evaluate"))
@@ -65,7 +64,7 @@ def test_an_end_of_epoch_checkpoint_goes_on_with_the_next_epoch(
     assert (model.indexes(), model.partitions("val")) == (indexes[1], ["val@1"])
 
 
-def test_an_endless_stream_resumes_behind_the_last_trained_batch(
+def test_an_endless_stream_resumes_after_the_last_trained_batch(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     dm = data(train=stream("train"), ack="never")
@@ -77,14 +76,14 @@ def test_an_endless_stream_resumes_behind_the_last_trained_batch(
     assert model.indexes() == indexes[8:24]
 
 
-def test_an_older_checkpoint_is_refused_once_a_later_one_let_its_batches_go(
+def test_an_older_checkpoint_is_refused_once_its_batches_are_acknowledged(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 40)
     trainer(max_epochs=-1, max_steps=5, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
     other = TQDataModule(train=stream("train"))
-    with pytest.raises(ValueError, match="batches before 5 were acknowledged since, when a later checkpoint was saved"):
+    with pytest.raises(ValueError, match="the batches before 5 were acknowledged since then and are gone"):
         trainer(max_steps=6).fit(Recorder(), datamodule=other, ckpt_path=tmp_path / "step=2.ckpt")
     model = Recorder()
     trainer(max_steps=6).fit(model, datamodule=other, ckpt_path=tmp_path / "step=5.ckpt")
@@ -100,15 +99,15 @@ def test_a_checkpoint_within_a_partition_that_was_cleared_is_refused(
     callbacks = [PartitionSwitch(), Save(tmp_path)]
     trainer(max_epochs=2, callbacks=callbacks).fit(Recorder(), datamodule=dm)
     model, other = Recorder(), TQDataModule(train=stream("train@{epoch}"))
-    told = "at batch 1 of partition 'train@0', which was cleared: the queue holds 'train@1', 'train@2'. Resume from"
-    with pytest.raises(ValueError, match=told):
+    error = r"at batch 1 of partition 'train@0', which was cleared. The queue holds 'train@1', 'train@2'. Resume from"
+    with pytest.raises(ValueError, match=error):
         trainer(max_epochs=2).fit(model, datamodule=other, ckpt_path=tmp_path / "step=1.ckpt")
     assert model.indexes() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_fit_goes_on_within_a_batch_whose_first_rows_were_cleared(
+def test_a_fit_resumes_within_a_batch_after_its_first_rows_were_cleared(
     data: Make, trainer: MakeTrainer, tmp_path: Path, step: int, workers: int
 ) -> None:
     class Clears(Recorder):
@@ -139,11 +138,11 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 10}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
 @pytest.mark.parametrize("limits", LIMITS)
-def test_a_fit_goes_on_from_wherever_it_was_saved_as_if_it_had_not_stopped(
+def test_a_fit_resumes_from_any_checkpoint_as_if_it_had_not_stopped(
     data: Make, trainer: MakeTrainer, tmp_path: Path, limits: str, options: dict[str, Any]
 ) -> None:
     class Steps(Recorder):
-        """Notes (optimizer step, epoch, batch_idx, indexes)."""
+        """Records (optimizer step, epoch, batch_idx, indexes)."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -156,7 +155,7 @@ def test_a_fit_goes_on_from_wherever_it_was_saved_as_if_it_had_not_stopped(
             return super().training_step(batch, batch_idx)
 
     class SaveEach(Callback):
-        """At the end of some batches, within accumulations, too; of epochs; of validation."""
+        """Saves at the end of some batches (also within accumulations), of epochs and of validation."""
 
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             if len(whole.steps) in (1, 6, 10, 11, 19):
@@ -189,15 +188,18 @@ def test_a_fit_goes_on_from_wherever_it_was_saved_as_if_it_had_not_stopped(
         assert torch.equal(model.layer.weight, whole.layer.weight), saved.name
 
 
-def test_other_sizes_are_refused_within_a_partition_and_welcome_in_the_next(
+def test_changed_sizes_are_refused_within_a_partition_and_allowed_in_the_next(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     dm = data(train=stream("train@{epoch}"))
     indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(2)]
     trainer(callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
     other = TQDataModule(train=stream("train@{epoch}", batch_size=6), ack="never")
-    told = "at batch 2 of stream 'train', which was read with batch_size=4, micro_batch_size=4; now it is batch_size=6"
-    with pytest.raises(ValueError, match=told):
+    error = (
+        "in stream 'train', which was read with batch_size=4, micro_batch_size=4. It is now read with batch_size=6, "
+        "micro_batch_size=6"
+    )
+    with pytest.raises(ValueError, match=error):
         trainer(max_epochs=2).fit(Recorder(), datamodule=other, ckpt_path=tmp_path / "step=2.ckpt")
     model = Recorder()
     trainer(max_epochs=2).fit(model, datamodule=other, ckpt_path=tmp_path / "end.ckpt")
@@ -205,7 +207,7 @@ def test_other_sizes_are_refused_within_a_partition_and_welcome_in_the_next(
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
-def test_a_checkpoint_of_the_last_batch_or_of_validation_goes_on_with_the_next_epoch(
+def test_a_checkpoint_from_the_last_batch_or_validation_resumes_with_the_next_epoch(
     data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     class SaveAfterValidation(Callback):
@@ -225,7 +227,7 @@ def test_a_checkpoint_of_the_last_batch_or_of_validation_goes_on_with_the_next_e
 
 
 @pytest.mark.parametrize("limit", [1.0, 1], ids=["unknown", "known"])
-def test_a_validation_of_a_checkpoint_leaves_the_partitions_that_training_had_left(
+def test_validating_a_checkpoint_keeps_the_partitions_that_training_moved_on_from(
     data: Make, trainer: MakeTrainer, tmp_path: Path, limit: float
 ) -> None:
     dm = data(train=stream("train@{epoch}"), val=stream("val", task="evaluate"))
@@ -241,7 +243,7 @@ def test_a_validation_of_a_checkpoint_leaves_the_partitions_that_training_had_le
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 4}, {"num_workers": 2}], ids=["unknown", "known", "workers"])
-def test_a_stream_that_is_read_again_each_epoch_goes_on_within_the_epoch_that_was_saved(
+def test_a_replayed_stream_resumes_within_the_saved_epoch(
     data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     dm = data(train=stream("train", micro_batch_size=2, replay=True, **options))
@@ -255,9 +257,7 @@ def test_a_stream_that_is_read_again_each_epoch_goes_on_within_the_epoch_that_wa
         assert model.indexes() == (indexes * 2)[2 * step :], step
 
 
-def test_overfitted_batches_go_on_within_the_epoch_that_was_saved(
-    data: Make, trainer: MakeTrainer, tmp_path: Path
-) -> None:
+def test_overfit_batches_resume_within_the_saved_epoch(data: Make, trainer: MakeTrainer, tmp_path: Path) -> None:
     dm = data(train=stream("train"))
     indexes = fill(dm.client, "train", 40)[:12]
     trainer(max_epochs=2, overfit_batches=3, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
@@ -265,8 +265,3 @@ def test_overfitted_batches_go_on_within_the_epoch_that_was_saved(
     resumed = trainer(max_epochs=2, overfit_batches=3)
     resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / "step=2.ckpt")
     assert model.indexes() == indexes[8:] + indexes
-
-
-def test_a_message_names_the_first_of_many_partitions() -> None:
-    assert listed(["b", "a"]) == "'a', 'b'"
-    assert listed([f"train@{epoch}" for epoch in range(9)], most=2) == "'train@0', 'train@1' and 7 more"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lightning-tq status``: the numbers of a running queue, from outside, without a trace in it."""
+"""``lightning-tq status`` shows a running queue from outside and changes nothing in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.console import Console
 import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
-from lightning_tq.status.look import Look, report
+from lightning_tq.status.report import QueueSnapshot, make_report
 from lightning_tq.status.tables import tables
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,31 +39,31 @@ UNIT = {
 }  # fmt: skip
 
 
-def look(at: float, partition: dict[str, Any], **task: Any) -> Look:
+def snapshot(at: float, partition: dict[str, Any], **task: Any) -> QueueSnapshot:
     tasks = {"learn": {**TASK, **task}}
     partitions = {"train": {**PARTITION, "tasks": tasks, **partition}}
-    return Look({"partitions": partitions, "waiting": [], "capacity": None}, [UNIT], at)
+    return QueueSnapshot({"partitions": partitions, "waiting": [], "capacity": None}, [UNIT], at)
 
 
-def rates(now: Look, before: Look | None) -> tuple[Any, Any]:
-    partition = report("a", now, before)["partitions"]["train"]
+def rates(now: QueueSnapshot, before: QueueSnapshot | None) -> tuple[Any, Any]:
+    partition = make_report("a", now, before)["partitions"]["train"]
     return partition["put_per_s"], partition["tasks"]["learn"]["consumed_per_s"]
 
 
-def test_rates_are_differences_of_two_looks() -> None:
-    before = look(10.0, {"published": 10, "samples": 10}, consumed=0)
-    assert rates(look(12.0, {"published": 14, "samples": 14}, consumed=8), before) == (2.0, 4.0)
-    assert rates(look(12.0, {}), None) == (None, None)
+def test_rates_compare_two_snapshots() -> None:
+    before = snapshot(10.0, {"published": 10, "samples": 10}, consumed=0)
+    assert rates(snapshot(12.0, {"published": 14, "samples": 14}, consumed=8), before) == (2.0, 4.0)
+    assert rates(snapshot(12.0, {}), None) == (None, None)
 
 
 def test_clearing_what_was_consumed_does_not_lower_the_rate() -> None:
-    before = look(10.0, {"published": 10, "samples": 10}, consumed=4)
-    assert rates(look(12.0, {"published": 10, "samples": 2}, consumed=0), before) == (0.0, 2.0)
+    before = snapshot(10.0, {"published": 10, "samples": 10}, consumed=4)
+    assert rates(snapshot(12.0, {"published": 10, "samples": 2}, consumed=0), before) == (0.0, 2.0)
 
 
-def test_a_partition_that_began_anew_has_no_rate() -> None:
-    before = look(10.0, {"published": 10, "samples": 10}, consumed=4)
-    assert rates(look(12.0, {"published": 3, "samples": 3}, consumed=0), before) == (None, None)
+def test_a_new_partition_with_the_same_name_has_no_rate() -> None:
+    before = snapshot(10.0, {"published": 10, "samples": 10}, consumed=4)
+    assert rates(snapshot(12.0, {"published": 3, "samples": 3}, consumed=0), before) == (None, None)
 
 
 def drawn(report_: dict[str, Any]) -> list[str]:
@@ -73,7 +73,7 @@ def drawn(report_: dict[str, Any]) -> list[str]:
     return [" ".join(line.split()) for line in capture.get().splitlines() if line.strip()]
 
 
-def test_the_tables_show_samples_by_task_who_waits_and_what_units_hold() -> None:
+def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
     waiting = [
         {"partition": "train", "task": "learn", "client": "c", "waited_s": 3.21, "writer": False, "fields": ["x", "y"],
          "wanted": 8, "ready": 6, "lacking": {"y": 2}},
@@ -83,35 +83,35 @@ def test_the_tables_show_samples_by_task_who_waits_and_what_units_hold() -> None
         "partitions": {"train": PARTITION, "val": {**PARTITION, "tasks": {}, "sealed": True, "num_samples": 10}},
         "waiting": waiting, "capacity": 20,
     }  # fmt: skip
-    assert drawn(report("ipc:///q", Look(stats, [UNIT], 1.0))) == [
+    assert drawn(make_report("ipc:///q", QueueSnapshot(stats, [UNIT], 1.0))) == [
         "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 2 requests waiting",
         "partition samples put/s task ready batches in flight consumed per s",
         "train open 10 learn 6 1 4",
-        "val sealed 10 of 10 nobody reads it",
+        "val sealed 10 of 10 no reader",
         "waits partition for wants ready lacks",
         "task learn train 3.2 s 8 6 y of 2",
-        "a put of Rollout.7 train 1.0 s 5 room: clear samples",
+        "a put of Rollout.7 train 1.0 s 5 space: clear samples",
         "unit samples live held of arena attached",
         "unit0 10 1.0 MiB 1.5 MiB 256 MiB 2.0 MiB 2",
     ]
 
 
 def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
-    stats = look(1.0, {"abandoned": "rewards"}, dropped=3).stats
-    shown = drawn(report("a", Look(stats, [{**UNIT, "parked": 2, "parked_nbytes": 2048}], 1.0)))
+    stats = snapshot(1.0, {"abandoned": "rewards"}, dropped=3).stats
+    shown = drawn(make_report("a", QueueSnapshot(stats, [{**UNIT, "parked": 2, "parked_nbytes": 2048}], 1.0)))
     assert shown[2] == "train producers of 'rewards' died 10 learn 6 1 4 3"
     assert shown[4].endswith("2.0 MiB 2 2 (2.0 KiB)")
 
 
 def test_names_are_shown_as_they_are_whatever_brackets_they_hold() -> None:
-    stats = look(1.0, {}).stats
+    stats = snapshot(1.0, {}).stats
     stats["partitions"] = {"val[hard]": {**PARTITION, "tasks": {"[b]": TASK}}, "data[/x]": {**PARTITION, "tasks": {}}}
-    shown = drawn(report("a", Look(stats, [], 1.0)))
-    assert shown[2:] == ["val[hard] open 10 [b] 6 1 4", "data[/x] open 10 nobody reads it"]
+    shown = drawn(make_report("a", QueueSnapshot(stats, [], 1.0)))
+    assert shown[2:] == ["val[hard] open 10 [b] 6 1 4", "data[/x] open 10 no reader"]
 
 
-def test_units_that_do_not_answer_are_told_below_what_the_controller_knows() -> None:
-    shown = drawn(report("a", Look(look(1.0, {}).stats, [], 1.0, "storage unit unit0 has ended.")))
+def test_silent_units_are_named_below_the_controllers_tables() -> None:
+    shown = drawn(make_report("a", QueueSnapshot(snapshot(1.0, {}).stats, [], 1.0, "storage unit unit0 has ended.")))
     assert shown[2:] == ["train open 10 learn 6 1 4", "storage: storage unit unit0 has ended."]
 
 
@@ -133,7 +133,7 @@ def queue(data: Callable[..., TQDataModule]) -> TQDataModule:
     return dm
 
 
-def test_json_is_the_queue_as_it_knows_itself(queue: TQDataModule) -> None:
+def test_json_holds_the_statistics_of_the_queue(queue: TQDataModule) -> None:
     reader = threading.Thread(target=_wait_for_rewards, args=[queue.client])
     reader.start()
     while not queue.client.get_stats()["waiting"]:
@@ -143,17 +143,17 @@ def test_json_is_the_queue_as_it_knows_itself(queue: TQDataModule) -> None:
     queue.client.clear_partition("train")
     reader.join()
     assert (process.returncode, err) == (0, "")
-    told = json.loads(out)
-    train = told["partitions"]["train"]
-    assert (told["address"], train["samples"], train["put_per_s"]) == (queue.address, 10, 0.0)
+    report = json.loads(out)
+    train = report["partitions"]["train"]
+    assert (report["address"], train["samples"], train["put_per_s"]) == (queue.address, 10, 0.0)
     assert train["tasks"]["score"] == {
         "ready": {"x,reward": 0}, "consumed": 0, "in_flight": 0, "settled": 0, "ended": None, "dropped": 0,
         "consumed_per_s": 0.0,
     }  # fmt: skip
-    (waiting,) = told["waiting"]
+    (waiting,) = report["waiting"]
     assert (waiting["task"], waiting["wanted"], waiting["lacking"]) == ("score", 4, {"reward": 10})
-    assert [(unit["samples"], unit["capacity_bytes"]) for unit in told["units"]] == [(10, None)]
-    assert "path" not in told["units"][0], "this client moves no values: its own way would tell nothing"
+    assert [(unit["samples"], unit["capacity_bytes"]) for unit in report["units"]] == [(10, None)]
+    assert "path" not in report["units"][0], "the path describes only this client, which moves no values"
 
 
 def _wait_for_rewards(client: tq.TransferQueueClient) -> None:
@@ -161,7 +161,7 @@ def _wait_for_rewards(client: tq.TransferQueueClient) -> None:
         client.fetch(["x", "reward"], 4, "train", "score", wait_s=100)
 
 
-def test_looking_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule) -> None:
+def test_status_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule) -> None:
     before = queue.client.get_stats()
     process = status(env={"TQ_ADDRESS": queue.address})
     out, err = process.communicate(timeout=90)
@@ -174,8 +174,8 @@ def test_looking_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule
 def test_watching_ends_quietly_with_ctrl_c(queue: TQDataModule) -> None:
     process = status("--watch", queue.address, "--every", "0.05", "--json")
     assert process.stdout is not None
-    looks = [json.loads(process.stdout.readline()) for _ in range(3)]
-    assert [each["partitions"]["train"]["samples"] for each in looks] == [10, 10, 10]
+    reports = [json.loads(process.stdout.readline()) for _ in range(3)]
+    assert [each["partitions"]["train"]["samples"] for each in reports] == [10, 10, 10]
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")
@@ -186,7 +186,7 @@ def test_watching_in_a_terminal_draws_the_tables_again_and_again(queue: TQDataMo
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_tq", "status", "--watch", "--every", "0.05", queue.address], stdout=theirs,
         stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"},  # no address is so long
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"},  # longer than any address
     )  # fmt: skip
     os.close(theirs)
     drawn = b""
@@ -214,7 +214,7 @@ def test_watching_a_queue_that_ends_says_so(queue: TQDataModule) -> None:
     ("args", "says"),
     [
         ([], "no queue was named"),
-        (["elsewhere"], "'elsewhere' is no address"),
+        (["elsewhere"], "'elsewhere' is not an address"),
         (["ipc:///nowhere/controller"], "no queue at ipc:///nowhere/controller"),
         (["--watch", "ipc:///nowhere/controller"], "no queue at ipc:///nowhere/controller"),
     ],

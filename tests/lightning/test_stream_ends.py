@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stream ends: the Trainer stops, goes on with the next partition, or says what is missing."""
+"""At the end of a stream, the Trainer stops, continues with the next partition, or reports what is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
 
 
-def test_a_partition_read_to_its_end_stops_the_trainer_instead_of_spinning(data: Make, trainer: MakeTrainer) -> None:
+def test_a_partition_read_to_its_end_stops_the_trainer(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"), val=stream("val", task="evaluate"))
     train, val = fill(dm.client, "train", 8), fill(dm.client, "val", 4)
     model = Recorder()
@@ -28,7 +28,7 @@ def test_a_partition_read_to_its_end_stops_the_trainer_instead_of_spinning(data:
     assert (model.indexes(), model.indexes("val"), fitted.current_epoch) == (train, val, 1)
 
 
-def test_a_stage_in_a_name_makes_no_partition_per_epoch(data: Make, trainer: MakeTrainer) -> None:
+def test_a_stage_in_a_template_makes_no_partition_per_epoch(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("{stage}@a"), val=stream("{stage}@a", task="evaluate"))
     train, val = fill(dm.client, "train@a", 8), fill(dm.client, "val@a", 4)
     model = Recorder()
@@ -48,10 +48,10 @@ def test_a_partition_without_a_batch_stops_the_trainer_if_the_next_epoch_would_r
     fitted = trainer(max_epochs=20)
     fitted.fit(Recorder(), datamodule=dm)
     assert (fitted.global_step, fitted.current_epoch) == (0, 0)
-    assert "epoch 0 trains nothing: partition 'train@0' has no batch that task 'learn' has yet to train" in caplog.text
+    assert "epoch 0 trains nothing: partition 'train@0' has no untrained batch for task 'learn'" in caplog.text
 
 
-def test_a_partition_of_one_step_is_followed_by_that_of_the_next_step(data: Make, trainer: MakeTrainer) -> None:
+def test_the_partition_of_one_step_is_followed_by_the_next_steps(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train@{global_step}"))
     indexes = [fill(dm.client, f"train@{step}", 4) for step in range(3)]
     model = Recorder()
@@ -59,7 +59,7 @@ def test_a_partition_of_one_step_is_followed_by_that_of_the_next_step(data: Make
     assert model.indexes() == indexes[0] + indexes[1] + indexes[2]
 
 
-def test_an_epoch_whose_partition_was_trained_by_another_fit_is_told_and_the_next_one_goes_on(
+def test_an_epoch_that_another_fit_trained_is_reported_and_the_next_one_is_trained(
     data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     dm = data(train=stream("train@{epoch}"))
@@ -70,12 +70,12 @@ def test_an_epoch_whose_partition_was_trained_by_another_fit_is_told_and_the_nex
     trainer(max_epochs=2).fit(model, datamodule=dm)
     assert model.indexes() == indexes[1]
     assert [text for text in caplog.messages if "trains nothing" in text] == [
-        "epoch 0 trains nothing: partition 'train@0' has no batch that task 'learn' has yet to train. Its samples were "
-        "trained before, or fill no batch. To train them again: Stream(replay=True), or another task."
+        "epoch 0 trains nothing: partition 'train@0' has no untrained batch for task 'learn'. Its samples were trained "
+        "before, or fill no batch. To train them again, set Stream(replay=True) or another task."
     ]
 
 
-def test_a_promised_length_that_the_stream_does_not_keep_is_an_error(data: Make, trainer: MakeTrainer) -> None:
+def test_a_stream_shorter_than_num_batches_is_an_error(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train", num_batches=5))
     fill(dm.client, "train", 12)
     with pytest.raises(EndOfPartitionError, match=r"num_batches=5.*ended after 3"):
@@ -94,11 +94,11 @@ def test_validation_after_a_fit_reads_the_partition_of_the_last_epoch_that_was_t
     fitted.fit(Recorder(), datamodule=dm)
     model = Recorder()
     fitted.validate(model, datamodule=dm, verbose=False)
-    trainer().validate(model, datamodule=dm, verbose=False)  # which trained none
+    trainer().validate(model, datamodule=dm, verbose=False)  # this Trainer trained nothing
     assert model.indexes("val") == val[1] + val[0]
 
 
-def test_a_test_of_a_partition_that_is_not_there_is_told_at_once(
+def test_a_test_of_a_missing_partition_is_reported_at_once(
     data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     dm = data(test=stream("test@{epoch}", timeout_s=0.1))
@@ -107,15 +107,15 @@ def test_a_test_of_a_partition_that_is_not_there_is_told_at_once(
     with pytest.raises(BatchTimeoutError):
         trainer().test(Recorder(), datamodule=dm, verbose=False)
     assert (
-        "stream 'test' ('test@{epoch}') reads partition 'test@0', which isn't in the queue: it waits for somebody to "
-        "fill it. There are 'test', 'train@0'." in caplog.messages
+        "stream 'test' ('test@{epoch}') reads partition 'test@0', which is not in the queue, and waits until a "
+        "producer fills it. The queue holds 'test', 'train@0'." in caplog.messages
     )
 
 
-def test_a_limit_that_the_stream_does_not_reach_is_told(
+def test_a_limit_that_the_stream_does_not_reach_is_reported(
     data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     dm = data(train=stream("train@{epoch}"))
     fill(dm.client, "train@0", 8)
     trainer(limit_train_batches=5).fit(Recorder(), datamodule=dm)
-    assert "ended after 2 batches, 5 were expected (limit_train_batches)" in caplog.text
+    assert "ended after 2 batches, but limit_train_batches expects 5" in caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which data-parallel rank a process is, from a strategy or from what the user says."""
+"""Topology: the data-parallel rank of a process, from the strategy or from the user."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 from lightning_tq import Topology, fabric_topology, trainer_topology
-from lightning_tq.topology import check_said
+from lightning_tq.topology import check_dp_ranks
 from transfer_queue.errors import InvalidRequestError
 
 
 def at(rank: int, world: int, strategy: Any) -> Any:
-    """A Trainer on one of several ranks, as far as topology looks at one."""
+    """A Trainer on one of several ranks, with the attributes that topology uses."""
     return SimpleNamespace(global_rank=rank, world_size=world, strategy=strategy)
 
 
-def telling(rank: int, num_replicas: int) -> Any:
-    """A strategy that says which replica it is."""
+def reporting(rank: int, num_replicas: int) -> Any:
+    """A strategy that reports its replica."""
     return SimpleNamespace(distributed_sampler_kwargs={"num_replicas": num_replicas, "rank": rank})
 
 
 def started(strategy: Any, rank: int, world: int) -> Any:
-    """One of Lightning's own, as it is after its processes have started, two on each node."""
+    """A strategy of Lightning, as after the start of its processes, two on each node."""
     strategy.parallel_devices = [torch.device("cpu")] * 2
     strategy.cluster_environment = LightningEnvironment()
     strategy.cluster_environment.set_global_rank(rank)
@@ -40,7 +40,7 @@ def started(strategy: Any, rank: int, world: int) -> Any:
 
 
 class DeepSpeedStrategy(ParallelStrategy):  # type: ignore[misc]
-    """Stands for Lightning's, which needs deepspeed: every process is a replica, whatever the configuration says."""
+    """Like Lightning's, which needs deepspeed: it counts every process as a replica."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def installed_deepspeed(config: dict[str, Any]) -> Any:
     return Installed(config=config)
 
 
-class Plugged(ParallelStrategy):  # type: ignore[misc]  # a third party's, that leaves the groups to its base class
+class Plugged(ParallelStrategy):  # type: ignore[misc]  # of a third party, without its own groups
     parallel_devices = (torch.device("cpu"),) * 2
     global_rank = 3
 
@@ -74,19 +74,19 @@ def test_a_single_device_is_the_only_rank() -> None:
     assert trainer_topology(Trainer(accelerator="cpu", devices=1, logger=False)) == Topology(0, 1, True)
 
 
-def test_the_strategy_knows_the_groups() -> None:
-    assert [trainer_topology(at(rank, 4, telling(rank // 2, 2))) for rank in range(4)] == [
+def test_the_strategy_reports_the_groups() -> None:
+    assert [trainer_topology(at(rank, 4, reporting(rank // 2, 2))) for rank in range(4)] == [
         Topology(0, 2, True), Topology(0, 2, False), Topology(1, 2, True), Topology(1, 2, False)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
-def test_every_process_of_all_nodes_is_a_rank_of_its_own_under_ddp_and_fsdp(strategy: Any) -> None:
+def test_every_process_of_all_nodes_is_a_rank_under_ddp_and_fsdp(strategy: Any) -> None:
     found = [trainer_topology(at(rank, 4, started(strategy(), rank, 4))) for rank in range(4)]
     assert found == [Topology(rank, 4, True) for rank in range(4)]
 
 
-def test_a_strategy_that_counts_one_nodes_devices_only_is_not_believed() -> None:
+def test_the_inherited_count_of_one_nodes_devices_is_ignored() -> None:
     assert Plugged.distributed_sampler_kwargs.fget(Plugged) == {"num_replicas": 2, "rank": 3}
     assert trainer_topology(at(3, 4, Plugged.__new__(Plugged))) == Topology(3, 4, True)
 
@@ -111,36 +111,36 @@ def test_deepspeed_ranks_that_split_a_model_or_a_sequence_share_their_batches(
 
 
 def test_dp_size_alone_makes_groups_of_neighbours_with_one_reader_each() -> None:
-    found = [trainer_topology(at(rank, 4, telling(rank, 4)), dp_size=2) for rank in range(4)]
+    found = [trainer_topology(at(rank, 4, reporting(rank, 4)), dp_size=2) for rank in range(4)]
     assert found == [Topology(0, 2, True), Topology(0, 2, False), Topology(1, 2, True), Topology(1, 2, False)]
 
 
 def test_dp_rank_may_be_a_function_of_the_trainer() -> None:
-    trainer = at(3, 4, telling(3, 4))
+    trainer = at(3, 4, reporting(3, 4))
     assert trainer_topology(trainer, dp_rank=lambda each: each.global_rank % 2, dp_size=2).dp_rank == 1
 
 
 @pytest.mark.parametrize(("options", "says"), [({"dp_size": 3}, "doesn't divide"), ({"dp_rank": 4}, "ranks go from 0")])
-def test_numbers_that_cannot_be_are_refused(options: dict[str, int], says: str) -> None:
+def test_impossible_numbers_are_refused(options: dict[str, int], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
-        trainer_topology(at(0, 4, telling(0, 4)), **options)
+        trainer_topology(at(0, 4, reporting(0, 4)), **options)
 
 
 @pytest.mark.parametrize(
     ("ranks", "size", "fits"),
     [
         ([0, 1, 0, 1], 2, True),
-        ([0, 0, 1, 1], 4, False),  # dp_size was left out, so every process counted as a group
+        ([0, 0, 1, 1], 4, False),  # without dp_size, every process counts as a group
         ([0, 0, 0, 1], 2, False),
         ([1, 1, 2, 2], 2, False),
     ],
 )
-def test_each_dp_rank_must_be_said_by_as_many_processes(ranks: list[int], size: int, fits: bool) -> None:
-    with nullcontext() if fits else pytest.raises(InvalidRequestError, match="give dp_size, too"):
-        check_said(ranks, size)
+def test_each_dp_rank_must_have_equally_many_processes(ranks: list[int], size: int, fits: bool) -> None:
+    with nullcontext() if fits else pytest.raises(InvalidRequestError, match="set dp_size too"):
+        check_dp_ranks(ranks, size)
 
 
-def test_fabric_has_the_same() -> None:
+def test_fabric_reports_the_same() -> None:
     assert fabric_topology(Fabric(accelerator="cpu", devices=1)) == Topology(0, 1, True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's own callbacks beside a stream: each leaves the samples trained exactly once, and shows the queue."""
+"""Lightning's own callbacks work with a stream: samples are trained once, and progress bars show the queue."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def a_queue() -> Iterator[tq.TransferQueueClient]:
     tq.close()
 
 
-def test_checkpoints_every_few_steps_hold_the_place_behind_their_step(
+def test_checkpoints_every_few_steps_hold_the_position_after_their_step(
     data: Make, trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     dm = data(train=stream("train"))
@@ -52,15 +52,15 @@ def test_checkpoints_every_few_steps_hold_the_place_behind_their_step(
     assert model.indexes() == indexes
     saved = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert saved == ["step=4.ckpt", "step=8.ckpt"]
-    places = [torch.load(tmp_path / "kept" / name, weights_only=True)["TQDataModule"] for name in saved]
-    assert [place["positions"]["train"]["batch_index"] for place in places] == [4, 8]
+    states = [torch.load(tmp_path / "kept" / name, weights_only=True)["TQDataModule"] for name in saved]
+    assert [state["positions"]["train"]["batch_index"] for state in states] == [4, 8]
 
 
-# Lightning's words on resuming, which say nothing of the data.
+# Warnings of Lightning about resuming that don't concern the data.
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning", "ignore:Be aware that when using:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning", "ignore:.*ckpt_path=.last.:UserWarning")
 @pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
-def test_a_checkpoint_on_an_exception_goes_on_where_training_failed(
+def test_a_checkpoint_on_an_exception_resumes_where_training_failed(
     trainer: MakeTrainer, tmp_path: Path, a_queue: Any, kind: str
 ) -> None:
     kept = tmp_path / "kept"
@@ -70,16 +70,16 @@ def test_a_checkpoint_on_an_exception_goes_on_where_training_failed(
     dm = TQDataModule(train=stream("train"))
     indexes = fill(a_queue, "train", TRAIN_ROWS)
     first, second = Recorder(fail_at=5), Recorder()
-    with pytest.raises(ValueError, match="failed as told"):
+    with pytest.raises(ValueError, match="failed on request"):
         trainer(callbacks=[keeps], enable_checkpointing=True).fit(first, datamodule=dm)
     (saved,) = kept.iterdir()
     trainer().fit(second, datamodule=dm, ckpt_path=saved)
-    assert first.indexes() == indexes[:24]  # the sixth batch was given to it and not trained
+    assert first.indexes() == indexes[:24]  # the sixth batch was delivered and not trained
     assert second.indexes() == indexes[20:]
     dm.close()
 
 
-def test_early_stopping_ends_after_the_epoch_that_brought_nothing(data: Make, trainer: MakeTrainer) -> None:
+def test_early_stopping_ends_after_an_epoch_without_improvement(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train@{epoch}"), val=stream("val", task="evaluate"))
     train = [fill(dm.client, f"train@{epoch}", EPOCH_ROWS) for epoch in range(4)]
     fill(dm.client, "val", VAL_ROWS)
@@ -109,7 +109,7 @@ def test_progress_bars_show_samples_ready_and_the_wait(
     data: Make, trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bar: str,
     num_batches: int | None,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread would stay
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread would remain
     shown: Callback = TQDMProgressBar(refresh_rate=1)
     if bar == "rich":
         shown = RichProgressBar(refresh_rate=1, console_kwargs={"force_terminal": True, "width": 200})
@@ -126,13 +126,13 @@ def test_progress_bars_show_samples_ready_and_the_wait(
 
 
 @pytest.mark.parametrize("finder", [BatchSizeFinder(), LearningRateFinder()])
-def test_callbacks_that_try_things_out_on_real_samples_are_refused(
-    data: Make, trainer: MakeTrainer, finder: Callback
-) -> None:
+def test_callbacks_that_use_up_samples_are_refused(data: Make, trainer: MakeTrainer, finder: Callback) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", TRAIN_ROWS)
     model = Recorder()
-    with pytest.raises(InvalidRequestError, match=f"{type(finder).__name__} tries out .* use up samples of the queue"):
+    with pytest.raises(
+        InvalidRequestError, match=f"{type(finder).__name__} runs training steps .* use up samples of the queue"
+    ):
         trainer(callbacks=[finder]).fit(model, datamodule=dm)
     assert model.indexes() == []
 

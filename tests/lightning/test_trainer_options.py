@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a Trainer is told, it trains exactly the samples it says, in order, and warns of nothing."""
+"""With any option, a Trainer trains exactly the expected samples, in order and without warnings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ EPOCH_ROWS = 16
 
 
 def upto(*rows: int) -> list[int]:
-    """Rows in order, up to each of these: one list per partition that is read."""
+    """Row numbers from 0 up to each of these counts, one count per partition that is read."""
     return [row for count in rows for row in range(count)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Options, and what is trained and validated by them.
+    """Options, and the rows that are trained and validated with them.
 
     "train" has 40 rows, "train@0" and so on 16 each, "val" 8; batches have 4. Rows are numbered by partition.
     """
@@ -105,7 +105,7 @@ CASES = [
 
 
 class Loaders(Callback):
-    """Notes whether the Trainer uses the loaders that it was given."""
+    """Records the loaders that the Trainer was given and those it uses."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -114,23 +114,23 @@ class Loaders(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         own = trainer.datamodule.train_dataloader
 
-        def noting() -> Any:
+        def recording() -> Any:
             self.given.append(own())
             return self.given[-1]
 
-        trainer.datamodule.train_dataloader = noting
+        trainer.datamodule.train_dataloader = recording
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         self.used.append(trainer.train_dataloader)
 
 
 def numbers(model: Recorder, stage: str, partitions: dict[str, list[int]]) -> list[int]:
-    """Rows that the model was given, by their number in their partition."""
+    """Rows that the model got, by their number in their partition."""
     return [partitions[name].index(index) for name, batch in model.seen[stage] for index in batch]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_exactly_the_samples_that_the_options_name_are_used_without_a_warning(
+def test_options_use_exactly_the_expected_samples_without_a_warning(
     case: Case, data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = "train@{epoch}" if case.by_epoch else "train"
@@ -149,7 +149,7 @@ def test_exactly_the_samples_that_the_options_name_are_used_without_a_warning(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_the_loader_is_used_as_it_is(data: Make, trainer: MakeTrainer) -> None:
+def test_the_loader_is_used_unchanged(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train@{epoch}"))
     for epoch in range(2):
         fill(dm.client, f"train@{epoch}", 8)
@@ -159,9 +159,7 @@ def test_the_loader_is_used_as_it_is(data: Make, trainer: MakeTrainer) -> None:
     assert all(used is loaders.given[0] for used in loaders.used)
 
 
-def test_a_model_without_a_validation_step_is_not_warned_of_a_loader_that_it_was_not_given(
-    data: Make, trainer: MakeTrainer
-) -> None:
+def test_a_model_without_a_validation_step_causes_no_warning(data: Make, trainer: MakeTrainer) -> None:
     class OnlyTrains(Recorder):
         validation_step = LightningModule.validation_step
 
@@ -172,7 +170,7 @@ def test_a_model_without_a_validation_step_is_not_warned_of_a_loader_that_it_was
     assert model.indexes() == indexes
 
 
-def test_what_max_time_left_is_trained_by_the_next_fit(data: Make, trainer: MakeTrainer) -> None:
+def test_samples_left_by_max_time_are_trained_by_the_next_fit(data: Make, trainer: MakeTrainer) -> None:
     class Slow(Recorder):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             threading.Event().wait(0.05)
@@ -236,7 +234,7 @@ def test_one_trainer_fits_validates_tests_and_predicts_on_one_queue(data: Make, 
     assert {name: model.indexes(name) for name in names} == {**indexes, "val": indexes["val"] * 2}
 
 
-def test_what_is_logged_without_a_batch_size_is_weighted_by_rows(data: Make, trainer: MakeTrainer) -> None:
+def test_logged_values_are_weighted_by_rows(data: Make, trainer: MakeTrainer) -> None:
     dm = data(train=stream("train"), val=stream("val", task="evaluate"))
     fill(dm.client, "train", 10)  # batches of 4, 4 and 2
     fill(dm.client, "val", 6)

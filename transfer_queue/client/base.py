@@ -35,7 +35,7 @@ class ClientBase:
         if not isinstance(controller_info, ZMQServerInfo):
             raise TypeError(f"controller_info must be a ZMQServerInfo, got {type(controller_info).__name__}.")
         self.client_id = client_id
-        self.session = Session(client_id, controller_info.peer())
+        self.session = Session(client_id, controller_info.peer(), controller_info.key_file)
         self._storage: StorageManager | None = None
         self._storage_args: tuple[str, dict[str, Any]] | None = None
         self._caller: Any = None
@@ -72,7 +72,8 @@ class ClientBase:
 
     async def put_timeout_s(self) -> float:
         """How long a put may wait for room."""
-        return float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+        configured = float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+        return min(configured, p.LONGEST_WAIT_S)
 
     async def clear(self, request: type[p.Request], *args: Any) -> p.Cleared:
         """Ask the controller to forget samples; their values are deleted, too."""

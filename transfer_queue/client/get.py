@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -99,7 +100,7 @@ class Gets(ClientBase):
         polling = bool((await self.session.config())["controller"]["polling_mode"])
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
-        reply, _ = await self._fetched(fetch)
+        reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
@@ -131,13 +132,16 @@ class Gets(ClientBase):
         front = self.front
         if front is not None:
             fetch = msgspec.structs.replace(fetch, with_values=True, mapped=await front.decide_mapping())
-        reply, frames = await self._fetched(fetch)
-        if isinstance(reply, p.NotReady):
-            return reply
-        return FetchedBatch(to_meta(reply), reply.id, front, frames)
+        fetch = msgspec.structs.replace(fetch, id=self.session.number())
+        try:
+            reply, frames = await self._fetched(fetch)
+            return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), reply.id, front, frames)
+        except KeyboardInterrupt:
+            if front is not None:  # the answer may have come, and have pinned something
+                await front.closed(fetch.id)
+            raise
 
     async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
-        fetch = msgspec.structs.replace(fetch, id=self.session.number())
         reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s)
         if isinstance(reply, p.Ended):
             raise EndOfPartitionError(
@@ -191,6 +195,9 @@ def fetch_request(
 ) -> p.Fetch:
     """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments."""
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
+    if math.isnan(wait_s):
+        raise InvalidRequestError("timeout_s of a fetch must be a number of seconds, got NaN.")
+    wait_s = min(max(wait_s, 0.0), p.LONGEST_WAIT_S)
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
         named.pop("skip", None)

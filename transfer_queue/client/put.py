@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
@@ -14,7 +15,7 @@ from transfer_queue.client.base import ClientBase
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
-from transfer_queue.storage.base import InFront, StorageManager
+from transfer_queue.storage.base import InFront, Staged, StorageManager
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.values import copy_tags
@@ -47,33 +48,39 @@ class WriteTransaction:
     async def through(self, front: InFront) -> p.Reply:
         """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
         or for keys what their samples have now."""
-        begin, columns, frames = self._begin, b"", ()
-        if self._sources:
-            replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-            columns, frames = await front.staged(self._sources, self._num_rows, replaced)
-        put = p.Put(begin.id, begin, self._tags, columns)
-        reply, _ = await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames)
-        return reply
+        begin, staged, lease = self._begin, Staged(b"", ()), 0
+        try:
+            if self._sources is not None:
+                lease = self._session.number()
+                replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
+                staged = await front.staged(lease, self._sources, self._num_rows, replaced)
+            put = p.Put(begin.id, begin, self._tags, staged.columns)
+            return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames))[0]
+        except BaseException:
+            if lease:  # the put may not even have been sent
+                await front.closed(lease)
+            raise
 
     async def in_steps(self, storage: StorageManager) -> p.Reply:
         """The same steps one by one, where controller and storage are apart."""
         session, begin = self._session, self._begin
         indexes: list[int] = []
-        publish = None
+        publish: p.Publish | None = None
         try:
             begun = await session.send(begin, p.Reply, begin.wait_s, keep=True)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else begun.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
-            if self._sources:
+            if self._sources is not None:
                 await storage.write(begin.id, indexes, self._sources)
             publish = self._publication(packed, indexes)
             published = await session.send(publish, p.Reply, keep=True)
+            if self._sources is not None:
+                await storage.commit(begin.id, indexes)
         except BaseException:
-            await storage.abort(begin.id, indexes)
+            if publish is None:  # else it may be published: the controller knows, and has the write ended accordingly
+                await storage.abort(begin.id, indexes)
             await session.cancel(begin.id)
             raise
-        if self._sources:
-            await storage.commit(begin.id, indexes)
         session.done(session.controller, begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else begun
 
@@ -90,7 +97,7 @@ class Puts(ClientBase):
     async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
         """Carry out one write; ``begin.fields`` describes ``rows``."""
         storage, front = self.storage_manager, self.front
-        sources = None if rows is None else storage.sources(rows)
+        sources = None if rows is None or not len(rows.keys()) else storage.sources(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
         transaction = WriteTransaction(self.session, begin, sources, count, tags)
         return await (transaction.in_steps(storage) if front is None else transaction.through(front))
@@ -156,7 +163,7 @@ class Puts(ClientBase):
         data, target = rows, meta
         if any(meta.padding_mask):
             real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
-            data, target = rows[real], meta.select_samples(real)
+            data, target = rows_at(rows, real), meta.select_samples(real)
         stored = await parsed_rows(data, parser)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
         bare.add_fields(stored)
@@ -170,12 +177,26 @@ class Puts(ClientBase):
         """Those of the rows whose samples are of this partition."""
         mine = [position for position, name in enumerate(meta.partition_ids) if name == partition]
         if len(mine) < meta.size:
-            rows, meta = rows[mine], meta.select_samples(mine)
+            rows, meta = rows_at(rows, mine), meta.select_samples(mine)
         wait_s = await self.put_timeout_s()
         packed, specs = p.pack_indexes(meta.global_indexes), to_specs(meta.field_schema)
         begin = p.CheckFields(self.session.number(), partition, packed, specs, wait_s)
         by_row = {row: tags[index] for row, index in enumerate(meta.global_indexes) if index in tags}
         await self.write(begin, rows, by_row)
+
+
+def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
+    """These rows of a batch. A TensorDict can't pick rows of strided nested tensors itself."""
+    strided = [name for name, column in rows.items() if _is_strided_nested(column)]
+    picked: TensorDict = rows.exclude(*strided)[positions]
+    for name in strided:
+        parts = rows[name].unbind()
+        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=torch.strided))
+    return picked
+
+
+def _is_strided_nested(column: Any) -> bool:
+    return isinstance(column, torch.Tensor) and column.is_nested and column.layout is torch.strided
 
 
 async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:

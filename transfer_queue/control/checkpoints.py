@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of checkpoints: freeze the queue's state, thaw it, stage values, restore; and who waits meanwhile."""
+"""The verbs of checkpoints: freeze the queue's state, thaw it, stage values, restore; and what waits meanwhile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError, StorageFullError
 
 FREEZERS = "\0freezers"
-"""Lane of those who want to save: they wait for the writers that are replacing values."""
+"""Lane of freezes: they wait for the writers that are replacing values."""
 REWRITERS = "\0rewriters"
-"""Lane of writers that want to replace values: they wait for those who save."""
+"""Lane of writers that want to replace values: they wait for freezes to end."""
 
 Rewrite = p.CheckFields | p.ResolveKeys
 
@@ -60,7 +60,7 @@ def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.R
 
 
 def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
-    """The state as it is. Who got leave and still hasn't published is taken for one that never will."""
+    """The state as it is. A write that holds a leave and still isn't published is taken for one that never will be."""
     data = snapshot(state, now)
     state.frozen.begin(client, request.id, live_indexes(state))
     reply = p.Frozen(request.id, data)
@@ -149,7 +149,7 @@ def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
 
 
 def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p.Reply:
-    """The saved state in place of this one, or nothing changed. Those who wait are looked at again."""
+    """The saved state in place of this one, or nothing changed. Requests that wait are looked at again."""
     saved = decode(request.state)
     indexes = saved_indexes(saved) + request.shift
     staged = [(call, record) for call, record in state.calls.of(client) if isinstance(record, Staged)]
@@ -158,6 +158,7 @@ def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p
     old = [np.empty(0, dtype=np.int64)]
     for partition in state.partitions.values():
         old.append(partition.drop())
+        state.discard(partition)
     state.partitions, state.tasks = restored.partitions, restored.tasks
     state.allocator, state.incarnations = restored.allocator, restored.incarnations
     for call, record in staged:

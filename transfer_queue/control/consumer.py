@@ -48,7 +48,7 @@ class Consumer:
         table.add_column(self._consumed, np.bool_)
         self.num_undrawn = self.num_unconsumed = len(self._live())
         self._ready: dict[FieldNames, ReadySet] = {}
-        self._undrawn_with: dict[str, int] = {}  # by fields whose lack somebody was told of
+        self._undrawn_with: dict[str, int] = {}  # by field, where some reply told how many lack it
         self._over_at: int | None = None
         self._told: set[int] = set()
         self._ends: dict[int | None, list[int]] = {}
@@ -188,7 +188,7 @@ class Consumer:
         return at < len(ends) and ends[at] <= batch_index
 
     def end_pass(self, readers: int | None, batch_index: int) -> None:
-        """A pass that began earlier ends before this batch, for all who read it; the next one may begin here."""
+        """A pass that began earlier ends before this batch, for all of its readers; the next one may begin here."""
         ends = self._ends.setdefault(readers, [])
         if batch_index not in ends:
             insort(ends, batch_index)

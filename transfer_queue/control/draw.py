@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -164,7 +166,8 @@ class Draw:
             array: npt.NDArray[Any] = np.asarray(given)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise SamplerError(
-                f"{type(self.sampler).__name__} returned {given!r}; expected (sampled, consumed), two lists of indexes."
+                f"{type(self.sampler).__name__} returned {reprlib.repr(given)}; expected (sampled, consumed), two "
+                f"lists of indexes."
             )
         return array.astype(np.int64, copy=array is given)
 
@@ -255,8 +258,9 @@ class foreign:
         _running.pop()
         if error is None or isinstance(error, TransferQueueError):
             return
-        if isinstance(error, (Exception, SystemExit)):  # Ctrl-C is for this process, and not the sampler's
-            raise SamplerError(f"{_name(self._what[0])} failed: {type(error).__name__}: {error}") from error
+        # Whatever it is, SystemExit and CancelledError included: a server has no other use for it, and ignores Ctrl-C.
+        said = traceback.format_exception_only(error)[0].strip()  # also of one whose own text can't be made
+        raise SamplerError(f"{_name(self._what[0])} failed: {said}") from error
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,14 @@ class KeyMap:
         if self._num_gone > _LEAST_GONE and 2 * self._num_gone > len(self._order):
             self._order, self._num_gone = list(self._key_of), 0
 
+    def shrink(self, count: int) -> bool:
+        """Free so many keys, the last ones first, of a partition that is gone. Returns whether there are more."""
+        for _ in range(min(count, len(self._index_of))):
+            self._index_of.popitem()
+            self._key_of.popitem()
+        del self._order[len(self._index_of) :]
+        return bool(self._index_of)
+
     def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
         """The first keys behind this one, with their indexes, and whether there are more.
 

@@ -150,4 +150,6 @@ def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -
             sampler.clear_cache(request.partition)
     partition = state.partitions.pop(request.partition)
     state.cut_off.extend(state.waiters.remove_lane(request.partition))
-    return cleared(state, client, request, state.frozen.keep(partition.drop()))
+    indexes = partition.drop()
+    state.discard(partition)
+    return cleared(state, client, request, state.frozen.keep(indexes))

@@ -315,6 +315,14 @@ class Partition:
         indexes: Indexes = self.table.column("index")[self.table.column("state") != RowState.DEAD]
         return indexes
 
+    def has_objects(self) -> bool:
+        """Does it keep Python objects per sample: keys, tags?"""
+        return bool(len(self.keys) or self.tags.has_any())
+
+    def shrink(self, count: int) -> bool:
+        """The partition is gone: free a slice of its keys and tags. Returns whether there are more."""
+        return any([self.keys.shrink(count), self.tags.shrink(count)])
+
     def check_invariants(self) -> None:
         """Raises AssertionError where the books disagree; for tests."""
         index, state = self.table.column("index"), self.table.column("state")

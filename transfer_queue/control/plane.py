@@ -88,12 +88,8 @@ class ControlPlane:
         if self._state.waiters.find(client, request.id) is not None:
             return []
         reply = _guarded(request.id, partial(self._carry_out, client, request, now))
-        replies = [] if reply is None else [To(client, reply)]
-        replies.extend(self._settle(now))
-        deadline = self._state.waiters.next_deadline()
-        if deadline is not None and deadline <= now:
-            replies.extend(self.expire(now))  # a request that doesn't want to wait
-        return replies
+        own = [] if reply is None else [To(client, reply)]
+        return own + self._settle_all(now)
 
     def _carry_out(self, client: str, request: p.Request, now: float) -> p.Reply | None:
         known = self._state.calls.get(client, request.id)
@@ -123,8 +119,9 @@ class ControlPlane:
         return None if record is None else record.reply
 
     def expire(self, now: float) -> list[To]:
-        """Answer parked requests whose deadline has come, and those whose producers are dead."""
+        """Answer parked requests whose deadline has come, and those whose producers are lost; tidy up a little."""
         replies = []
+        self._state.tidy()
         for parked in self._state.waiters.expired(now):
             reply = _guarded(parked.request.id, partial(self._too_late, parked, now))
             self._make_way(parked)
@@ -137,7 +134,10 @@ class ControlPlane:
         return replies + self._settle(now)
 
     def next_deadline(self) -> float | None:
-        """When ``expire`` has something to do, None: never."""
+        """When ``expire`` has something to do: minus infinity for at once, None for never."""
+        return self._next_due() if self._state.is_tidy else -math.inf
+
+    def _next_due(self) -> float | None:
         parked = self._state.waiters.next_deadline()
         if not self._verdicts:
             return parked
@@ -150,7 +150,7 @@ class ControlPlane:
         A death may leave consumers without a producer.
         """
         self._end_session(client, now, died)
-        return self._settle(now)
+        return self._settle_all(now)
 
     def _end_session(self, client: str, now: float, died: bool) -> None:
         state = self._state
@@ -198,6 +198,12 @@ class ControlPlane:
         assert used == self._state.allocator.num_used, "samples and reservations are counted"
         assert not self._state.touched, "every touched lane was served"
 
+    def _settle_all(self, now: float) -> list[To]:
+        """Also what is due at once: a request that doesn't want to wait, or producers that were lost long ago."""
+        replies = self._settle(now)
+        due = self._next_due()
+        return replies if due is None or due > now else replies + self.expire(now)
+
     def _settle(self, now: float) -> list[To]:
         """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched.
 
@@ -231,7 +237,7 @@ class ControlPlane:
     # ---- consumers ----
 
     def _fetch(self, client: str, fetch: p.Fetch, now: float) -> p.Reply | None:
-        """Looked at once, and those who wait already only where this one's answer may change theirs."""
+        """Looked at once, and those that wait already only where this one's answer may change theirs."""
         state, lane, task = self._state, fetch.partition, fetch.task
         check_fetch(fetch, state.tasks.get(task))
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
@@ -394,7 +400,7 @@ class ControlPlane:
     # ---- checkpoints ----
 
     def _admit_freezers(self, now: float) -> list[To]:
-        """Those who waited for writers that are done now."""
+        """Freezes that waited for writers that are done now."""
         state, replies = self._state, []
         while not state.frozen.has_leaves and (parked := state.waiters.first_come(checkpoints.FREEZERS)) is not None:
             state.waiters.remove(parked)

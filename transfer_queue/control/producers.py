@@ -20,7 +20,7 @@ class _Field:
 
 
 class Producers:
-    """A consumer that waits for a field whose producers are lost would wait for ever: this knows."""
+    """A consumer that waits for a field whose producers are lost would wait for ever; this file knows which are."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s

@@ -122,7 +122,7 @@ def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     """Numbers of every partition, task and client, and which requests wait for what since when.
 
-    ``abandoned``: a field of the partition whose producers have all died.
+    ``abandoned``: a field of the partition whose producers are lost.
     """
     waiting = [
         {

@@ -24,6 +24,7 @@ QUIET_S = 2.0
 """A finite stream that nobody sealed ends with a short batch once nothing was published for so long."""
 
 _ALL_RANKS = -1
+_FROM_0 = ("dp_rank", "batch_index", "first_index", "skip", "pass_start")
 
 
 def check_fetch(fetch: Fetch, task: Task) -> None:
@@ -34,12 +35,10 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         raise InvalidRequestError(f"batch_size must be at least 1, got {fetch.batch_size}.")
     if math.isnan(fetch.wait_s):
         raise InvalidRequestError("a fetch must say how many seconds it waits, got NaN.")
-    if fetch.dp_rank is not None and fetch.dp_rank < 0:
-        raise InvalidRequestError(f"dp_rank must be greater than or equal to 0, got {fetch.dp_rank}.")
-    if fetch.skip < 0:
-        raise InvalidRequestError(f"skip must be greater than or equal to 0, got {fetch.skip}.")
-    if fetch.batch_index is not None and fetch.batch_index < 0:
-        raise InvalidRequestError(f"batch_index must be greater than or equal to 0, got {fetch.batch_index}.")
+    for name in _FROM_0:
+        number = getattr(fetch, name)
+        if number is not None and number < 0:
+            raise InvalidRequestError(f"{name} must be greater than or equal to 0, got {number}.")
     dp_size = task.size_for(fetch)
     if dp_size is not None and fetch.dp_rank is not None and fetch.dp_rank >= dp_size:
         raise InvalidRequestError(
@@ -237,7 +236,7 @@ class Service:
         return Ended(self._fetch.id, "consumed", dropped)
 
     def _readers(self) -> int | None:
-        """Those who share a pass: everybody who reads rounds, else a rank's own readers."""
+        """What shares a pass: all ranks where rounds are drawn, else a rank's own readers."""
         return self._rank if self._dp_size is None else _ALL_RANKS
 
     def _is_past_end(self, batch_index: int | None) -> bool:

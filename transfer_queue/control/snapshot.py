@@ -36,7 +36,7 @@ class _Format(msgspec.Struct):
 
 
 def snapshot(state: PlaneState, now: float) -> bytes:
-    """Everything that decides about later requests, but for clients: who waits, reserved, or produces.
+    """Everything that decides about later requests, but for sessions: what they wait for, reserved, or produce.
 
     Raises:
         CheckpointError: what a sampler remembers is no plain data.

@@ -24,6 +24,9 @@ from transfer_queue.sampler.registry import resolve
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 from transfer_queue.utils.wait_queue import WaitQueue
 
+_SLICE = 20_000
+"""Keys and tags that are freed at a time: a few milliseconds."""
+
 
 class Chore(NamedTuple):
     """Values that may lie in storage and belong to nobody any more: to be deleted there."""
@@ -36,7 +39,7 @@ class PlaneConfig:
     """What the plane must know at start.
 
     ``capacity``: most samples held at once, None unlimited. ``preallocate``: least room a new partition makes.
-    ``producer_grace_s``: how long a dead producer may be replaced before those who wait for its fields are told.
+    ``producer_grace_s``: how long a dead producer may be replaced before requests that wait for its fields are told.
     """
 
     sampler: BaseSampler = field(default_factory=SequentialSampler)
@@ -73,6 +76,7 @@ class PlaneState:
         self.touched: dict[str, str | None] = {}
         self.cut_off: list[Parked] = []
         self.chores: list[Chore] = []
+        self._discarded: list[Partition] = []
         self.incarnations = 0
         self.frozen = Frozen()
         self.calls = Calls()
@@ -103,6 +107,20 @@ class PlaneState:
 
     def get_or_create(self, name: str) -> Partition:
         return self.partitions.get(name) or self.create(name)
+
+    def discard(self, partition: Partition) -> None:
+        """The partition is gone. Many keys and tags are freed in slices, so that nobody waits for it."""
+        if partition.table.size > _SLICE and partition.has_objects():
+            self._discarded.append(partition)
+
+    def tidy(self) -> None:
+        """Free a slice of the partitions that are gone."""
+        if self._discarded and not self._discarded[-1].shrink(_SLICE):
+            self._discarded.pop()
+
+    @property
+    def is_tidy(self) -> bool:
+        return not self._discarded
 
     def delete(self, indexes: Indexes) -> None:
         """Values of these samples, none of which is in a partition now, are to be deleted in storage."""

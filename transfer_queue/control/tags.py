@@ -23,6 +23,7 @@ class TagStore(Mapping[int, Tags]):
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
+        self._num_freed = 0
 
     def put(self, row: int, tags: Tags, merge: bool) -> None:
         """These are the row's tags now; ``merge`` keeps those that aren't named."""
@@ -45,6 +46,19 @@ class TagStore(Mapping[int, Tags]):
         if not self._table.has_column(_COLUMN):
             return np.zeros(len(rows), dtype=np.bool_)
         return self._table.column(_COLUMN)[rows].astype(np.bool_)
+
+    def has_any(self) -> bool:
+        """Has some sample had tags?"""
+        return self._table.has_column(_COLUMN)
+
+    def shrink(self, count: int) -> bool:
+        """Free the tags of so many rows, the last ones first. Returns whether there are more."""
+        if not self._table.has_column(_COLUMN):
+            return False
+        column = self._table.column(_COLUMN)
+        self._num_freed = min(len(column), self._num_freed + count)
+        column[len(column) - self._num_freed :][:count] = None
+        return self._num_freed < len(column)
 
     def save(self, rows: Rows) -> tuple[Rows, list[bytes]]:
         """Which of these rows have tags, by their position; and the tags, packed."""

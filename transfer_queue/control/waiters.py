@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parked requests: who waits, for what, until when. Within one task a later, smaller fetch never overtakes."""
+"""Parked requests: which client waits, for what, until when. Within one task a later, smaller fetch never overtakes."""
 
 # Deadlines are the caller's monotonic seconds, passed in: this file must not read a clock.
 
@@ -77,7 +77,7 @@ class Waiters:
         return list(self._lanes)
 
     def remove(self, parked: Parked) -> None:
-        """It was answered or given up."""
+        """It was answered or cancelled."""
         if parked.done:
             return
         parked.done = True

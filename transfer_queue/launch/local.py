@@ -16,9 +16,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue.config import QueueConfig, preallocated_samples, to_plain, typed
-from transfer_queue.errors import LaunchError, RemoteError, SamplerError, from_wire
+from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
+from transfer_queue.transport.keys import write_keys
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.unix import short_directory
 from transfer_queue.utils.enum_utils import Role
@@ -81,7 +82,7 @@ class LocalQueue:
             )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
         if together:
-            orders = [{"address": self.address, "controller": True, "unit": next(iter(units))}]
+            orders = [{"address": self.address, "controller": True, "unit": next(iter(units)), "listen": config.listen}]
         else:
             orders = [{"address": address, "controller": False, "unit": name} for name, address in units.items()]
             if sampler is not None:
@@ -96,13 +97,27 @@ class LocalQueue:
         controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
         conf = _with_servers(conf, self.address, controller, infos)
         common = self._orders(conf, sampler, capacity)
+        if config.listen is not None:
+            if not together:
+                raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
+            common["key_file"] = self._keys(config.key_file)
+            conf.key_file = common["key_file"]
         for process, own in zip(processes, orders, strict=True):
             _tell(process, {**common, **own})
         if sampler is None:
             self._serve_in_thread({**common, "controller": True, "unit": None}, as_sampler(conf.controller.sampler))
         for process in processes:
-            _await_ready(process)
+            answer = _await_ready(process)
+            if answer.get("listening"):
+                conf.listen = answer["listening"]
         return conf
+
+    def _keys(self, file: str | None) -> str:
+        """The file of the queue's keys, made where there is none."""
+        path = file or f"{self._directory}/keys"
+        if not os.path.exists(path):
+            write_keys(path)
+        return path
 
     def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> dict[str, Any]:
         plain = to_plain(conf)
@@ -113,6 +128,7 @@ class LocalQueue:
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
             "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
             "inline_nbytes": self._inline_nbytes, "capacity_bytes": capacity_bytes,
+            "listen": None, "key_file": None,
         }  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:
@@ -163,19 +179,25 @@ def _end(
             server.stop()
             thread.join(_STOP_TIMEOUT_S)
     own_controller.clear()
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+    # The controller was started last, and ends first: it still tells units what ended clients have left there.
+    for together in (processes[-1:], processes[:-1]):
+        for process in together:
+            process.terminate()
+        for process in together:
+            _await_end(process)
     processes.clear()
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _await_end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _tell(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
@@ -187,7 +209,7 @@ def _tell(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
         raise LaunchError(f"a server process ended at its start with exit code {process.wait()}; see stderr.") from None
 
 
-def _await_ready(process: subprocess.Popen[str]) -> None:
+def _await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
     watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
     watchdog.start()
@@ -202,10 +224,11 @@ def _await_ready(process: subprocess.Popen[str]) -> None:
             f"a server process of the queue ended with exit code {code} before it was ready (it has "
             f"{_START_TIMEOUT_S:.0f} s to start); look at what it printed to stderr."
         )
-    answer = json.loads(line)
+    answer: dict[str, Any] = json.loads(line)
     if "ready" not in answer:
         said = f"a server process of the queue did not start: {answer['text']}"
         raise LaunchError(said) if answer["code"] == RemoteError.__name__ else from_wire(answer["code"], said)
+    return answer
 
 
 def _together(config: QueueConfig) -> bool:

@@ -94,7 +94,7 @@ class Fetch(Request, frozen=True):
     ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not. ``first_index``:
     the batches from there up to this one are drawn first, in their order, where nobody asked for them yet. ``skip``:
     rows at the start of a batch given before that the caller doesn't need again; they may be cleared. ``pass_start``:
-    the batch that the caller's pass over a finite stream began with; all who began before an end are told that end.
+    the batch that the caller's pass over a finite stream began with; readers that began before an end are all told it.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
     ``mapped``: large ones as places in memory that the client has mapped.

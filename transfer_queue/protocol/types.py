@@ -22,7 +22,9 @@ Call = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+LONGEST_WAIT_S = 1e9
+"""What infinitely long means on the wire."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]
 
 
 class FieldSpec(msgspec.Struct, frozen=True, array_like=True):

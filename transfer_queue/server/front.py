@@ -249,7 +249,7 @@ class Front:
             return act()
         except StopIteration:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # foreign code may raise anything, and no Ctrl-C reaches a server
             pending = self._calls.get((client, call))
             if pending is not None and pending.steps is not None:
                 pending.steps.close()
@@ -341,7 +341,12 @@ class Front:
         answers = [] if self.unit is None else self._of_unit(self.unit.cancel(client, cancel.call, now))
         if self.plane is None:
             return [Answer(client, p.Done(cancel.id)), *answers]
-        return [*answers, *self._of_plane(self.plane.handle(client, cancel, now))]
+        replies = self._of_plane(self.plane.handle(client, cancel, now))
+        if self._janitor is not None:
+            self._janitor.cancelled(
+                client, cancel.call, p.Done(cancel.id, "undone") in [each.reply for each in replies]
+            )
+        return [*answers, *replies]
 
     def _drop(self, client: str, number: int) -> None:
         call = self._calls.pop((client, number), None)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.logging_utils import get_logger
@@ -19,7 +20,7 @@ class Janitor:
     """``storage``: the controller's own client of the storage. It is used in the janitor's thread alone.
 
     A write to a unit of another process is committed by its client after the controller has published it. A client may
-    end between the two. The controller knows which of its writes were published, and the unit commits them then.
+    end or give up between the two, not knowing whether it is published. The controller does, and has the units told.
     """
 
     def __init__(self, storage: StorageManager) -> None:
@@ -43,6 +44,13 @@ class Janitor:
         if not own:
             del self._published[client]
 
+    def cancelled(self, client: str, call: int, undone: bool) -> None:
+        """The client has given this call up. Where it began a write, that is committed if published, else aborted."""
+        published = [number for number, write in self._published.get(client, {}).items() if write == call]
+        self.received(client, published)
+        if published or undone:
+            self._jobs.put(lambda: self._storage.end_write(client, call, bool(published)))
+
     def end_session(self, client: str) -> None:
         published = list(self._published.pop(client, {}).values())
         self._jobs.put(lambda: self._storage.end_session(client, published))
@@ -60,7 +68,9 @@ class Janitor:
         while (job := self._jobs.get()) is not None:
             try:
                 run_blocking(job())
-            except Exception as error:  # a unit is gone, or the backend is anybody's code: the next job is done
+            except QueueUnreachableError as error:  # the unit has ended, maybe with the queue, and its values with it
+                _log.debug("what an ended client left behind is gone with its storage unit: %s", error)
+            except Exception as error:  # the backend may be anybody's code, and the next job must be done
                 _log.warning("what an ended client left behind could not be deleted: %r", error)
         run_blocking(self._storage.close())
         self._storage.session.close()

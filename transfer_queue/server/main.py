@@ -38,7 +38,8 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     server = SocketServer(orders["address"])
     _stop_with(server, orders)
     front, close = make_front(server, orders, orders["sampler"])
-    ready.write(json.dumps({"ready": True}) + "\n")
+    listening = _listen(server, front, orders)
+    ready.write(json.dumps({"ready": True, "listening": listening}) + "\n")
     ready.close()
     _collect_rarely()
     server.serve(front)
@@ -47,6 +48,23 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
         os.rmdir(orders["directory"])
+
+
+def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> str | None:
+    """Serve other hosts, too, where the orders say so. Returns the address with its real port."""
+    if orders["listen"] is None:
+        return None
+    from transfer_queue.transport.keys import read_keys
+
+    remote = server.beside(orders["listen"], read_keys(orders["key_file"]))
+    remote.open(front)
+
+    def disconnect(client: str) -> None:
+        server.disconnect(client)
+        remote.disconnect(client)
+
+    front.disconnect, front.connections = disconnect, lambda: {**server.clients(), **remote.clients()}
+    return remote.address
 
 
 def make_front(

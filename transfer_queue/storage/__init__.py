@@ -8,8 +8,8 @@ from typing import Any
 
 _HOME = {
     "StorageManager": "transfer_queue.storage.base:StorageManager",
-    "SimpleStorageManager": "transfer_queue.storage.shm.client:SharedMemoryManager",
-    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.client:SharedMemoryManager",
+    "SimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
     "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
 }
 __all__ = ["AsyncSimpleStorageManager", "SimpleStorageManager", "StorageKeyNotFoundError", "StorageManager"]

@@ -58,10 +58,11 @@ class InFront(ABC):
         """Every column, ready to be written; nothing is copied yet. Raises ValueError for what can't be stored."""
 
     @abstractmethod
-    async def staged(self, sources: Mapping[str, Any], count: int, replaced: Sequence[int]) -> Staged:
+    async def staged(self, call: int, sources: Mapping[str, Any], count: int, replaced: Sequence[int]) -> Staged:
         """Copy large columns to where they will lie, after a wait for room.
 
-        ``replaced``: samples whose values the write replaces.
+        ``call`` leases that memory; if the write fails, ``closed`` must follow. ``replaced``: samples whose values the
+        write replaces.
         """
 
     @abstractmethod
@@ -74,7 +75,7 @@ class InFront(ABC):
 
     @abstractmethod
     async def closed(self, call: int) -> None:
-        """The values that came with this call's answer are not wanted: what it pinned is released."""
+        """The memory that this call pinned, or leased, is not needed any more."""
 
 
 class StorageManager(ABC):
@@ -114,6 +115,10 @@ class StorageManager(ABC):
 
     async def abort(self, call: int, indexes: Sequence[int]) -> None:
         """The write was not published. A backend that can't tell keeps it until its samples are cleared."""
+        return
+
+    async def end_write(self, client: str, call: int, published: bool) -> None:
+        """The controller's word: this client has given up this write, and doesn't know whether it was published."""
         return
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:

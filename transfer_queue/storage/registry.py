@@ -15,9 +15,9 @@ from transfer_queue.transport.session import Session
 Manager = TypeVar("Manager", bound=type[StorageManager])
 
 _backends: dict[str, str | type[StorageManager]] = {
-    "SimpleStorage": "transfer_queue.storage.shm.client:SharedMemoryManager",
+    "SimpleStorage": "transfer_queue.storage.shm.manager:SharedMemoryManager",
     # What the first backend was called before; configurations still say so.
-    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.client:SharedMemoryManager",
+    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
 }
 
 

@@ -13,8 +13,8 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterable
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, NamedTuple
 
 from transfer_queue.errors import ClosedError
@@ -144,7 +144,7 @@ class SocketCaller:
                 raise closed()
             if self._tcp is None:
                 self._tcp = TcpLinks(self._client, self._server_key, self._heartbeat_s, self._lease_s)
-                weakref.finalize(self, self._tcp.close)  # a caller may be dropped, or the process end, without closing
+                Finalize(self, self._tcp.close, exitpriority=0)  # see UnixConnection
         return self._tcp.connect(peer)
 
     def _give_back(self, borrowed: list[Connection]) -> None:

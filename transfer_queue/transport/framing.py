@@ -13,7 +13,7 @@ import numpy as np
 
 from transfer_queue.transport.base import Buffer
 
-# Both ends are processes of one host and one version: numbers travel in its byte order, the mark changes with the form.
+# Both ends are of one version, and of hosts with the same byte order. The mark changes with the form.
 _MARK = b"TQL1"
 _PREFIX = struct.Struct("=4sIQQ")  # mark, size of the header, request id, number of frames; their sizes follow
 _SIZE = 8

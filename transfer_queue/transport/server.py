@@ -62,6 +62,10 @@ class SocketServer:
         self.address = self._listener.address
         self._loop.add(self)
 
+    def beside(self, address: str, keys: ServerKeys) -> SocketServer:
+        """A server at another address, served by the same thread."""
+        return SocketServer(address, self._loop, keys)
+
     # ---- what else it waits for ----
 
     def watch(self, pid: int, namespace: int | None, ended: Ready) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from transfer_queue import protocol as p
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
 from transfer_queue.transport.base import Buffer, Call, Peer, Reply
 from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.keys import read_public_key
 from transfer_queue.transport.modes import run_blocking
 
 R = TypeVar("R", bound=p.Reply)
@@ -40,9 +41,11 @@ class Session:
     That is said with the client's next message to that server (``received``).
     """
 
-    def __init__(self, client_id: str, controller: Peer) -> None:
+    def __init__(self, client_id: str, controller: Peer, key_file: str | None = None) -> None:
+        """``key_file``: of the server's public key, for ``tcp://`` addresses."""
         self.controller = controller
         self.client_id = client_id
+        self._server_key = None if key_file is None else read_public_key(key_file)
         self.timeout_s = 30.0
         self._numbers = itertools.count(1)
         self._pid = os.getpid()
@@ -51,7 +54,7 @@ class Session:
         self._begin()
 
     def _begin(self) -> None:
-        self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+        self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}", self._server_key)
         self._received: dict[str, set[int]] = {}
         self._memory = threading.Condition()
         self._num_copying = 0
@@ -87,6 +90,8 @@ class Session:
         return list(own) if own else []
 
     def _cancel_of(self, request: p.Request) -> bytes:
+        if isinstance(request, p.Publish):
+            return b""  # it can't be undone; its answer stays for the caller to ask again what became of it
         return p.encode_request(p.Cancel(self.number(), request.id))
 
     def done(self, peer: Peer, *calls: int) -> None:

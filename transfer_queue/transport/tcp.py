@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -25,17 +24,18 @@ from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Buffer, Peer
 from transfer_queue.transport.connection import absent, gone, no_address, unconnected
 from transfer_queue.transport.descriptors import Descriptors
-from transfer_queue.transport.framing import Message
+from transfer_queue.transport.framing import FramingError, Inbound, Message, encode
 
 SCHEME = "tcp://"
 VERSION = b"TQT1"
 HELLO, BEAT, BYE, CALL = b"H", b"B", b"E", b"C"
-"""The first part of a message: with the version and a client's name; alone; alone; with number, header and frames."""
+"""The first part of a message: with the version and a client's name; alone; alone; with pieces of calls or answers."""
 LINGER_MS = 500
 
 _CLOSE_S = 5.0
 _NEVER_MS = 1 << 30
-_NUMBER = struct.Struct("<Q")
+_PIECE_NBYTES = 1 << 18
+_MAX_PARTS = 1024
 _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
 _EVENTS = (
@@ -47,22 +47,67 @@ _EVENTS = (
 )
 
 
-def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> list[zmq.Frame]:
-    """A call or its answer, with copies of all: their owners may change them from now on."""
-    return [_frame(part) for part in (CALL, _NUMBER.pack(number), header, *frames)]
+def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> Iterator[list[Any]]:
+    """A call or its answer as messages of ZMQ, with copies of all: the owners may change it from now on.
+
+    A message arrives whole or not at all. So a large one is sent in pieces: each says that its sender lives.
+    """
+    message: list[Any] = [CALL]
+    room = _PIECE_NBYTES
+    for part in encode(number, header, frames):
+        view = memoryview(part)
+        while view:
+            message.append(zmq.Frame(view[:room], copy=True))
+            view, room = view[room:], room - min(room, len(view))
+            if not room or len(message) > _MAX_PARTS:
+                yield message
+                message, room = [CALL], _PIECE_NBYTES
+    if len(message) > 1:
+        yield message
 
 
-def _frame(data: Buffer) -> zmq.Frame:
-    view = memoryview(data)
-    return zmq.Frame(view.cast("B") if view.nbytes else b"", copy=True)
+class Pieces:
+    """Messages out of the pieces that ``pack`` made."""
 
+    def __init__(self) -> None:
+        self._inbound = Inbound()
+        self._left: deque[memoryview] = deque()
 
-def unpack(parts: Sequence[zmq.Frame]) -> Message | None:
-    """The parts of a call or an answer; None: it is something else."""
-    if len(parts) < 3 or len(parts[1]) != _NUMBER.size:
-        return None
-    (number,) = _NUMBER.unpack(parts[1].bytes)
-    return Message(number, parts[2].bytes, [part.buffer.toreadonly() for part in parts[3:]])
+    def add(self, parts: Sequence[zmq.Frame]) -> list[Message]:
+        """The messages that are whole now. Raises FramingError: it is nothing that ``pack`` made."""
+        self._left.extend(part.buffer for part in parts if len(part))
+        messages = []
+        while self._left:
+            messages += self._inbound.receive(self)
+        return messages
+
+    def recv(self, size: int) -> bytes:
+        """See ``framing.Source``."""
+        taken = []
+        while self._left and size:
+            taken.append(self._take(size))
+            size -= len(taken[-1])
+        return b"".join(taken)
+
+    def recvmsg_into(self, buffers: Iterable[Any]) -> tuple[int, Any, Any, Any]:
+        """See ``framing.Source``."""
+        total = 0
+        for buffer in buffers:
+            at = 0
+            while self._left and at < len(buffer):
+                taken = self._take(len(buffer) - at)
+                buffer[at : at + len(taken)] = taken
+                at += len(taken)
+            total += at
+        return total, [], 0, None
+
+    def _take(self, size: int) -> memoryview:
+        taken = self._left[0][:size]
+        if len(taken) == len(self._left[0]):
+            self._left.popleft()
+        else:
+            self._left[0] = self._left[0][size:]
+        return taken
 
 
 class TcpConnection:
@@ -85,7 +130,7 @@ class TcpConnection:
         if self._link.error is not None:
             raise self._broken(self._link.error)
         number = request_id and self._number << _ID_BITS | request_id
-        self._link.outbox.append(pack(number, header, frames))
+        self._link.outbox.extend(list(pack(number, header, frames)))  # one step: nothing comes in between
         self._links.wake()
 
     def flush(self) -> None:
@@ -138,6 +183,7 @@ class _Link:
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
         self.silent_beats = 0
+        self._pieces = Pieces()
 
     def send(self) -> None:
         with contextlib.suppress(zmq.Again):  # the connection has ended: ``receive`` will hear of it
@@ -161,12 +207,15 @@ class _Link:
                 f"{self.peer.name} at {self.peer.address} has ended this connection: it was told to, or heard nothing "
                 f"of this client for too long. What the client held there has been released."
             )
-        message = unpack(parts) if kind == CALL else None
-        if message is None:
+        try:
+            messages = self._pieces.add(parts[1:]) if kind == CALL else []
+        except FramingError as error:
+            self.fail(f"{self.peer.name} at {self.peer.address} sent {error}")
             return
-        connection = self.connections.get(message.request_id >> _ID_BITS)
-        if connection is not None:
-            connection.deliver(message._replace(request_id=message.request_id & _ID_MASK))
+        for message in messages:
+            connection = self.connections.get(message.request_id >> _ID_BITS)
+            if connection is not None:
+                connection.deliver(message._replace(request_id=message.request_id & _ID_MASK))
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_CLOSED:
@@ -175,8 +224,8 @@ class _Link:
             self.fail(str(gone(self.peer)))
         else:
             self.fail(
-                f"can't connect to {self.peer.name} at {self.peer.address}: it does not accept this client's key. Take "
-                f"the public key from the key file of the running queue; a queue without encryption has none."
+                f"can't connect to {self.peer.name} at {self.peer.address}: it does not accept this client's key, or "
+                f"has ended just now. The public key is in the key file of the queue; without encryption there is none."
             )
 
     def fail(self, text: str) -> None:
@@ -254,7 +303,9 @@ class TcpLinks:
 
     def wake(self) -> None:
         """The thread has something to do."""
-        os.eventfd_write(self._wake.at(0), 1)
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wake.at(0), 1)
 
     def _run(self) -> None:
         links: list[_Link] = []
@@ -307,12 +358,11 @@ class TcpLinks:
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
+            os.eventfd_write(self._wake.at(0), 1)
         if self._thread is None:
             self._context.term()
-        else:
-            self.wake()
-            if self._thread is not threading.current_thread():
-                self._thread.join(_CLOSE_S)
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
         self._wake.close()
 
 

@@ -13,9 +13,10 @@ import zmq
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing, Service
+from transfer_queue.transport.framing import FramingError
 from transfer_queue.transport.keys import ServerKeys
 from transfer_queue.transport.loop import Readiness, guarded
-from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, pack, unpack
+from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, Pieces, pack
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
@@ -30,11 +31,13 @@ class _Route:
         self.address = address
         self.client = client
         self.silent_beats = 0
+        self.pieces = Pieces()
         self._is_leaving = False
 
     def send(self, answer: Outgoing) -> None:
         if answer.envelope.request_id != NOBODY_WAITS and not self._is_leaving:
-            self._listener.send(self.address, pack(answer.envelope.request_id, answer.header, answer.frames))
+            for message in list(pack(answer.envelope.request_id, answer.header, answer.frames)):
+                self._listener.send(self.address, message)
 
     def disconnect(self) -> None:
         self._is_leaving = True
@@ -105,12 +108,19 @@ class TcpListener:
             self._welcome(address, kind, parts)
             return
         route.silent_beats = 0
-        if kind == BEAT:
-            self.send(address, [BEAT])
-        elif kind == BYE:
+        if kind == BYE:
             self._end(route)
-        elif kind == CALL and (message := unpack(parts[1:])) is not None:
-            self._service.deliver(Envelope(route.client, message.request_id, route), message.header, message.frames)
+        elif kind == CALL:
+            self._deliver(route, parts[2:])
+
+    def _deliver(self, route: _Route, pieces: Sequence[zmq.Frame]) -> None:
+        try:
+            messages = route.pieces.add(pieces)
+        except FramingError:  # it never was a client
+            self._end(route)
+            return
+        for request_id, header, frames in messages:
+            self._service.deliver(Envelope(route.client, request_id, route), header, frames)
 
     def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:
@@ -149,14 +159,14 @@ class TcpListener:
                     "client %s has been silent for %.0f s, and is counted as gone", route.client, self._lease_s
                 )
                 self._end(route)
-            route.silent_beats += 1
+            else:
+                route.silent_beats += 1
+                self.send(route.address, [BEAT])
 
     def close(self) -> None:
         for descriptor in (self._descriptor, self._again):
             self._readiness.remove(descriptor)
         os.close(self._again)
-        for address in self._routes:
-            self._router.send_multipart([address, BYE])
         self._routes.clear()
         self._router.close(linger=LINGER_MS)
         self._context.term()

@@ -13,8 +13,10 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.util import Finalize
 
 from transfer_queue.config import environment_text
 from transfer_queue.errors import ConfigError, LaunchError, QueueUnreachableError
@@ -28,6 +30,7 @@ _BUFFER_NBYTES = 1 << 20  # the kernel gives less where its limit is lower
 _CONNECT_S = 1
 _BACKLOG = 4096
 _NEWCOMERS_PER_TURN = 64
+_NO_ROOM_S = 0.1
 _MAX_UNREAD_ANSWERS = 8
 _MAX_PATH_NBYTES = 107
 _NAME_NBYTES = 24
@@ -50,7 +53,8 @@ class UnixConnection:
             self._socket = _prepared(lambda new: _connect(new, path))
         except OSError as error:
             raise unconnected(peer, error) from error
-        weakref.finalize(self, self._socket.close)  # a caller may be dropped, or the process end, without closing it
+        # A caller may be dropped, or the process end, without closing it. Then it comes after the goodbyes of clients.
+        Finalize(self, self._socket.close, exitpriority=0)
         self.descriptor = self._socket.fileno()
         self._greeting: list[Buffer] = encode(NOBODY_WAITS, client.encode())
         self._inbound = Inbound()
@@ -191,6 +195,7 @@ class UnixListener:
         self.service = service
         self._path = address.removeprefix(SCHEME)
         self._routes: set[_Route] = set()
+        self._listen_at = 0.0
         self._socket = _prepared(lambda new: _bind(new, self._path))
         self._listen(True)
 
@@ -207,26 +212,26 @@ class UnixListener:
                 self._routes.add(_Route(self, _accepted(self._socket)))
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # out of descriptors: newcomers wait until somebody leaves
-            if self._routes:
-                self._listen(False)
+        except OSError:  # out of descriptors: newcomers wait, and the loop is not told of them all the time
+            self._listen(False)
+            self._listen_at = time.monotonic() + _NO_ROOM_S
 
     def left(self, route: _Route) -> None:
         """It has closed."""
         self._routes.discard(route)
-        if not self._listening:
-            self._listen(True)
 
-    def next_deadline(self) -> None:
-        return None
+    def next_deadline(self) -> float | None:
+        return None if self._listening else self._listen_at
 
     def expire(self, now: float) -> None:
-        """Nothing is ever due."""
+        if not self._listening and now >= self._listen_at:
+            self._listen(True)
 
     def close(self) -> None:
         for route in list(self._routes):
             route.close(quietly=True)
-        self._listen(False)
+        if self._listening:
+            self._listen(False)
         self._socket.close()
         with contextlib.suppress(OSError):  # its directory has gone
             os.unlink(self._path)

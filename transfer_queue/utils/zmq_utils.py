@@ -21,12 +21,14 @@ class ZMQServerInfo:
         ip: str = "localhost",
         ports: Mapping[str, str] | None = None,
         pid: int | None = None,
+        key_file: str | None = None,
     ) -> None:
         self.role = role
         self.id = id
         self.ip = ip
         self.ports = dict(ports or {})
         self.pid = pid
+        self.key_file = key_file
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ZMQServerInfo) and self.to_dict() == other.to_dict()
@@ -44,7 +46,14 @@ class ZMQServerInfo:
         return self.ports[port_name]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"role": self.role, "id": self.id, "ip": self.ip, "ports": dict(self.ports), "pid": self.pid}
+        return {
+            "role": self.role,
+            "id": self.id,
+            "ip": self.ip,
+            "ports": dict(self.ports),
+            "pid": self.pid,
+            "key_file": self.key_file,
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ZMQServerInfo:

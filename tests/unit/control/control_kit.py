@@ -14,7 +14,7 @@ INT = p.FieldSpec("int64", (4,))
 FLOAT = p.FieldSpec("float32", (1,))
 _ids = itertools.count(1)
 _begun: dict[tuple[str, int], int] = {}
-"""By client and sample: the call that reserved it last."""
+"""By client and the first of the samples: the call that reserved them last."""
 
 
 def fields(*names: str) -> dict[str, p.FieldSpec]:
@@ -41,7 +41,8 @@ def indexes(reply: Any) -> list[int]:
 def reserve(plane: ControlPlane, count: int, partition: str = "p", client: str = ROLLOUT, **kwargs: Any) -> list[int]:
     reply = ask(plane, client, p.Reserve, partition, count, **kwargs)
     reserved = indexes(reply)
-    _begun.update({(client, index): reply.id for index in reserved})
+    if reserved:
+        _begun[client, reserved[0]] = reply.id
     return reserved
 
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+import pytest
 from control_kit import (
     ACTOR,
     CRITIC,
@@ -366,3 +369,27 @@ def test_answered_waits_leave_no_deadline_behind(plane):
         publish(plane, reserve(plane, 1))
     assert plane.next_deadline() is None
     assert len(plane.state.waiters._deadlines) <= 70
+
+
+@pytest.mark.parametrize("how", ["clear", "restore"])
+def test_a_large_partition_that_is_gone_is_freed_in_slices(plane, how):
+    names = [f"k{i}" for i in range(50_000)]
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", names, True))
+    ask(plane, ROLLOUT, p.SetTags, {"p": {index: {"v": 1} for index in samples}})
+    gone = plane.state.partitions["p"]
+    if how == "clear":
+        ask(plane, ACTOR, p.ClearPartition, "p")
+    else:
+        ask(plane, ACTOR, p.Restore, ask(ControlPlane(), ACTOR, p.Freeze).state)
+    assert (plane.state.partitions, plane.next_deadline()) == ({}, -math.inf)
+    left = []
+    while plane.next_deadline() is not None:
+        assert plane.expire(0.0) == []
+        left.append((len(gone.keys), len(gone.tags)))
+    assert left == [(30_000, 30_000), (10_000, 10_000), (0, 0)]
+
+
+def test_a_large_partition_without_keys_and_tags_is_freed_at_once(plane):
+    ask(plane, ROLLOUT, p.Insert, "p", 50_000)
+    ask(plane, ACTOR, p.ClearPartition, "p")
+    assert plane.next_deadline() is None

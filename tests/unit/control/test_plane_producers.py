@@ -20,8 +20,12 @@ from control_kit import (
     reserve,
     seal,
 )
+from control_model import ProducersModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
+from transfer_queue.control.producers import Producers
 
 
 def grace(make_plane, seconds=5.0):
@@ -147,8 +151,9 @@ def test_a_session_that_only_reserved_and_left_says_nothing_about_those_that_pub
     park(plane, 2, wait_s=600.0)
     ask(plane, "second", p.Reserve, "q", 1, fields("x"))
     plane.client_gone(ROLLOUT, now=1.0)
-    plane.client_gone("second", now=60.0, died=False)
-    refused(plane.expire(60.0)[0].reply, "ProducersGoneError")
+    ((client, reply),) = plane.client_gone("second", now=60.0, died=False)
+    assert client == ACTOR
+    refused(reply, "ProducersGoneError")
 
 
 def test_a_producer_that_dies_in_its_first_put_is_told(make_plane):
@@ -199,3 +204,30 @@ def test_what_is_known_of_fields_does_not_grow_with_sessions_that_leave(make_pla
         put(plane, 1, f"field {i}", client=f"client {i}")
         plane.client_gone(f"client {i}", now=0.0, died=False)
     assert plane.state.producers._fields == {}
+
+
+SESSIONS, FIELDS = ("anna", "bert", "carl"), ("x", "y")
+STEP = st.one_of(
+    st.tuples(st.sampled_from(["began", "published"]), st.sampled_from(SESSIONS), st.sampled_from(FIELDS)),
+    st.tuples(st.just("gone"), st.sampled_from(SESSIONS), st.booleans()),
+    st.tuples(st.just("time"), st.sampled_from([1.0, 4.0, 6.0]), st.none()),
+)
+
+
+@settings(max_examples=500, deadline=None, print_blob=True)
+@given(st.lists(STEP, max_size=30))
+def test_producers_are_lost_when_none_is_left_and_the_last_one_to_end_died_longer_ago_than_the_grace_time(steps):
+    producers, model, now, verdicts = Producers(5.0), ProducersModel(), 0.0, set()
+    for kind, who, what in steps:
+        before = [name for name in FIELDS if model.lost([name], now, 5.0)]
+        if kind == "time":
+            now += who
+        elif kind == "gone":
+            verdicts |= producers.gone(who, what, now)
+            model.gone(who, what, now)
+        else:
+            getattr(producers, kind)(who, [what])
+            getattr(model, kind)(who, [what])
+        lost = [name for name in FIELDS if model.lost([name], now, 5.0)]
+        assert [name for name in FIELDS if producers.missing([name], now)] == lost
+        assert set(lost) <= set(before) or any(at <= now for at in verdicts), "and it was told when to look again"

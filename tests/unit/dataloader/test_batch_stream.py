@@ -115,7 +115,7 @@ class Source:
                 pass
             return
         assert select.select([descriptor], [], [], WAIT_S)[0], "nobody woke this fetch"
-        raise ClosedError("given up")
+        raise ClosedError("cancelled")
 
 
 @pytest.fixture(autouse=True)
@@ -226,11 +226,11 @@ def test_a_client_closed_by_somebody_else_is_an_error():
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_giving_up_ends_a_stream_that_waits(ahead):
-    source, given_up = Source(park_at=1), threading.Event()
-    batches = iter(BatchStream(source, 0, 1, ahead, given_up.is_set))
+def test_a_stop_ends_a_stream_that_waits(ahead):
+    source, stopped = Source(park_at=1), threading.Event()
+    batches = iter(BatchStream(source, 0, 1, ahead, stopped.is_set))
     assert next(batches)[0] == 0
-    given_up.set()
+    stopped.set()
     assert list(batches) == []
     assert threads() == []
 
@@ -261,7 +261,7 @@ def test_a_batch_is_not_held_once_it_was_handed_out():
         assert Values.alive == 0
 
 
-# ---- a reader who does it himself ----
+# ---- a reader that fetches itself ----
 
 
 class Noting(Source):
@@ -341,7 +341,7 @@ def test_when_it_is_not_the_readers_turn_any_more_the_thread_goes_on():
     batches.close()
 
 
-def test_while_the_reader_does_it_himself_no_more_than_one_batch_is_ahead():
+def test_while_the_reader_fetches_itself_no_more_than_one_batch_is_ahead():
     source = Noting(last=10_000)
     stream = BatchStream(source, 0, 1, 5, never, Decided())
     batches = iter(stream)
@@ -351,12 +351,12 @@ def test_while_the_reader_does_it_himself_no_more_than_one_batch_is_ahead():
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_giving_up_ends_a_stream_whose_reader_does_it_himself(near):
-    source, given_up = Noting(park_at=60), threading.Event()
-    batches = iter(BatchStream(source, 0, 1, 2, given_up.is_set, Decided()))
+def test_a_stop_ends_a_stream_whose_reader_fetches_itself(near):
+    source, stopped = Noting(park_at=60), threading.Event()
+    batches = iter(BatchStream(source, 0, 1, 2, stopped.is_set, Decided()))
     source.waits_for(ME, batches)
     source.near = lambda: near
-    given_up.set()
+    stopped.set()
     assert len(list(batches)) <= 3, "what was asked for before"
 
 
@@ -376,7 +376,7 @@ def test_what_goes_wrong_in_the_readers_hands_ends_the_stream(error):
 
 
 class Whims:
-    """Says yes and no as it was told, again and again, to whoever asks; also whose turn it is."""
+    """Says yes and no as it was told, again and again, to every caller; also whose turn it is."""
 
     def __init__(self, answers: list[bool]) -> None:
         self._answers = itertools.cycle(answers)

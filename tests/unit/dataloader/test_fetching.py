@@ -89,9 +89,9 @@ class Client:
         self.waits = []
         self.consumed = consumed
 
-    def begin_fetch_batch(self, *asked, wait_s, finite):
-        self.asked.append((*asked, finite))
-        self.waits.append(wait_s)
+    def begin_fetch_batch(self, fetch):
+        self.asked.append(fetch)
+        self.waits.append(fetch.wait_s)
         return self
 
     def finish(self):
@@ -123,7 +123,9 @@ def test_one_request_is_parked_no_longer_than_the_stream_may_wait():
     spec = StreamSpec(["a"], 4, "actor", {"dp_rank": 0, "own": 1}, timeout_s=0.1, finite=True)
     with pytest.raises(BatchTimeoutError):
         BatchFetcher(client, spec, "p", no_pause)(5).receive()
-    assert client.asked[0] == (["a"], 4, "p", "actor", {"dp_rank": 0, "own": 1, "batch_index": 5}, True)
+    assert client.asked[0] == protocol.Fetch(
+        0, "p", "actor", ["a"], 4, 0, 5, wait_s=client.waits[0], finite=True, sampler_args={"own": 1}
+    )
     first, *others = client.waits  # asked before anybody waited: the stream's wait begins with the second one
     assert others == sorted(others, reverse=True)
     assert 0.0 <= others[-1] < min(first, others[0])

@@ -11,7 +11,7 @@ from transfer_queue.dataloader.turns import MOMENT_S, Turns
 
 
 class World:
-    """A stream whose batches take so many seconds, from one to the next: by the thread, or by the reader himself."""
+    """A stream whose batches take so many seconds, from one to the next: by the thread, or by the reader itself."""
 
     def __init__(self, by_thread: float, by_reader: float, busy: float = 0.0) -> None:
         self.turns = Turns()
@@ -105,7 +105,7 @@ def test_a_reader_who_becomes_busy_is_relieved_when_he_is_away_again():
     world.busy, world.cost = 0.1, {False: 0.1, True: 0.1}
     assert world.read(50)[2:] == [False] * 48
     world.busy, world.cost = 0.0, {False: 0.0010, True: 0.0005}
-    assert world.read(100)[-80:].count(False) <= 16, "his again, but for one window of another try of the thread"
+    assert world.read(100)[-80:].count(False) <= 16, "the reader's again, but for one window in which the thread tries"
 
 
 def test_a_reader_who_is_away_now_and_then_goes_on_as_before():

@@ -120,6 +120,14 @@ class Release(Request, frozen=True):
     calls: list[int]
 
 
+class EndWrite(Request, frozen=True):
+    """From the controller: this client has given up this write. Commit it if it was published, else delete it."""
+
+    client: str
+    call: Call
+    published: bool
+
+
 class EndSession(Request, frozen=True):
     """From the controller: this client has ended. Of its uncommitted writes these were published; delete the others."""
 
@@ -154,7 +162,7 @@ class UnitStats(Reply, frozen=True):
     uncommitted_nbytes: int = 0
 
 
-UnitRequest: TypeAlias = Lease | Write | Commit | Read | Delete | Release | EndSession | AskUnitStats
+UnitRequest: TypeAlias = Lease | Write | Commit | Read | Delete | Release | EndWrite | EndSession | AskUnitStats
 UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)
 

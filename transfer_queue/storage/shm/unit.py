@@ -33,6 +33,7 @@ from transfer_queue.storage.shm.messages import (
     Delete,
     Deleted,
     EndSession,
+    EndWrite,
     FieldParts,
     Lease,
     Leased,
@@ -109,6 +110,7 @@ class StorageUnit:
             Read: self._read,
             Delete: self._delete,
             Release: self._release,
+            EndWrite: self._end_write,
             EndSession: self._end_session,
             AskUnitStats: self._stats,
         }
@@ -321,6 +323,13 @@ class StorageUnit:
             if write is not None:  # else a reader was here first
                 self._store.write(*write)
         self._squeeze()
+        return [UnitReply(client, Done(request.id)), *self._admit()]
+
+    def _end_write(self, client: str, request: EndWrite, frames: list[memoryview]) -> list[UnitReply]:
+        write = self._uncommitted.take(request.client, request.call)
+        if write is not None and request.published:
+            self._store.write(*write)
+            self._squeeze()
         return [UnitReply(client, Done(request.id)), *self._admit()]
 
     def _end_session(self, client: str, request: EndSession, frames: list[memoryview]) -> list[UnitReply]:

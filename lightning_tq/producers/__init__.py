@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Producer processes of a run, and what they use: model weights and pacing."""

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ProducerGroup: processes that fill the queue during a run. They start, are watched and end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any
+
+from lightning_tq.checks import check_int
+from lightning_tq.producers.process import StartOrder
+from transfer_queue.errors import InvalidRequestError, TransferQueueError
+
+_KEPT_LINES = 80
+_STOP_TIMEOUT_S = 5.0
+_STAGES = ("fit", "validate", "test", "predict")
+
+
+class ProducerError(TransferQueueError, RuntimeError):
+    """A producer process failed. The text contains the last lines of its stderr, including a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Producer:
+    """A function or command that puts samples into the queue, in its own processes during a run.
+
+    ``transfer_queue.get_client()`` finds the queue there by TQ_ADDRESS. A process that fails ends the run; one that
+    returns is done. All of them end with the run, even if the run is killed.
+    """
+
+    target: str | list[str] | Callable[..., Any]
+    """"module:function", a function at the top level of a module, or a command as a list of words. A function with
+    parameters "worker" (0 ... count - 1) and "num_workers" gets them. All processes get them as the environment
+    variables TQ_WORKER and TQ_NUM_WORKERS."""
+    count: int = 1
+    """Number of processes."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Additional environment variables of the processes."""
+    stages: list[str] = field(default_factory=lambda: ["fit"])
+    """Entry points during which it runs: fit, validate, test, predict."""
+    name: str | None = None
+    """Its name in messages. Default: the function or command."""
+
+    def __post_init__(self) -> None:
+        check_int("producer count", self.count, 1)
+        unknown = [stage for stage in self.stages if stage not in _STAGES]
+        if unknown:
+            raise InvalidRequestError(
+                f"a producer's stages are among {', '.join(_STAGES)}, got stages={self.stages!r}."
+            )
+        if isinstance(self.target, list):
+            if not self.target or self.args:
+                raise InvalidRequestError(
+                    f"a command is a list of words and takes no args, got {self.target!r} and {self.args!r}."
+                )
+            return
+        if isinstance(self.target, str) and ":" not in self.target:
+            raise InvalidRequestError(f"producer target {self.target!r} must be 'module:function' or a list of words.")
+        self.function_path()
+
+    def function_path(self) -> str:
+        """The function as "module:name". Raises InvalidRequestError if another process can't import it."""
+        if isinstance(self.target, str):
+            return self.target
+        module, name = getattr(self.target, "__module__", None), getattr(self.target, "__qualname__", "<")
+        if module is None or "<" in name:
+            raise InvalidRequestError(
+                f"producer target {self.target!r} can't be imported by another process. Use a function at the top "
+                "level of a module."
+            )
+        return f"{module}:{name}"
+
+    def label(self) -> str:
+        if self.name:
+            return self.name
+        return " ".join(self.target) if isinstance(self.target, list) else self.function_path()
+
+    def start_order(self, worker: int) -> StartOrder:
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        return StartOrder(
+            command=self.target if isinstance(self.target, list) else None,
+            function=None if isinstance(self.target, list) else self.function_path(),
+            args=pickle.dumps(dict(self.args)),
+            worker=worker,
+            num_workers=self.count,
+            main_path=getattr(main, "__file__", None),
+            main_name=None if spec is None else spec.name,
+            sys_path=list(sys.path),
+            parent=os.getpid(),
+        )
+
+
+class ProducerProcess:
+    """A running producer and the last lines of its stderr."""
+
+    def __init__(self, producer: Producer, worker: int, address: str) -> None:
+        self.label = f"{producer.label()!r} (process {worker + 1} of {producer.count})"
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "lightning_tq.producers.process"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(producer, worker, address),
+            start_new_session=True,  # Ctrl-C reaches only the trainer, which ends its producers
+        )
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._reader = threading.Thread(target=self._forward, name="lightning-tq-producer-stderr", daemon=True)
+        self._reader.start()
+        assert self.popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has already ended; failure() reports how
+            producer.start_order(worker).write(self.popen.stdin)
+            self.popen.stdin.close()
+
+    def _forward(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            text = line.decode(errors="replace")
+            self._lines.append(text)
+            sys.stderr.write(text)
+
+    def failure(self) -> ProducerError | None:
+        """The error that it ended with. None while it runs, and after a success."""
+        code = self.popen.poll()
+        if code is None or code == 0:
+            return None
+        self._reader.join(_STOP_TIMEOUT_S)
+        cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        output = "".join(self._lines).rstrip() or "(nothing)"
+        return ProducerError(
+            f"producer {self.label}, pid {self.popen.pid}, {cause}. Its last output on stderr:\n{output}"
+        )
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, number)  # including its own children
+
+    def reap(self) -> None:
+        try:
+            self.popen.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.popen.wait()
+        self._reader.join(_STOP_TIMEOUT_S)
+        assert self.popen.stderr is not None
+        if not self._reader.is_alive():
+            self.popen.stderr.close()
+
+
+class ProducerGroup:
+    """All producers of a run. They start and end together."""
+
+    def __init__(self, producers: Sequence[Producer]) -> None:
+        self._producers = list(producers)
+        self._processes: list[ProducerProcess] = []
+        self._finalizer: Finalize | None = None
+
+    def start(self, address: str, stage: str = "fit") -> None:
+        """Start the producers of this entry point. Call ``end`` before another start."""
+        if self._processes:
+            raise InvalidRequestError("these producers are already running. Call end() before start().")
+        self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)
+        for producer in self._producers:
+            if stage in producer.stages:
+                for worker in range(producer.count):
+                    self._processes.append(ProducerProcess(producer, worker, address))
+
+    def failure(self) -> ProducerError | None:
+        """The first process that ended with an error or by a signal."""
+        return next((failure for process in list(self._processes) if (failure := process.failure())), None)
+
+    def all_done(self) -> bool:
+        """True if there were producers and all have ended."""
+        return bool(self._processes) and all(process.popen.poll() is not None for process in self._processes)
+
+    def end(self) -> None:
+        """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _end(pid: int, processes: list[ProducerProcess]) -> None:
+    if os.getpid() != pid:
+        return
+    for process in processes:
+        process.signal(signal.SIGTERM)
+    for process in processes:
+        process.reap()
+    processes.clear()
+
+
+def _environment(producer: Producer, worker: int, address: str) -> Mapping[str, str]:
+    return {
+        **os.environ,
+        "TQ_ADDRESS": address,
+        "TQ_WORKER": str(worker),
+        "TQ_NUM_WORKERS": str(producer.count),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys.path if path)),
+        **producer.env,
+    }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model weights for producers. A version is one sample: all its tensors, packed into one row of bytes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import transfer_queue as tq
+from transfer_queue import (
+    BatchMeta,
+    BatchTimeoutError,
+    EndOfPartitionError,
+    StorageKeyNotFoundError,
+    TransferQueueClient,
+)
+from transfer_queue.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_PARTITION = "weights"
+_FIELDS = ["values", "layout"]
+_ALIGNMENT = 64
+_REPORT_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One version of a model, in the reader's own memory."""
+
+    version: int
+    """Number of optimizer steps that made it."""
+    state_dict: dict[str, Tensor]
+    """For ``load_state_dict``."""
+    info: dict[str, Any]
+    """Other data from the trainer."""
+
+
+class WeightsSnapshot:
+    """A copy of tensors in one host buffer, which is reused for the next copy."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._layout: list[list[Any]] = []
+
+    def prepare(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, pinned: bool) -> dict[str, Tensor]:
+        """Views of the buffer to copy each tensor into. Floating-point views have this ``dtype``, if given."""
+        self._layout, end = [], 0
+        for name, tensor in tensors.items():
+            kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            self._layout.append([name, str(kind).removeprefix("torch."), list(tensor.shape), end])
+            end += math.ceil(tensor.numel() * kind.itemsize / _ALIGNMENT) * _ALIGNMENT
+        if self._buffer is None or self._buffer.numel() != end:
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+        return _views(self._buffer, self._layout)
+
+    def put(self, partition: str, version: int, info: Mapping[str, Any]) -> str:
+        """Publish this version to all readers. Returns its key."""
+        key = f"version-{version}"
+        fields = {"values": self._buffer, "layout": {"tensors": self._layout}}
+        tq.kv_put(key, partition, fields=fields, tag={"version": version, "info": dict(info)})
+        return key
+
+
+def _views(buffer: Tensor, layout: list[list[Any]]) -> dict[str, Tensor]:
+    views = {}
+    for name, kind, shape, start in layout:
+        dtype: torch.dtype = getattr(torch, kind)
+        nbytes = math.prod(shape) * dtype.itemsize
+        views[name] = buffer[start : start + nbytes].view(dtype).view(shape)
+    return views
+
+
+class WeightsReader:
+    """Reads the newest weights that a trainer with ``PublishWeights`` has published.
+
+    A wait is parked in the controller, without polling. Every reader sees every version.
+    """
+
+    def __init__(
+        self, client: TransferQueueClient | None = None, partition: str = WEIGHTS_PARTITION, task: str | None = None
+    ) -> None:
+        """Args:
+        client: Default: this process's client (``transfer_queue.get_client()``).
+        partition: The same as for PublishWeights.
+        task: Name of this reader in the queue's statistics. Two readers must not share it. Default: a unique name.
+        """
+        self._client = client if client is not None else tq.get_client()
+        self._partition = partition
+        self._task = task or f"weights-reader-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._weights: Weights | None = None
+
+    @property
+    def version(self) -> int:
+        """Version that ``latest`` returned last; -1 before that."""
+        return -1 if self._weights is None else self._weights.version
+
+    def latest(self, least: int = 0, timeout_s: float | None = None) -> Weights:
+        """Wait for the newest weights of version ``least`` or later. Returns the same object while nothing is newer.
+
+        Args:
+            least: Oldest acceptable version. ``version + 1`` waits for newer weights than before.
+            timeout_s: Longest wait. Default: no limit, with a report every 30 s.
+        Raises:
+            EndOfPartitionError: training has ended, and the last version was returned before.
+            BatchTimeoutError: no such version in time.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        newest = self._newest()
+        while newest is not None or self.version < least:
+            loaded = self._load(newest or self._wait(least, deadline))
+            newest = None if loaded else self._newest()
+        assert self._weights is not None
+        return self._weights
+
+    def _newest(self) -> BatchMeta | None:
+        """The last version that this reader has not seen, if there is one now."""
+        newest = None
+        try:
+            while (meta := self._fetch(0.0)) is not None:
+                newest = meta
+        except EndOfPartitionError:
+            if newest is None:
+                raise
+        return newest
+
+    def _wait(self, least: int, deadline: float) -> BatchMeta:
+        while True:
+            remaining_s = deadline - time.monotonic()
+            meta = self._fetch(max(0.0, min(remaining_s, _REPORT_EVERY_S)))
+            if meta is not None:
+                return meta
+            waiting_for = f"weights of version {least} or later; the newest in {self._partition!r} is {self.version}"
+            if time.monotonic() >= deadline:
+                raise BatchTimeoutError(
+                    f"timed out waiting for {waiting_for}. Check that the trainer runs with PublishWeights."
+                )
+            logger.warning("waiting for %s.", waiting_for)
+
+    def _fetch(self, wait_s: float) -> BatchMeta | None:
+        try:
+            meta = self._client.get_meta(_FIELDS, 1, self._partition, task_name=self._task, timeout_s=wait_s)
+        except BatchTimeoutError:
+            return None
+        return meta if meta.size else None  # empty where the queue is in polling mode
+
+    def _load(self, meta: BatchMeta) -> bool:
+        try:
+            data = self._client.get_data(meta)
+        except StorageKeyNotFoundError:
+            return False  # it was cleared, so there is a newer one
+        tags = meta.custom_meta[0]
+        tensors = _views(data["values"][0], data["layout"][0]["tensors"])
+        self._weights = Weights(tags["version"], tensors, tags["info"])
+        return True
+
+
+def check_dense(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The entries of a state dict, all of which must be dense tensors.
+
+    Raises:
+        InvalidRequestError: an entry is something else. The text names it.
+    """
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.is_quantized or value.layout is not torch.strided:
+            raise InvalidRequestError(
+                f"entry {name!r} of the state dict is a {type(value).__name__}, but only dense tensors can be "
+                f"published. Exclude it with PublishWeights(include=[...])."
+            )
+    return dict(state)

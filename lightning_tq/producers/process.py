@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Main program of a producer process: it reads a StartOrder from stdin, then calls a function or runs a command."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import os
+import pickle
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOrder:
+    """What a producer process runs."""
+
+    command: list[str] | None
+    """Words of a command; None for a function."""
+    function: str | None
+    """"module:name"; None for a command."""
+    args: bytes
+    """Pickled keyword arguments of the function. They may need ``sys_path`` and the main module to unpickle."""
+    worker: int
+    num_workers: int
+    main_path: str | None
+    """File of the trainer's main program, for functions defined there."""
+    main_name: str | None
+    """Module name of the main program, if it runs with ``python -m``."""
+    sys_path: list[str]
+    parent: int
+    """Process id of the trainer."""
+
+    def write(self, stream: IO[bytes]) -> None:
+        # As a dict, because the reading module runs as __main__ and would be imported twice for its own class.
+        stream.write(pickle.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, stream: IO[bytes]) -> StartOrder:
+        return cls(**pickle.load(stream))
+
+
+def main(order: StartOrder) -> None:
+    """Raises what the function raises. The trainer shows the traceback from stderr."""
+    _end_with_parent(order.parent)
+    if order.command is not None:
+        os.execvp(order.command[0], order.command)
+    sys.path[:] = order.sys_path
+    function = _find_function(order)
+    function(**pickle.loads(order.args), **_worker_numbers(function, order))
+    import transfer_queue
+
+    transfer_queue.close()  # without it, the queue counts this process as a dead producer
+
+
+def _end_with_parent(parent: int) -> None:
+    """End when the parent does, even if it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it ended before this process could notice
+        os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    never = threading.Event()
+    while not never.wait(1.0):
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _find_function(order: StartOrder) -> Callable[..., Any]:
+    module, _, name = str(order.function).partition(":")
+    found: Any = _main_module(order) if module == "__main__" else importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"producer target {order.function!r} is {found!r}, which is not a function.")
+    return found  # type: ignore[no-any-return]
+
+
+def _main_module(order: StartOrder) -> types.ModuleType:
+    """The trainer's main program, run under another name so that its ``if __name__ == "__main__"`` block is skipped."""
+    module = types.ModuleType("__mp_main__")
+    if order.main_name is not None:
+        names = runpy.run_module(order.main_name, run_name="__mp_main__", alter_sys=True)
+    else:
+        assert order.main_path is not None
+        names = runpy.run_path(order.main_path, run_name="__mp_main__")
+    module.__dict__.update(names)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # arguments were pickled with classes of __main__
+    return module
+
+
+def _worker_numbers(function: Callable[..., Any], order: StartOrder) -> dict[str, int]:
+    numbers = {"worker": order.worker, "num_workers": order.num_workers}
+    parameters = inspect.signature(function).parameters
+    return {name: number for name, number in numbers.items() if name in parameters}
+
+
+if __name__ == "__main__":
+    main(StartOrder.read(sys.stdin.buffer))

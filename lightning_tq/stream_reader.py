@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StreamReader: reads one stream in this process. It chooses partitions, keeps the position and measures waits."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from lightning_tq.batch import TQBatch
+from lightning_tq.positions import Position
+from lightning_tq.stream import Stream
+from lightning_tq.topology import Topology
+from transfer_queue import BatchMeta, EndOfPartitionError, StreamingDataset, TransferQueueClient
+
+
+class Delivered(NamedTuple):
+    """A micro-batch that was delivered and is not trained yet."""
+
+    position: Position
+    """Where the stream continues after it."""
+    completed: list[BatchMeta]
+    """Last micro-batches of the batches that end here, including batches that were filtered out before it."""
+
+
+class RunContext(Protocol):
+    """What a stream reader asks the run it belongs to."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch."""
+
+    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
+        """The partition for an iterator that starts now, or this many epochs later."""
+
+    def replays(self, stage: str) -> bool:
+        """Whether this run reads the same batches again and again."""
+
+    def check(self) -> None:
+        """Raise the error that ended the run, if there is one."""
+
+    def stream_ended(self, reader: StreamReader) -> None:
+        """The stream has no more batches in its partition."""
+
+
+class ReaderDataset(StreamingDataset):
+    """Holds its stream reader, because a loader that Lightning rebuilds keeps only the dataset."""
+
+    reader: StreamReader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "reader": None}  # stays in the process of the loader
+
+
+class StreamReader:
+    """One stream of one stage. ``positions`` outlives readers: per label, the position after the last step."""
+
+    def __init__(
+        self,
+        label: str,
+        stage: str,
+        stream: Stream,
+        topology: Topology,
+        positions: MutableMapping[str, Position],
+        run: RunContext,
+        should_stop: Callable[[], bool],
+        config: Any,
+    ) -> None:
+        self.label = label
+        self.stage = stage
+        self.stream = stream
+        self.partition: str | None = None
+        """Partition of the newest iterator."""
+        self.left_partitions: list[str] = []
+        """Partitions that this reader has moved on from, until the run collects them."""
+        self.waited_s = 0.0
+        self.waiting_since: float | None = None
+        self.taken = 0
+        """Micro-batches of the current epoch that were delivered, including those before a resume with Fabric."""
+        self.trained = 0
+        """How many of those were trained (training stage only)."""
+        self.batches_done = 0
+        """Batches of the partition that were trained completely and are not acknowledged yet."""
+        self.unstepped = 0
+        """Micro-batches that were trained since the last optimizer step."""
+        self.resumed = False
+        """Whether the current iterator started at a checkpoint's position, so that its epoch is shorter."""
+
+        # Set by the run or by a callback.
+        self.filter_batch: Callable[[TQBatch], TQBatch | None] | None = None
+        """Returns the part of a batch to deliver, or None to skip it."""
+        self.count_acked: Callable[[str], int] | None = None
+        """Returns how many first batches of a partition were acknowledged."""
+        self.partitions_at_start: Collection[str] = ()
+        """Partitions in the queue before the run's producers started. Empty on other ranks."""
+        self.training_ends: Callable[[int], bool] | None = None
+        """Returns whether nothing is trained in the epoch that is this many ahead."""
+        self.on_partition: Callable[[str], None] | None = None
+        """Called with the partition that an iterator starts to read."""
+        self.on_batch_trained: Callable[[BatchMeta], None] | None = None
+        """Called when all micro-batches of a batch were trained."""
+
+        self._restored = False
+        self._taken_before = 0
+        self._delivered: deque[Delivered] = deque()
+        self._trained_to: Position | None = None
+        self._start = Position(
+            partition_id="", batch_size=stream.batch_size, micro_batch_size=stream.micro_size, dp_size=topology.dp_size
+        )
+        self._positions = positions
+        self._run = run
+        self._iterator: StreamIterator | None = None
+        self.dataset = ReaderDataset(
+            config=config,
+            batch_size=stream.batch_size,
+            micro_batch_size=stream.micro_size,
+            data_fields=stream.fields,
+            partition_id="",
+            task_name=stream.task,
+            dp_rank=topology.dp_rank,
+            dp_size=topology.dp_size,
+            sampling_config=stream.sampling_config,
+            prefetch_batches=stream.prefetch_batches,
+            layout=stream.layout,
+            timeout_s=stream.timeout_s,
+            should_stop=should_stop,
+        )
+        self.dataset.reader = self
+
+    @property
+    def replay(self) -> bool:
+        """Whether an iterator that returns to its partition starts at its first batch."""
+        configured = self.stream.replay
+        return self._run.replays(self.stage) or (self.stage != "train" if configured is None else configured)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the current iterator. The Trainer's own number may still be the previous one."""
+        assert self._start.epoch is not None, "an iterator has started"
+        return self._start.epoch
+
+    @property
+    def position(self) -> Position | None:
+        """After the last micro-batch that is in an optimizer step."""
+        return self._positions.get(self.label)
+
+    def waiting_s(self) -> float:
+        """Seconds that the reader has waited for its current batch; 0 when it does not wait."""
+        since = self.waiting_since
+        return 0.0 if since is None else time.perf_counter() - since
+
+    def leftover_text(self, client: TransferQueueClient) -> str | None:
+        """A message about samples that filled no last batch of the partition, or None."""
+        partition = client.get_stats()["partitions"].get(self.partition, {})
+        dropped = partition.get("tasks", {}).get(self.stream.task, {}).get("dropped", 0)
+        if not dropped:
+            return None
+        return (
+            f"{dropped} samples of partition {self.partition!r} could not fill a last round of task "
+            f"{self.stream.task!r} and were left over (tail policy)."
+        )
+
+    # ---- iterators ----
+
+    def iterate(self, start: Callable[[], Iterator[Any]]) -> StreamIterator:
+        """A new iterator; it ends the previous one. ``start`` returns the loader's items from the cursor on."""
+        self.close_iterator()
+        self._iterator = StreamIterator(self, start)
+        return self._iterator
+
+    def move_cursor(self, epochs_ahead: int = 0) -> None:
+        """Move the dataset's cursor to where an iterator that starts now begins."""
+        name, position = self._run.partition_of(self.stage, self.stream, epochs_ahead), self.position
+        continues = not epochs_ahead and position is not None and self._restored and position.epoch == self._run.epoch
+        if continues and position is not None:
+            name = position.partition_id  # the template may name another partition after more steps
+        self._enter_partition(name)
+        self.taken = self._taken_before if continues else 0
+        self.trained = self.unstepped = self.batches_done = 0
+        self._delivered.clear()
+        self._trained_to = None
+        self.resumed = self._restored
+        self._start = replace(self._start, epoch=self._run.epoch + epochs_ahead)
+        replay = self.replay and not continues
+        acked = 0 if replay or self.count_acked is None else self.count_acked(name)
+        if replay or position is None or position.partition_id != name:
+            position = Position(partition_id=name, batch_index=acked)
+        else:
+            if self._restored:
+                position.check_sizes(self._start, self.label)
+                position.check_partition_exists(self.partitions_at_start)
+            position.check_not_acked(acked)
+            self.batches_done = position.batch_index - acked
+        self.dataset.load_state_dict(position.as_dict())
+
+    def _enter_partition(self, name: str) -> None:
+        if self.partition not in (None, name):
+            self.left_partitions.append(str(self.partition))
+        self.partition = name
+        if self.on_partition is not None:
+            self.on_partition(name)
+
+    def next_batch(self, iterator: StreamIterator) -> TQBatch:
+        """Wait for a batch. Raises the error that ended the run, or StopIteration at the end of the stream."""
+        self._run.check()
+        if not self.taken and self._training_ends():
+            iterator.close()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
+            raise StopIteration
+        started = self.waiting_since = time.perf_counter()
+        try:
+            batch = self._filtered_batch(iterator)
+        except StopIteration:
+            self._run.check()  # a stopped stream also ends
+            iterator.close()
+            self._ended()
+            raise
+        finally:
+            self.waiting_since = None
+            self.waited_s += time.perf_counter() - started
+        self.taken += 1
+        return batch
+
+    def _training_ends(self, epochs_ahead: int = 0) -> bool:
+        return self.training_ends is not None and self.training_ends(epochs_ahead)
+
+    def _filtered_batch(self, iterator: StreamIterator) -> TQBatch:
+        completed: list[BatchMeta] = []
+        while True:
+            data, meta = self._next_item(iterator)
+            state = self.dataset.state_dict()
+            position = replace(
+                self._start,
+                partition_id=state["partition_id"],
+                batch_index=state["batch_index"],
+                micro_batch=state["micro_batch"],
+            )
+            if position.micro_batch == 0:
+                completed.append(meta)
+            batch = TQBatch(data, meta, position)
+            kept = batch if self.filter_batch is None else self.filter_batch(batch)
+            if kept is not None:
+                if self.stage == "train":  # other stages don't report what they trained
+                    self._delivered.append(Delivered(position, completed))
+                return kept
+
+    def _next_item(self, iterator: StreamIterator) -> Any:
+        try:
+            items = iterator.items  # the first access starts it
+            if self.taken == self.stream.num_batches:  # not in the loader, which would count filtered batches
+                raise StopIteration
+            return next(items)
+        except StopIteration:
+            if self.taken or not self._has_next_epoch():
+                raise
+        # Resumed at the very end of an epoch. Lightning asks only once, before it counts that epoch as done.
+        self._run.check()
+        iterator.restart(epochs_ahead=1)
+        return next(iterator.items)
+
+    def _has_next_epoch(self) -> bool:
+        """After a resume at the end of an epoch: whether the next epoch has samples to train."""
+        if not self.resumed or self.stage != "train" or self._training_ends(1):
+            return False
+        return self.replay or self._run.partition_of(self.stage, self.stream, 1) != self.partition
+
+    def _ended(self) -> None:
+        expected = self.stream.num_batches
+        if expected is not None and self.taken < expected and not self.resumed:
+            raise EndOfPartitionError(
+                f"stream {self.label!r} has num_batches={expected}, but partition {self.partition!r} ended after "
+                f"{self.taken}. Lightning would silently skip the validation of this epoch. Produce enough for "
+                f"{expected} micro-batches of {self.stream.micro_size} rows on every rank, or lower num_batches."
+            )
+        self._run.stream_ended(self)
+
+    # ---- what was trained ----
+
+    def mark_trained(self, batch: Any, stepped: bool = True) -> None:
+        """Note that this batch was trained, or the oldest delivered one if a hook replaced the batch.
+
+        Args:
+            stepped: Whether its gradient is in an optimizer step already.
+        """
+        self.trained += 1
+        self._restored = False
+        delivered = self._pop_delivered(batch)
+        if delivered is not None:
+            self._trained_to = delivered.position
+            self.unstepped += 1
+            for meta in delivered.completed:
+                self.batches_done += 1
+                if self.on_batch_trained is not None:
+                    self.on_batch_trained(meta)
+        if stepped:
+            self.mark_stepped()
+
+    def _pop_delivered(self, batch: Any) -> Delivered | None:
+        position = batch.position if isinstance(batch, TQBatch) else None
+        while self._delivered:
+            delivered = self._delivered.popleft()
+            if position is None or delivered.position is position:
+                return delivered
+        return None
+
+    def mark_stepped(self) -> None:
+        """What was trained so far is in an optimizer step, or will never be."""
+        if self._trained_to is not None:
+            self._positions[self.label], self._trained_to = self._trained_to, None
+        self.unstepped = 0
+
+    def restore(self, position: Position, taken: int = 0) -> None:
+        """The next iterator starts at this position, if it reads that partition.
+
+        Args:
+            taken: Micro-batches of that epoch so far. Only Fabric needs it; a Trainer counts them itself.
+        """
+        self._trained_to = None
+        self._positions[self.label] = position
+        self.taken = self._taken_before = taken
+        self._restored = True
+
+    # ---- ending ----
+
+    def close_iterator(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator.close()
+
+    def close(self) -> None:
+        """End the current iterator and leave the queue."""
+        self.close_iterator()
+        self.dataset.close()
+
+
+class StreamIterator(Iterator[TQBatch]):
+    """The current iterator of a loader. It chooses its start at the first ``next``, when Lightning knows its epoch."""
+
+    def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
+        self._reader = reader
+        self._start: Callable[[], Iterator[Any]] | None = start
+        self._items: Iterator[Any] | None = None
+
+    def __next__(self) -> TQBatch:
+        if self._start is None:
+            raise StopIteration
+        return self._reader.next_batch(self)
+
+    @property
+    def items(self) -> Iterator[Any]:
+        """What the loader yields."""
+        if self._items is None:
+            self.restart()
+        assert self._items is not None
+        return self._items
+
+    def restart(self, epochs_ahead: int = 0) -> None:
+        """Start, or start again in the partition of a later epoch."""
+        assert self._start is not None
+        _close(self._items)
+        self._reader.move_cursor(epochs_ahead)
+        self._items = self._start()
+
+    def close(self) -> None:
+        """Stop prefetching. Idempotent."""
+        self._start = None
+        items, self._items = self._items, None
+        _close(items)
+
+
+def _close(items: Iterator[Any] | None) -> None:
+    close = getattr(items, "close", None)
+    if close is not None:
+        close()

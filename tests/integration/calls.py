@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that a client makes: written down, something done just before one, or given up when it was answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import transfer_queue as tq
+from transfer_queue import protocol as p
+from transfer_queue.client.get import fetch_request
+from transfer_queue.storage.shm.messages import UnitRequest
+from transfer_queue.transport.base import Call, Reply
+
+_decode = p.message_decoder(*get_args(UnitRequest))
+
+
+def request_of(call: Call) -> Any:
+    """What a call asks for."""
+    return _decode(call.header).request
+
+
+def fetch_of(fields: Sequence[str], batch_size: int, partition: str, task: str, wait_s: float = 0.0) -> p.Fetch:
+    """The request of a stream's batch."""
+    return fetch_request(fields, batch_size, partition, task, None, wait_s)
+
+
+def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> list[list[str]]:
+    """Kinds of the requests that ``verb`` waits for. Those of one exchange are under way together."""
+    found: list[list[str]] = []
+    caller = client.session.caller
+    ask = caller.call_many
+
+    async def noted(calls: Any, timeout_s: float) -> list[Reply]:
+        made = list(calls)
+        found.append([type(request_of(call)).__name__ for call in made])
+        return await ask(made, timeout_s)
+
+    caller.call_many = noted  # type: ignore[method-assign]
+    try:
+        verb()
+    finally:
+        del caller.call_many
+    return found
+
+
+@contextmanager
+def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: BaseException) -> Iterator[list[Any]]:
+    """Inside, the first call of this kind is answered, and then given up with ``error`` before its answer is read.
+
+    What the transport does for a call that is given up is done here, too: its cancel is sent. Yields the requests
+    that were given up.
+    """
+    given_up: list[Any] = []
+    caller = client.session.caller
+    ask = caller.call_many
+
+    async def give_up(calls: Any, timeout_s: float) -> list[Reply]:
+        made = list(calls)
+        replies = await ask(made, timeout_s)
+        if given_up or not any(isinstance(request_of(call), kind) for call in made):
+            return replies
+        given_up.extend(map(request_of, made))
+        for call in made:
+            if call.cancel:
+                await caller.tell(Call(call.peer, call.cancel))
+        raise error
+
+    caller.call_many = give_up  # type: ignore[method-assign]
+    try:
+        yield given_up
+    finally:
+        del caller.call_many
+
+
+@contextmanager
+def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[[], object]) -> Iterator[None]:
+    """Inside, ``act`` is done once, when the first request of this kind is about to be sent."""
+    acts = [act]
+    caller = client.session.caller
+    ask = caller.call_many
+
+    async def act_first(calls: Any, timeout_s: float) -> list[Reply]:
+        made = list(calls)
+        if acts and any(isinstance(request_of(call), kind) for call in made):
+            acts.pop()()
+        return await ask(made, timeout_s)
+
+    caller.call_many = act_first  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del caller.call_many
+
+
+def die(*_: Any, **__: Any) -> Any:
+    """This process, at once."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights through a real queue: which version a reader gets, when it waits, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import transfer_queue as tq
+from lightning_tq import TQDataModule, WeightsReader
+from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot, check_dense
+from transfer_queue.errors import InvalidRequestError
+
+Make = Callable[..., TQDataModule]
+
+
+@pytest.fixture
+def client(data: Make) -> tq.TransferQueueClient:
+    return data().client
+
+
+def put(version: int, **tensors: torch.Tensor) -> None:
+    """Put a version. By default its weights are filled with its number."""
+    tensors = tensors or {"weight": torch.full((3, 2), float(version)), "bias": torch.full((2,), float(version))}
+    snapshot = WeightsSnapshot()
+    for name, view in snapshot.prepare(tensors, None, pinned=False).items():
+        view.copy_(tensors[name])
+    snapshot.put(WEIGHTS_PARTITION, version, {"epoch": 7})
+
+
+def test_a_reader_gets_the_newest_version_with_its_info(client: tq.TransferQueueClient) -> None:
+    for version in range(3):
+        put(version)
+    reader = WeightsReader(client)
+    weights = reader.latest()
+    assert (weights.version, weights.info, reader.version) == (2, {"epoch": 7}, 2)
+    assert {name: value.tolist() for name, value in weights.state_dict.items()} == {
+        "weight": [[2.0, 2.0]] * 3,
+        "bias": [2.0, 2.0],
+    }
+    assert reader.latest() is weights
+
+
+def test_shapes_and_types_survive_and_readers_do_not_share_memory(client: tq.TransferQueueClient) -> None:
+    tensors = {
+        "scalar": torch.tensor(5, dtype=torch.int64),
+        "none": torch.zeros(0, 4),
+        "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(),
+        "flags": torch.tensor([True, False]),
+    }
+    put(0, **tensors)
+    first, second = (WeightsReader(client).latest().state_dict for _ in range(2))
+    first["half"].zero_()
+    assert {name: (value.dtype, value.tolist()) for name, value in second.items()} == {
+        name: (value.dtype, value.tolist()) for name, value in tensors.items()
+    }
+
+
+def test_a_reader_waits_for_a_version_that_is_new_enough(client: tq.TransferQueueClient) -> None:
+    put(0)
+    reader = WeightsReader(client)
+    reader.latest()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.latest, least=2)
+        put(1)
+        put(2)
+        assert waiting.result(timeout=20).version == 2
+
+
+def test_a_timeout_names_the_version_it_waited_for(client: tq.TransferQueueClient) -> None:
+    put(0)
+    with pytest.raises(tq.BatchTimeoutError, match="version 3 or later; the newest in 'weights' is 0"):
+        WeightsReader(client).latest(least=3, timeout_s=0.2)
+
+
+def test_a_version_cleared_while_it_was_fetched_is_skipped_for_the_next(client: tq.TransferQueueClient) -> None:
+    put(0)
+    reader = WeightsReader(client)
+    stale = reader._newest()
+    assert stale is not None
+    client.clear_samples(stale)
+    reader._load(stale)
+    assert reader.version == -1
+    put(1)
+    assert reader.latest().version == 1
+
+
+def test_sealed_weights_tell_a_waiting_reader_that_training_has_ended(client: tq.TransferQueueClient) -> None:
+    put(0)
+    reader = WeightsReader(client)
+    reader.latest()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.latest, least=1)
+        client.seal_partition(WEIGHTS_PARTITION)
+        with pytest.raises(tq.EndOfPartitionError):
+            waiting.result(timeout=20)
+
+
+def test_a_late_reader_gets_the_last_version_of_a_training_that_has_ended(client: tq.TransferQueueClient) -> None:
+    put(4)
+    client.seal_partition(WEIGHTS_PARTITION)
+    assert WeightsReader(client).latest().version == 4
+
+
+def test_entries_that_are_not_dense_tensors_are_refused_by_name() -> None:
+    state = {"fine": torch.zeros(2), "extra_state": {"step": 3}}
+    with pytest.raises(InvalidRequestError, match="entry 'extra_state' of the state dict is a dict"):
+        check_dense(state)

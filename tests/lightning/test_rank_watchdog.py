@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the process of a rank ends, the other ranks end too, whatever launched them and whatever they wait for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HERE, ROOT, stream
+from producing import rows
+
+from lightning_tq import TQDataModule
+from lightning_tq.rank_watchdog import RankProcess
+
+DEADLINE_S = 20.0
+"""Seconds from the death of a rank to the end of the others."""
+
+
+def test_a_process_has_ended_even_if_it_was_not_waited_for() -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    other = RankProcess(1, "", process.pid, RankProcess.of(0).started)
+    assert other.has_ended(), "another process has that pid now"
+    alive = RankProcess.of(1, process.pid)
+    assert not alive.has_ended()
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert alive.has_ended(), "a zombie"
+    process.wait()
+    assert alive.has_ended()
+
+
+def launched(rank: int, port: int, *args: str) -> subprocess.Popen[str]:
+    """A rank, started by a launcher that doesn't watch it."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0",
+           "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "waiting_rank_script.py"), *args], env={**os.environ, **env},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_waits_for_data_ends_with_an_error_when_another_is_killed(
+    data: Callable[..., TQDataModule], tmp_path: Path, victim: int
+) -> None:
+    datamodule = data(train=stream())
+    datamodule.client.put(rows(16), partition_id="train")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [launched(rank, port, datamodule.address, str(tmp_path)) for rank in range(2)]
+    try:
+        pause = threading.Event()
+        while not all((tmp_path / f"waits{rank}").exists() for rank in range(2)):
+            ended = [rank for rank in ranks if rank.poll() is not None]
+            assert ended == [], [rank.communicate() for rank in ended]
+            pause.wait(0.05)
+        ranks[victim].kill()
+        output, _ = ranks[1 - victim].communicate(timeout=DEADLINE_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL if at == victim else 1 for at in range(2)]
+    assert f"RankGoneError: rank {victim} (pid {ranks[victim].pid}) ended in the middle of the run" in output
+
+
+def test_a_process_with_a_stuck_main_thread_is_ended() -> None:
+    code = (
+        "import threading\n"
+        "from lightning_tq.rank_watchdog import RankGoneError, RankWatchdog\n"
+        "RankWatchdog([lambda: RankGoneError('rank 1 has ended.')], stuck_after_s=0.1).start()\n"
+        "threading.Event().wait()  # like a collective with that rank\n"
+    )
+    done: Any = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "error: rank 1 has ended. The main thread did not react within 0.1 s, so this process ends now.\n"
+    )

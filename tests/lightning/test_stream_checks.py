@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invalid streams, and streams that contradict each other or their stage, are refused when they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import stream
+
+import transfer_queue as tq
+from lightning_tq import TQDataModule
+from transfer_queue.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"multiprocessing_context": "spawn"}, "multiprocessing_context needs num_workers of at least 1"),
+        ({"multiprocessing_context": "thread", "num_workers": 1}, "must be one of 'fork', 'spawn', 'forkserver'"),
+    ],
+)
+def test_the_start_method_of_workers_is_checked_with_the_stream(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        stream(**options)
+
+
+def test_streams_of_one_task_may_have_equal_samplers_but_not_different_ones() -> None:
+    def streams(*sizes: int) -> list[Any]:
+        """A separate sampler for each stream, as a configuration file makes them."""
+        samplers = [tq.GRPOGroupNSampler(n_samples_per_prompt=size) for size in sizes]
+        return [stream(name, sampler=sampler) for name, sampler in zip(("a", "b"), samplers, strict=True)]
+
+    assert TQDataModule(val=streams(2, 2)) is not None
+    with pytest.raises(InvalidRequestError, match="two streams of task 'learn' have different samplers"):
+        TQDataModule(val=streams(2, 4))
+
+
+def test_only_training_streams_can_set_replay_to_false() -> None:
+    train = stream(replay=False)
+    with pytest.raises(InvalidRequestError, match=r"task 'judge': replay=False is for training.*Omit replay"):
+        TQDataModule(train=train, val=stream("val", task="judge", replay=False))

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage in shared memory, the client's side: which unit holds which sample, and one message to each unit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from transfer_queue.errors import ConfigError, InvalidRequestError, StorageFullError
+from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
+from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
+from transfer_queue.storage.pieces import IntArray, Piece, Positions
+from transfer_queue.storage.selection import as_run
+from transfer_queue.storage.shm.connection import SeenStats, UnitConnection, decide_paths
+from transfer_queue.storage.shm.messages import (
+    AskUnitStats,
+    Columns,
+    Commit,
+    Delete,
+    Deleted,
+    EndSession,
+    EndWrite,
+    Leased,
+    Read,
+    Release,
+    Rows,
+    UnitStats,
+    Write,
+    Written,
+    decode_answer,
+    encode_columns,
+    pack_indexes,
+)
+from transfer_queue.storage.shm.read import Reading
+from transfer_queue.storage.shm.routing import Shares, peers_of, shares_of
+from transfer_queue.storage.shm.unit import INLINE_NBYTES
+from transfer_queue.storage.shm.write import Sources, UnitWrite
+from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.session import Session
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class SharedMemoryManager(StorageManager, InFront):
+    """``config``: ``units`` [{name, address}] in the order all processes share, ``allow_pickle``, ``layout``,
+    ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides), ``arena``
+    (False: don't map the units' memory, send frames), ``inline_nbytes`` (writes up to this size travel as frames).
+    """
+
+    def __init__(self, session: Session, config: Mapping[str, Any]) -> None:
+        super().__init__(session, config)
+        peers = peers_of(config)
+        if not peers:
+            raise ConfigError("SimpleStorage has no storage units: start at least one")
+        self._units = [UnitConnection(peer, bool(config.get("arena", True))) for peer in peers]
+        self._allow_pickle = bool(config.get("allow_pickle", False))
+        self._layout = str(config.get("layout") or "jagged")
+        self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
+        self._timeout_s = float(config.get("timeout_s", 30.0))
+        self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
+
+    @property
+    def is_in_front(self) -> bool:
+        """See ``InFront``: does the only unit share the controller's process?"""
+        return len(self._units) == 1 and self._units[0].peer.address == self.session.controller.address
+
+    # ---- one message to the front ----
+
+    def sources(self, data: TensorDict) -> Sources:
+        from transfer_queue.storage import columns
+
+        return columns.sources(data, self._allow_pickle)
+
+    async def staged(self, call: int, sources: Sources, count: int, replaced: Sequence[int]) -> Staged:
+        await decide_paths(self._units, [0])
+        write = UnitWrite(self._units[0], slice(0, count), count, sources, self._inline_nbytes)
+        own = pack_indexes(_as_indexes(replaced)) if len(replaced) else b""
+        await self._lease([call], [write], [own], self._put_timeout_s)
+        columns, frames = self._columns([write])[0]
+        return Staged(encode_columns(columns), frames)
+
+    async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
+        reading = Reading(self.session, sorted(set(fields)))
+        try:
+            reading.add(self._units[0], slice(0, count), decode_answer(header, Rows), frames)
+            return self._unpacked(reading, count, self._layout)
+        finally:
+            await reading.close()
+
+    async def closed(self, call: int) -> None:
+        await self.session.tell(self._units[0].peer, Release(self.session.number(), [call]))
+
+    async def decide_mapping(self) -> bool:
+        await decide_paths(self._units, [0])
+        return self._units[0].arena is not None
+
+    # ---- several steps ----
+
+    async def write(self, call: int, indexes: Sequence[int], sources: Sources) -> None:
+        await self._write(call, _as_indexes(indexes), sources, commit=False)
+
+    async def commit(self, call: int, indexes: Sequence[int]) -> None:
+        await self._ask_shares(indexes, lambda unit, own: Commit(self.session.number(), [call]), Done)
+
+    async def abort(self, call: int, indexes: Sequence[int]) -> None:
+        for unit, _ in self._shares(_as_indexes(indexes)):
+            await self.session.tell(self._units[unit].peer, Cancel(self.session.number(), call))
+
+    async def end_write(self, client: str, call: int, published: bool) -> None:
+        """See ``StorageManager.end_write``."""
+        asks = [(unit.peer, EndWrite(self.session.number(), client, call, published), ()) for unit in self._units]
+        for answer in await self.session.call_many(asks, self._timeout_s):
+            decode_answer(answer.header, Done)
+
+    async def end_session(self, client: str, published: Sequence[int]) -> None:
+        """The controller's word: this client has ended, and of its uncommitted writes these were published."""
+        asks = [(unit.peer, EndSession(self.session.number(), client, list(published)), ()) for unit in self._units]
+        for answer in await self.session.call_many(asks, self._timeout_s):
+            decode_answer(answer.header, Done)
+
+    async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
+        """See ``StorageManager.put_data``; readers see the values at once."""
+        from transfer_queue.storage import columns
+
+        if data_parser is not None:
+            from transfer_queue.storage.parsing import parsed
+
+            # It may take long (fetching from a URL): on an event loop it must not hold up everything else.
+            data = parsed(data, data_parser) if is_blocking() else await asyncio.to_thread(parsed, data, data_parser)
+        indexes = _as_indexes(metadata.global_indexes)
+        rows = columns.num_rows(data)
+        if rows != len(indexes):
+            raise InvalidRequestError(
+                f"put of {rows} rows for {len(indexes)} samples: data and metadata must have the same number of rows. "
+                f"Nothing was stored."
+            )
+        await self._write(self.session.number(), indexes, self.sources(data), commit=True)
+        return data
+
+    async def get_data(self, metadata: HasRows) -> TensorDict:
+        return await self.get_rows(metadata.global_indexes, metadata.field_names)
+
+    async def clear_data(self, metadata: HasRows) -> None:
+        await self.clear_rows(metadata.global_indexes)
+
+    async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
+        from transfer_queue.storage import columns
+
+        layout = layout or self._layout
+        columns.check_layout(layout)
+        wanted, names = _as_indexes(indexes), sorted(set(fields))
+        if not len(wanted) or not names:
+            return columns.unpack({}, len(wanted), layout, self._allow_pickle)
+        reading = Reading(self.session, names)
+        try:
+            await self._read(wanted, names, reading)
+            return self._unpacked(reading, len(wanted), layout)
+        finally:
+            await reading.close()
+
+    def _unpacked(self, reading: Reading, count: int, layout: str) -> TensorDict:
+        from transfer_queue.storage import columns
+
+        with self.session.using_memory():
+            return columns.unpack(reading.parts, count, layout, self._allow_pickle)
+
+    @asynccontextmanager
+    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
+        names = sorted(set(fields))
+        reading = Reading(self.session, names)
+        try:
+            await self._read(_as_indexes(indexes), names, reading)
+            yield reading.parts
+        finally:
+            await reading.close()
+
+    async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
+        from transfer_queue.storage.sources import BytesSource
+
+        sources = {name: BytesSource(piece) for name, piece in pieces.items()}
+        await self._write(self.session.number(), _as_indexes(indexes), sources, commit=True)
+
+    async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
+        names = None if fields is None else sorted(set(fields))
+        await self._ask_shares(indexes, lambda unit, own: Delete(self.session.number(), own, names), Deleted)
+
+    async def stats(self) -> list[SeenStats]:
+        """What every unit holds, in the order of the configuration, and which way this client's values go there."""
+        asks = [(unit.peer, AskUnitStats(self.session.number()), ()) for unit in self._units]
+        answers = await self.session.call_many(asks, self._timeout_s)
+        return [
+            unit.stats(decode_answer(answer.header, UnitStats))
+            for unit, answer in zip(self._units, answers, strict=True)
+        ]
+
+    async def close(self) -> None:
+        for unit in self._units:
+            unit.close()
+
+    # ---- how a batch is spread ----
+
+    def _shares(self, indexes: IntArray) -> Shares:
+        return shares_of(indexes, len(self._units))
+
+    async def _ask_shares(self, indexes: Sequence[int], request: Any, kind: Any) -> None:
+        """Ask every unit that holds some of these samples. ``request``: of the unit and its packed share."""
+        wanted = _as_indexes(indexes)
+        calls: list[tuple[Any, Request, Sequence[Any]]] = [
+            (self._units[unit].peer, request(unit, pack_indexes(wanted[at])), ()) for unit, at in self._shares(wanted)
+        ]
+        for answer in await self.session.call_many(calls, self._timeout_s) if calls else ():
+            decode_answer(answer.header, kind)
+
+    async def _read(self, wanted: IntArray, names: list[str], reading: Reading) -> None:
+        shares = self._shares(wanted)
+        await decide_paths(self._units, [unit for unit, _ in shares])
+        calls = []
+        for unit, at in shares:
+            mapped = self._units[unit].arena is not None
+            read = Read(self.session.number(), pack_indexes(wanted[at]), names, mapped)
+            calls.append((self._units[unit].peer, read, ()))
+        try:
+            answers = await self.session.call_many(calls, self._timeout_s)
+            for (unit, at), answer in zip(shares, answers, strict=True):
+                reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
+        except BaseException:  # answers that nobody has looked at may have pinned something, too
+            for peer, read, _ in calls:
+                await self.session.tell(peer, Release(self.session.number(), [read.id]))
+            raise
+
+    async def _write(self, call: int, indexes: IntArray, sources: Sources, commit: bool) -> None:
+        if not sources or not len(indexes):
+            return
+        shares = self._shares(indexes)
+        await decide_paths(self._units, [unit for unit, _ in shares])
+        if len(shares) == 1:
+            await self._write_shares(call, indexes, shares, sources, self._put_timeout_s, commit)
+            return
+        try:
+            await self._write_to_several(call, indexes, shares, sources)
+        except BaseException:
+            if commit:  # else the caller aborts
+                await self.abort(call, indexes.tolist())
+            raise
+        if commit:
+            await self.commit(call, indexes.tolist())
+
+    async def _write_to_several(self, call: int, indexes: IntArray, shares: Shares, sources: Sources) -> None:
+        try:
+            await self._write_shares(call, indexes, shares, sources, 0.0, commit=False)
+        except StorageFullError:
+            # One after the other, in the order that all clients share, and from the beginning: else two writes could
+            # each hold what the other waits for.
+            await self._ask_shares(indexes.tolist(), lambda unit, own: Cancel(self.session.number(), call), Done)
+            for share in shares:
+                await self._write_shares(call, indexes, [share], sources, self._put_timeout_s, commit=False)
+
+    async def _write_shares(
+        self, call: int, indexes: IntArray, shares: Shares, sources: Sources, wait_s: float, commit: bool
+    ) -> None:
+        """``wait_s``: for room, at each of the units."""
+        writes = [
+            UnitWrite(self._units[unit], as_run(at), _count(at), sources, self._inline_nbytes) for unit, at in shares
+        ]
+        packed = [pack_indexes(indexes[at]) for _, at in shares]
+        try:
+            numbers = [self.session.number() for _ in writes]
+            await self._lease(numbers, writes, packed, wait_s)
+            messages = [
+                (write.connection.peer, Write(call, own, columns, wait_s, commit), frames)
+                for write, own, (columns, frames) in zip(writes, packed, self._columns(writes), strict=True)
+            ]
+            for answer in await self.session.call_many(messages, self._timeout_s + wait_s):
+                decode_answer(answer.header, Written)
+        except BaseException:
+            await self._release(writes)
+            raise
+
+    async def _lease(
+        self, numbers: Sequence[int], writes: Sequence[UnitWrite], replaced: Sequence[bytes], wait_s: float
+    ) -> None:
+        """Memory for those of the writes that need some. ``numbers``: of the calls that ask for it."""
+        leases = [
+            (write, lease)
+            for number, write, own in zip(numbers, writes, replaced, strict=True)
+            if (lease := write.lease(number, wait_s, own)) is not None
+        ]
+        if not leases:
+            return
+        asks: list[tuple[Any, Request, Sequence[Any]]] = [(write.connection.peer, lease, ()) for write, lease in leases]
+        answers = await self.session.call_many(asks, self._timeout_s + wait_s)
+        for (write, _), answer in zip(leases, answers, strict=True):
+            write.leased(decode_answer(answer.header, Leased).offset)
+
+    async def _release(self, writes: Sequence[UnitWrite]) -> None:
+        for write in writes:
+            if write.lease_call:
+                await self.session.tell(write.connection.peer, Release(self.session.number(), [write.lease_call]))
+
+    def _columns(self, writes: Sequence[UnitWrite]) -> list[tuple[Columns, list[Any]]]:
+        """Copies what lies in arenas; all shares together, which takes less time."""
+        from transfer_queue.storage.copying import Copies
+
+        pieces: dict[str, Piece] = {}
+        with self.session.using_memory():
+            copies = Copies(into_mapped=True)
+            made = [write.columns(pieces, copies) for write in writes]
+            copies.finish()
+        return made
+
+
+def _count(at: Positions) -> int:
+    return at.stop - at.start if isinstance(at, slice) else len(at)
+
+
+def _as_indexes(indexes: Sequence[int]) -> IntArray:
+    return np.asarray(indexes, np.int64).reshape(-1)
