@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -47,6 +48,9 @@ class NotedStorage(StorageManager):
     async def end_session(self, client: str, published: Sequence[int]) -> None:
         self.note("end", client, list(published))
 
+    async def end_write(self, client: str, call: int, published: bool) -> None:
+        self.note("commit" if published else "abort", client, call)
+
     async def close(self) -> None:
         self.note("close")
 
@@ -86,9 +90,12 @@ def test_the_end_of_a_session_names_the_writes_that_were_published_and_maybe_not
     assert storage.jobs[:3] == [("end", "me", [20]), ("end", "me", []), ("end", "other", [30])]
 
 
-@pytest.mark.parametrize("error", [QueueUnreachableError("gone"), OSError("a backend of a user")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [QueueUnreachableError("gone"), OSError("a backend of a user")], ids=lambda e: type(e).__name__
+)
 def test_a_job_that_fails_is_logged_and_the_next_one_is_done(janitor, storage, caplog, error):
     storage.error = error
+    caplog.set_level(logging.DEBUG, "transfer_queue.server.janitor")
     janitor.delete(np.array([3]))
     janitor.delete(np.array([4]))
     janitor.close()
@@ -154,4 +161,21 @@ def test_a_cancelled_reservation_is_deleted(front, janitor, storage):
     me.one(p.Reserve(me.number(), "p", 2, specs()))
     me.cancel(1)
     janitor.close()
-    assert storage.jobs == [("delete", [0, 1]), ("close",)]
+    assert storage.jobs == [("abort", "me", 1), ("delete", [0, 1]), ("close",)]
+
+
+def test_a_write_that_its_client_gave_up_is_committed_where_it_is_published_and_else_aborted(front, janitor, storage):
+    me = Client(front, "me")
+    write, _ = published(me)
+    unpublished = me.one(p.Reserve(me.number(), "p", 1, specs())).id
+    for call in (write, unpublished, unpublished, 99):
+        me.cancel(call)
+    me.gone()
+    janitor.close()
+    assert storage.jobs == [
+        ("commit", "me", write),
+        ("abort", "me", unpublished),
+        ("delete", [1]),
+        ("end", "me", []),
+        ("close",),
+    ]

@@ -193,7 +193,7 @@ def test_it_is_in_front_where_its_only_unit_has_the_controller_s_address():
 def test_a_staged_write_is_the_message_s_part_about_values_and_asks_nobody_where_frames_carry_them():
     session = NotedSession(Written(0))
     manager = SharedMemoryManager(session, config(1))
-    staged = run_blocking(manager.staged(manager.sources(rows(3, "a")), 3, [1, 2, 3]))
+    staged = run_blocking(manager.staged(7, manager.sources(rows(3, "a")), 3, [1, 2, 3]))
     columns = decode_columns(staged.columns)
     assert ([(part.field, part.rows) for part in columns.parts], columns.lease) == ([("a", 3)], 0)
     assert ([memoryview(frame).nbytes for frame in staged.frames], session.asked) == ([12], [])
