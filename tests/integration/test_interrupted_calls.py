@@ -110,9 +110,10 @@ def test_a_put_that_ctrl_c_interrupts_is_there_whole_or_not_at_all_and_leaves_no
     seed = random.randrange(10**6)
     print("seed", seed)
     moments, interrupted = random.Random(seed), 0
+    put(client, name)
     for _ in range(150):
         try:
-            interrupting(moments.uniform(0, 3 * LONGEST_S) or LONGEST_S)
+            interrupting(moments.uniform(0, 5 * LONGEST_S) or LONGEST_S)
             put(client, name)
             interrupting(0)
         except KeyboardInterrupt:

@@ -88,9 +88,12 @@ class SharedMemoryManager(StorageManager, InFront):
         reading = Reading(self.session, sorted(set(fields)))
         try:
             reading.add(self._units[0], slice(0, count), decode_answer(header, Rows), frames)
-            return self._unpacked(reading, count, self._layout)
-        finally:
+            values = self._unpacked(reading, count, self._layout)
             await reading.close()
+        except BaseException:
+            await reading.close()
+            raise
+        return values
 
     async def closed(self, call: int) -> None:
         await self.session.tell(self._units[0].peer, Release(self.session.number(), [call]))
@@ -159,9 +162,12 @@ class SharedMemoryManager(StorageManager, InFront):
         reading = Reading(self.session, names)
         try:
             await self._read(wanted, names, reading)
-            return self._unpacked(reading, len(wanted), layout)
-        finally:
+            values = self._unpacked(reading, len(wanted), layout)
             await reading.close()
+        except BaseException:  # not "finally", which a Ctrl-C would end before its work is done
+            await reading.close()
+            raise
+        return values
 
     def _unpacked(self, reading: Reading, count: int, layout: str) -> TensorDict:
         from transfer_queue.storage import columns

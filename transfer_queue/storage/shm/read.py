@@ -36,7 +36,8 @@ class Reading:
             self.parts[name].append((where if isinstance(at, slice) else as_run(at[where]), piece))
 
     async def close(self) -> None:
-        """Nothing is read where it lies any more. Idempotent."""
-        pinned, self._pinned = self._pinned, []
-        for connection, call in pinned:
+        """Nothing is read where it lies any more. Idempotent; once more after a Ctrl-C within it."""
+        while self._pinned:
+            connection, call = self._pinned[-1]
             await self._session.tell(connection.peer, Release(self._session.number(), [call]))
+            self._pinned.pop()
