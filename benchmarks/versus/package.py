@@ -51,11 +51,11 @@ class Package:
         if self._worker is None:
             self._start()
         else:
-            _each(self._processes(), psutil.Process.resume)
+            each(self._processes(), psutil.Process.resume)
         try:
             return self._told(row, quick, deadline_s)
         finally:
-            _each(self._processes(), psutil.Process.suspend)
+            each(self._processes(), psutil.Process.suspend)
 
     def _told(self, row: str, quick: bool, deadline_s: float) -> dict[str, Any]:
         assert self._line is not None
@@ -74,7 +74,7 @@ class Package:
         except StartError as error:
             raise WorkerError(str(error)) from error
         finally:
-            _each(_naming(self._folder), psutil.Process.kill)
+            each(naming(self._folder), psutil.Process.kill)
         self._check(found.pop("version"))
         children = found.pop("children")
         servers = [child for child in children if not self._needs_ray or _is_server(child["name"])]
@@ -85,7 +85,7 @@ class Package:
     def close(self) -> None:
         """End the worker and whatever it started."""
         if self._worker is not None:
-            _each(self._processes(), psutil.Process.resume)
+            each(self._processes(), psutil.Process.resume)
             with contextlib.suppress(BrokenPipeError):
                 self._line.send_bytes(json.dumps(None).encode())  # type: ignore[union-attr]
             self._end(END_S)
@@ -133,7 +133,7 @@ class Package:
         """The worker and what it started, which is known by being its child, or by naming its folder."""
         if self._worker is None:
             return []
-        return [*_tree(self._worker.pid), *_naming(self._folder)]
+        return [*_tree(self._worker.pid), *naming(self._folder)]
 
     def _end(self, wait_s: float) -> None:
         assert self._worker is not None
@@ -147,7 +147,7 @@ class Package:
         self._line.close()
         self._worker = None
         _, alive = psutil.wait_procs(started, timeout=TIDY_S)
-        _each([*alive, *_naming(self._folder)], psutil.Process.kill)
+        each([*alive, *naming(self._folder)], psutil.Process.kill)
 
     @property
     def _log(self) -> Path:
@@ -175,14 +175,14 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _each(processes: Iterable[psutil.Process], act: Callable[[psutil.Process], None]) -> None:
+def each(processes: Iterable[psutil.Process], act: Callable[[psutil.Process], None]) -> None:
     """Do it to those that are still there."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             act(process)
 
 
-def _naming(folder: str) -> list[psutil.Process]:
+def naming(folder: str) -> list[psutil.Process]:
     return [
         process for process in psutil.process_iter(["cmdline"]) if folder in " ".join(process.info["cmdline"] or ())
     ]

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,18 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
-from transfer_queue.storage.shm.hosting import host_unit
-from transfer_queue.transport.inproc_channel import InprocCaller
 
+from transfer_queue.server.front import Front
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.registry import create
+from transfer_queue.storage.shm.host import host_unit
 from transfer_queue.storage.shm.messages import UnitStats
 from transfer_queue.storage.shm.unit import INLINE_NBYTES, StorageUnit
-from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.base import Handler, Peer
+from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.session import Session
 
 
 @dataclass
@@ -54,15 +57,28 @@ def meta(indexes, fields=()):
 
 def simple(num_units: int, capacity_bytes: int | None = None) -> Backend:
     units = {f"u{n}": StorageUnit(f"u{n}", capacity_bytes) for n in range(num_units)}
-    peers = [{"name": name, "address": f"inproc://{name}"} for name in units]
+    handlers = {name: Front({}, None, unit) for name, unit in units.items()}
+    peers = [{"name": name, "address": f"local://{name}"} for name in units]
 
     def another(**config) -> StorageManager:
-        return create("SimpleStorage", InprocCaller(units, "another"), {"units": peers, **config})
+        return create("SimpleStorage", local_session(handlers), {"units": peers, **config})
 
     def held_nbytes() -> int:
         return sum(unit.stats().held_nbytes for unit in units.values())
 
     return Backend(another(), held_nbytes, another)
+
+
+_names = itertools.count()
+
+
+def local_session(handlers: Mapping[str, Handler]) -> Session:
+    """A session whose calls go straight to these handlers."""
+    name = f"local-{next(_names)}"
+    session = Session(name, Peer("controller", "local://controller"))
+    session.caller.close()
+    session.caller = LocalCaller(handlers, name)  # type: ignore[assignment]
+    return session
 
 
 @contextmanager
@@ -75,17 +91,17 @@ def hosted(
         for n in range(num_units):
             server = SocketServer(f"ipc://{directory}/u{n}")
             unit = host_unit(f"u{n}", capacity_bytes, shared, server, inline_nbytes)
-            thread = threading.Thread(target=server.serve, args=(unit,))
+            thread = threading.Thread(target=server.serve, args=(Front({}, None, unit),))
             thread.start()
             servers.callback(thread.join, 10.0)
             servers.callback(server.stop)
             peers.append({"name": f"u{n}", "address": server.address})
 
         def another(**config) -> StorageManager:
-            caller = SocketCaller("another")
-            stack.callback(caller.close)
+            session = Session("another", Peer("controller", f"ipc://{directory}/controller"))
+            stack.callback(session.close)
             settings = {"units": peers, "inline_nbytes": inline_nbytes, **config}
-            manager = create("SimpleStorage", caller, settings)
+            manager = create("SimpleStorage", session, settings)
             stack.callback(lambda: run_blocking(manager.close()))
             return manager
 
@@ -110,7 +126,7 @@ ARENAS = [name for name in BACKENDS if name.startswith("arena")]
 
 
 def until(manager: StorageManager, wanted: Callable[[list[UnitStats]], bool], wait_s: float = 10.0) -> list[UnitStats]:
-    """Ask the units until they are as wanted: words of clients arrive a little later than answers do."""
+    """Ask the units until they are as wanted: what expects no answer arrives a little later."""
     deadline = time.monotonic() + wait_s
     while not wanted(stats := run_blocking(manager.stats())):
         assert time.monotonic() < deadline, stats

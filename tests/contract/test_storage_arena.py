@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.shm.hosting import host_unit
-from transfer_queue.storage.shm.link import UnitLink
-from transfer_queue.storage.shm.writing import Terms, UnitWrite
 
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
 from tests.contract.transport_kit import held
 from transfer_queue.errors import StorageFullError
 from transfer_queue.storage.columns import sources
-from transfer_queue.storage.shm.manager import SimpleStorageManager
+from transfer_queue.storage.shm.connection import UnitConnection
+from transfer_queue.storage.shm.host import host_unit
+from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.write import UnitWrite
 from transfer_queue.storage.spans import AT_ONCE
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.session import Session
 
 PAGE = 4096
 
@@ -59,7 +59,6 @@ def test_values_lie_in_the_arena_and_clients_find_them_there(storage):
     stats = run_blocking(storage.manager.stats())
     assert paths(stats) == {"arena"}
     assert sum(unit.arena_nbytes for unit in stats) == data.nbytes
-    assert [unit.attached for unit in stats] == [1] * len(stats)
     assert torch.equal(storage.column(range(192), "x", "dense"), data)
 
 
@@ -69,8 +68,7 @@ def test_a_client_that_wants_no_arena_gets_and_puts_the_same_in_frames(storage):
     assert torch.equal(run_blocking(frames.get_rows(range(192), ["x"], "dense"))["x"], data)
     run_blocking(frames.put_data(TensorDict({"x": -data}, batch_size=[192]), meta(range(192), ["x"])))
     assert torch.equal(storage.column(range(192), "x", "dense"), -data)
-    stats = run_blocking(frames.stats())
-    assert (paths(stats), {unit.attached for unit in stats}) == ({"frames"}, {1})
+    assert paths(run_blocking(frames.stats())) == {"frames"}
 
 
 def test_which_way_values_go_is_told_per_unit_and_decided_by_the_first_put_or_get_there(tmp_path):
@@ -86,7 +84,7 @@ def test_which_way_values_go_is_told_per_unit_and_decided_by_the_first_put_or_ge
 
 def test_asking_for_numbers_maps_nothing(storage):
     asking = storage.another()
-    assert {unit.attached for unit in [*run_blocking(asking.stats()), *run_blocking(asking.stats())]} == {0}
+    assert paths([*run_blocking(asking.stats()), *run_blocking(asking.stats())]) == {"undecided"}
 
 
 def test_it_is_frames_before_the_first_put_where_there_is_nothing_to_try(storage):
@@ -121,7 +119,7 @@ def test_pages_are_recycled_from_put_to_put_and_all_come_back(storage):
     alike = len(stats) != 2
     assert max(footprints) <= (2 if alike else 5) * 192 * PAGE
     run_blocking(storage.manager.close())
-    assert until(storage.manager, lambda stats: not any(unit.arena_nbytes or unit.attached for unit in stats))
+    assert until(storage.manager, lambda stats: not any(unit.arena_nbytes for unit in stats))
 
 
 def test_a_put_that_fails_at_one_unit_leaves_no_lease_at_another(tmp_path):
@@ -151,10 +149,12 @@ def test_a_put_that_is_cancelled_while_it_waits_holds_up_nobody_and_leaves_nothi
             await put(8, 0)
             waiting = asyncio.ensure_future(put(9, 100))
             await parked(1)
-            behind = asyncio.ensure_future(put(2, 200, other))
+            behind = asyncio.ensure_future(put(5, 200, other))
             await parked(2)
             waiting.cancel()
             await asyncio.wait([waiting])
+            await parked(1)
+            await manager.clear_rows(range(4))
             await behind
             await manager.clear_rows(range(300))
 
@@ -163,42 +163,30 @@ def test_a_put_that_is_cancelled_while_it_waits_holds_up_nobody_and_leaves_nothi
         assert (unit.values, unit.arena_nbytes) == (0, 0)
 
 
-@pytest.mark.parametrize("ending", ["give up", "ahead"])
-def test_memory_stays_a_writers_own_while_it_writes_also_when_its_link_is_closed(tmp_path, ending):
-    with hosted(1, tmp_path, 0) as storage:
-        peer = Peer("u0", f"ipc://{tmp_path}/u0")
-        link, source = UnitLink(peer), sources({"x": large(4)})
-        write = UnitWrite(link, np.arange(4), np.arange(4), source, Terms(1.0, 0))
-        assert write.lease(1.0) is not None
-        link.close()
-        write.message({}, AT_ONCE, 1.0)
-        assert [unit.attached for unit in run_blocking(storage.manager.stats())] == [1]
-        write.give_up()
-        write.give_up()
-        until(storage.manager, lambda stats: stats[0].attached == 0)
-        late = UnitWrite(link, np.arange(4), np.arange(4), source, Terms(1.0, 0))
-        assert late.lease(1.0) is None, "what comes after the end travels as frames"
-        late.give_up()
+def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_and_later_ones_are_frames(tmp_path):
+    with hosted(1, tmp_path, 0):
+        connection, source = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), sources({"x": large(4)})
+        write = UnitWrite(connection, slice(0, 4), 4, source, 0)
+        assert write.lease(7, 1.0, b"") is not None
+        write.leased(7, 0)
+        connection.close()
+        columns, frames = write.columns({}, AT_ONCE)
+        assert ([part.offset for part in columns.parts], columns.lease, frames) == ([0], 7, [])
+        late = UnitWrite(connection, slice(0, 4), 4, source, 0)
+        assert (late.lease(8, 1.0, b""), connection.path) == (None, "frames")
 
 
-@pytest.mark.parametrize("viewed", [False, True], ids=["nothing is used", "a view is used"])
-def test_a_client_that_is_dropped_unclosed_leaves_no_descriptor_once_nothing_of_it_is_used(tmp_path, viewed):
+def test_a_client_that_is_dropped_unclosed_leaves_no_descriptor(tmp_path):
     with hosted(1, tmp_path, 0) as storage:
-        data, units = large(64), [{"name": "u0", "address": f"ipc://{tmp_path}/u0"}]
-        storage.put({"x": data}, range(64))
+        units = [{"name": "u0", "address": f"ipc://{tmp_path}/u0"}]
+        storage.put({"x": large(64)}, range(64))
         gc.collect()  # what the tests before this one dropped
         before = held()
-        dropped = SimpleStorageManager(SocketCaller("dropped"), {"units": units})
-        view = run_blocking(dropped.get_views(meta(range(64), ["x"])))["x"] if viewed else None
-        assert viewed or len(run_blocking(dropped.get_data(meta(range(64), ["x"])))) == 64
+        dropped = SharedMemoryManager(Session("dropped", Peer("controller", units[0]["address"])), {"units": units})
+        assert len(run_blocking(dropped.get_data(meta(range(64), ["x"])))) == 64
         del dropped
         gc.collect()
-        if view is not None:
-            assert [unit.pins for unit in run_blocking(storage.manager.stats())] == [1]
-            assert torch.equal(view.values().view(64, -1), data)
-            del view
-            gc.collect()
-        until(storage.manager, lambda stats: (stats[0].attached, stats[0].pins, held()) == (1, 0, before))
+        until(storage.manager, lambda stats: (stats[0].pins, held()) == (0, before))
 
 
 def test_a_unit_whose_arena_can_have_no_address_sends_frames(tmp_path):
@@ -240,8 +228,7 @@ async def one_round(manager, number: int) -> list[str]:
         expected, indexes = checksums(data), list(range(first, first + len(data)))
         await manager.put_data(data, meta(indexes, ["j", "d", "o"]))
         for order in (range(len(data)), range(len(data) - 1, -1, -1), [0, len(data) - 1, 0]):
-            read = manager.get_views if turn == 1 else manager.get_data
-            got = await read(meta([indexes[n] for n in order], ["j", "d", "o"]))
+            got = await manager.get_data(meta([indexes[n] for n in order], ["j", "d", "o"]))
             if checksums(got) != [expected[n] for n in order]:
                 wrong.append(f"batch {number}, turn {turn}, {order}")
         if turn != 0:
@@ -249,7 +236,7 @@ async def one_round(manager, number: int) -> list[str]:
     return wrong
 
 
-def test_threads_and_tasks_put_get_and_clear_at_once_and_everybody_gets_his_own(storage):
+def test_threads_and_tasks_put_get_and_clear_at_once_and_each_gets_its_own(storage):
     wrong: list[str] = []
     deadline = time.monotonic() + 20.0
 

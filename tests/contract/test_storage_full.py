@@ -78,16 +78,15 @@ def test_a_put_that_found_room_too_late_in_one_unit_leaves_nothing_in_the_other_
     assert held(until(hasty, lambda stats: not stats[0].leased_nbytes)) == [(0, 0, 0), (64, 0, 0)]
 
 
-def test_an_update_that_found_no_room_in_one_unit_leaves_nothing_in_the_other_and_nothing_to_remember(storage):
+def test_a_write_in_steps_that_found_no_room_in_one_unit_leaves_nothing_once_it_is_aborted(storage):
     hasty = storage.another(put_timeout_s=0.02)
     storage.put(pages(64), range(64, 128))
-    for absent in (True, False):
-        with pytest.raises(StorageFullError, match="unit 'u1'"):
-            run_blocking(hasty.update_data(pages(128, "y"), meta(range(128)), absent=absent))
-        assert held(until(hasty, lambda stats: not stats[0].leased_nbytes)) == [(0, 0, 0), (64, 0, 0)]
-    run_blocking(hasty.put_data(pages(1), meta([0])))  # tells the first unit
-    left = run_blocking(storage.manager.forsake("another"))
-    assert [list(write.global_indexes) for write in left] == []
+    call = hasty.session.number()
+    with pytest.raises(StorageFullError, match="unit 'u1'"):
+        run_blocking(hasty.write(call, range(128), hasty.sources(pages(128, "y"))))
+    run_blocking(hasty.abort(call, range(128)))
+    stats = until(hasty, lambda stats: not stats[0].leased_nbytes and not stats[0].uncommitted_nbytes)
+    assert held(stats) == [(0, 0, 0), (64, 0, 0)]
 
 
 def test_puts_over_all_units_wait_for_consumers_and_never_for_each_other(storage):
@@ -109,18 +108,20 @@ def test_puts_over_all_units_wait_for_consumers_and_never_for_each_other(storage
     assert sorted(puts) == list(range(40))
 
 
-def test_new_values_make_way_for_others_while_their_put_waits_and_replaced_ones_stay_readable(storage):
+def test_replaced_values_stay_readable_while_their_write_waits_and_until_its_commit(storage):
     manager, other = storage.manager, storage.another()
     storage.put(pages(1), [64])
     storage.put(pages(64), range(64))
+    rows, call = range(64, 192), manager.session.number()  # the second unit's, then the first one's
 
     async def story() -> None:
-        rows = range(64, 192)  # the second unit's, then the first one's
-        waiting = asyncio.ensure_future(manager.update_data(pages(128), meta(rows)))
+        waiting = asyncio.ensure_future(manager.write(call, rows, manager.sources(-pages(128))))
         await seen(other, [(64, 0, 1), (1, 0, 0)])
         assert (await other.get_rows([64], ["x"]))["x"].numel() == PAGE // 8
         await other.clear_rows(range(64))
-        (await waiting).settle()
+        await waiting
+        assert (await other.get_rows([64], ["x"]))["x"].sum() == pages(1)["x"].sum()
+        await manager.commit(call, rows)
 
     asyncio.run(asyncio.wait_for(story(), 20.0))
-    assert storage.column(range(64, 192), "x", "dense").equal(pages(128)["x"])
+    assert storage.column(rows, "x", "dense").equal(-pages(128)["x"])

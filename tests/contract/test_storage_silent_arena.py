@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A unit whose arena socket takes a client in and says nothing: who waits for it, and who doesn't."""
+"""A unit whose arena socket takes a client in and says nothing: what waits for it, and what does not."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue.storage.shm.link import UnitLink
 
 from tests.contract.storage_kit import Backend, hosted, meta
 from transfer_queue.storage.shm.arena import PAGE_NBYTES
-from transfer_queue.storage.shm.manager import SimpleStorageManager
+from transfer_queue.storage.shm.connection import UnitConnection
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.base import Peer
 
 WAIT_S = 8.0  # less than a client waits for what it is never told
@@ -45,29 +45,29 @@ def storage(door: socket.socket, tmp_path: Path) -> Iterator[Backend]:
         yield storage
 
 
-async def put(manager: SimpleStorageManager) -> None:
+async def put(manager: SharedMemoryManager) -> None:
     await manager.put_data(TensorDict({"x": torch.arange(64)}, batch_size=[64]), meta(range(64)))
 
 
-async def get(manager: SimpleStorageManager) -> None:
+async def get(manager: SharedMemoryManager) -> None:
     assert torch.equal((await manager.get_rows(range(64), ["x"]))["x"], torch.arange(64))
 
 
-async def wish(manager: SimpleStorageManager) -> None:
-    (await manager.wish(["x"])).close()
+async def decide(manager: SharedMemoryManager) -> None:
+    assert not await manager.decide_mapping()
 
 
-async def stored(manager: SimpleStorageManager) -> None:
+async def stored(manager: SharedMemoryManager) -> None:
     async with manager.stored(range(64), ["x"]) as parts:
         assert list(parts) == ["x"]
 
 
-async def path(manager: SimpleStorageManager) -> str:
+async def path(manager: SharedMemoryManager) -> str:
     (unit,) = await manager.stats()
     return unit.path
 
 
-@pytest.mark.parametrize("first", [put, get, wish, stored], ids=lambda first: first.__name__)
+@pytest.mark.parametrize("first", [put, get, decide, stored], ids=lambda first: first.__name__)
 def test_an_event_loop_keeps_turning_while_the_first_call_waits_for_it(
     storage: Backend, door: socket.socket, first: Callable[[Any], Awaitable[None]]
 ) -> None:
@@ -101,20 +101,20 @@ def test_two_calls_that_come_first_ask_once(storage: Backend, door: socket.socke
     asyncio.run(asyncio.wait_for(story(), WAIT_S))
 
 
-def test_who_closes_the_link_does_not_wait_and_an_arena_that_comes_later_is_let_go_of(
+def test_closing_a_connection_does_not_wait_and_an_arena_that_comes_later_is_unmapped(
     door: socket.socket, tmp_path: Path
 ) -> None:
-    link = UnitLink(Peer("u0", f"ipc://{tmp_path}/u0"))
+    connection_to_unit = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0"))
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(link.arena))
+    thread = threading.Thread(target=lambda: found.append(connection_to_unit.arena))
     thread.start()
     connection, _ = door.accept()
     with connection:
-        link.close()
+        connection_to_unit.close()
         assert select.select([connection], [], [], 0)[0] == [], "it waits to be told"
         lent = os.memfd_create("late")
         os.truncate(lent, 2 * PAGE_NBYTES)
-        socket.send_fds(connection, [struct.pack("<QQ", 1, PAGE_NBYTES)], [lent])
+        socket.send_fds(connection, [struct.pack("<Q", PAGE_NBYTES)], [lent])
         os.close(lent)
         thread.join(WAIT_S)
         connection.settimeout(WAIT_S)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that a client makes: written down as they pass, or given up once the server has dealt with them."""
+"""The calls that a client makes: written down, something done just before one, or given up when it was answered."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -12,6 +14,7 @@ from transfer_queue import protocol as p
 from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.shm.messages import UnitRequest
 from transfer_queue.transport.base import Call, Reply
+from transfer_queue.transport.caller import SocketCaller
 
 _decode = p.message_decoder(*get_args(UnitRequest))
 
@@ -26,10 +29,16 @@ def fetch_of(fields: Sequence[str], batch_size: int, partition: str, task: str, 
     return fetch_request(fields, batch_size, partition, task, None, wait_s)
 
 
+def _caller_of(client: tq.TransferQueueClient) -> SocketCaller:
+    """What sends the client's calls; in a forked child its own one."""
+    client.session.follow_fork()
+    return client.session.caller
+
+
 def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> list[list[str]]:
     """Kinds of the requests that ``verb`` waits for. Those of one exchange are under way together."""
     found: list[list[str]] = []
-    caller = client.session.caller
+    caller = _caller_of(client)
     ask = caller.call_many
 
     async def noted(calls: Any, timeout_s: float) -> list[Reply]:
@@ -53,7 +62,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
     that were given up.
     """
     given_up: list[Any] = []
-    caller = client.session.caller
+    caller = _caller_of(client)
     ask = caller.call_many
 
     async def give_up(calls: Any, timeout_s: float) -> list[Reply]:
@@ -72,3 +81,28 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
         yield given_up
     finally:
         del caller.call_many
+
+
+@contextmanager
+def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[[], object]) -> Iterator[None]:
+    """Inside, ``act`` is done once, when the first request of this kind is about to be sent."""
+    acts = [act]
+    caller = _caller_of(client)
+    ask = caller.call_many
+
+    async def act_first(calls: Any, timeout_s: float) -> list[Reply]:
+        made = list(calls)
+        if acts and any(isinstance(request_of(call), kind) for call in made):
+            acts.pop()()
+        return await ask(made, timeout_s)
+
+    caller.call_many = act_first  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del caller.call_many
+
+
+def die(*_: Any, **__: Any) -> Any:
+    """This process, at once."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -16,15 +16,21 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 
 ROWS = 150
-SPREAD = 1 << 30
-"""``capacity_bytes`` of a unit that never fills. With a limit 64 neighbouring samples share a unit, else a million."""
 
 
 @contextmanager
 def started(units: int = 2, **settings: Any) -> Iterator[tq.TransferQueueClient]:
-    """A queue with so many storage units, over which every 64 samples are spread; ended on the way out."""
-    storage = {"num_data_storage_units": units, "capacity_bytes": SPREAD, **settings}
-    tq.init({"backend": {"SimpleStorage": storage}})
+    """A queue with so many storage units, over which every 64 samples are spread; ended on the way out.
+
+    One unit shares the controller's process; several have a process each.
+    """
+    processes = "one" if units == 1 else "each"
+    tq.init(
+        {
+            "server_processes": processes,
+            "backend": {"SimpleStorage": {"num_data_storage_units": units, **settings}},
+        }
+    )
     try:
         yield tq.get_client()
     finally:

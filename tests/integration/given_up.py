@@ -24,6 +24,7 @@ from tests.integration.faults import (
     impatient_client,
     stopped,
 )
+from transfer_queue.client.get import fetch_request
 from transfer_queue.interface import connect
 from transfer_queue.transport.modes import is_blocking, run_blocking
 
@@ -144,6 +145,11 @@ def call_and_die(conf: Any, act: Act, partition: str, meta: tq.BatchMeta, pids: 
 
 
 WAYS = {"deadline": by_deadline, "cancellation": by_cancellation, "ctrl-c": by_ctrl_c}
+
+
+def fetch_large(partition: str, task: str = "pins") -> Any:
+    """A request for one sample of the field "x", with its values."""
+    return fetch_request(["x"], 1, partition, task, None, 0.0)
 
 
 # ---- what must hold ----

@@ -20,6 +20,7 @@ from benchmarks.versus.table import markdown
 from tests.own_processes import own_processes
 
 PROMISED = {
+    "alternatives": {"batches", "rows_per_batch", "batch_mib", "ahead", "cores", "load", "channels"},
     "balance": {"items", "parts", "equal_size_ms", "equal_size_spread", "any_size_ms", "any_size_spread"},
     "callbacks": {"write_back_ms", "publish_in_step_ms", "publish_in_thread_ms", "memcpy_ms"},
     "cluster_frames": {"settings", "torch_threads", "cases"},

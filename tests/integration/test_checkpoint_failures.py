@@ -146,7 +146,7 @@ class Client(tq.TransferQueueClient):
         print("stopped", flush=True)
         sys.stdin.read()
 
-    async def _restore(self, data, shift):
+    async def _restore(self, data):
         print("stopped", flush=True)
         sys.stdin.read()
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +14,16 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.integration.calls import before, die
 from tests.integration.noticing import WAIT_S, ended, until
-from tests.integration.soak import has_arena
+from transfer_queue import protocol as p
+from transfer_queue.storage.shm.messages import Commit, Write
 from transfer_queue.transport.modes import run_blocking
 
-# Without an arena a unit isn't told when a client ends: what was found by a closed connection there must not be missed.
+# A process each: there a put and a clear have several steps, and a client may end between any two of them.
 CONF = {
-    "backend": {
-        "SimpleStorage": {
-            "num_data_storage_units": 1,
-            "capacity_bytes": 1 << 20,
-            "put_timeout_s": 20.0,
-            **({"arena": False} if has_arena() else {}),
-        }
-    }
+    "server_processes": "each",
+    "backend": {"SimpleStorage": {"num_data_storage_units": 1, "capacity_bytes": 1 << 20, "put_timeout_s": 20.0}},
 }
 
 
@@ -40,8 +35,14 @@ def unit() -> Any:
     return run_blocking(tq.get_client().storage_manager.stats())[0]
 
 
+def stored() -> tuple[int, int, int, int]:
+    """(values, their bytes, those of uncommitted writes, writes that wait for room)."""
+    stats = unit()
+    return stats.values, stats.live_nbytes, stats.uncommitted_nbytes, stats.parked
+
+
 def nothing_stored() -> bool:
-    return (unit().values, unit().live_nbytes, unit().parked) == (0, 0, 0)
+    return stored() == (0, 0, 0, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +52,6 @@ def emptied(client):
         client.clear_partition(partition)
     run_blocking(client.storage_manager.clear_rows(range(1000)))
     assert nothing_stored()
-
-
-def die(*_: Any, **__: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cancelled_before(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,18 +111,13 @@ def test_a_clear_that_was_cancelled_halfway_frees_the_values(client, name, monke
 def write_onto_cleared_samples_and_die_before_publishing(indexes: list[int], partition: str) -> None:
     client = tq.get_client()
     meta = tq.BatchMeta(indexes, [partition] * len(indexes))
-    client._publish = die
-    client.put(rows(b=torch.arange(len(indexes))), metadata=meta, data_parser=clearing(client, meta))
 
-
-def clearing(client: Any, meta: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A parser at whose time the samples that are written to get cleared."""
-
-    def parse(columns: dict[str, Any]) -> dict[str, Any]:
+    def clear_and_die() -> None:
         client.clear_samples(meta)
-        return columns
+        die()
 
-    return parse
+    with before(client, p.Publish, clear_and_die):
+        client.put(rows(b=torch.arange(len(indexes))), metadata=meta)
 
 
 def test_what_a_killed_writer_stored_for_samples_cleared_meanwhile_is_freed(client, name, fork):
@@ -136,39 +128,84 @@ def test_what_a_killed_writer_stored_for_samples_cleared_meanwhile_is_freed(clie
     assert until(nothing_stored), unit()
 
 
-def test_what_a_cancelled_put_stored_for_samples_cleared_meanwhile_is_freed(client, name, monkeypatch):
+@pytest.mark.parametrize("step", [Write, p.Publish])
+def test_what_a_cancelled_put_stored_for_samples_cleared_meanwhile_is_freed(client, name, step):
     meta = client.put(rows(a=torch.arange(3)), partition_id=name)
-    with monkeypatch.context() as patched:
-        patched.setattr(client, "_publish", cancelled_before(client._publish))
-        with pytest.raises(asyncio.CancelledError):
-            asyncio.run(client.async_put(rows(b=torch.arange(3)), metadata=meta, data_parser=clearing(client, meta[:])))
+
+    def clear_and_cancel() -> None:
+        client.clear_samples(meta[:])
+        asyncio.current_task().cancel()
+
+    with before(client, step, clear_and_cancel), pytest.raises(asyncio.CancelledError):
+        asyncio.run(client.async_put(rows(b=torch.arange(3)), metadata=meta))
     assert client.get_stats()["partitions"][name]["samples"] == 0
     assert until(nothing_stored), unit()
+
+
+def test_a_put_cancelled_at_its_publish_is_there_whole(client, name):
+    with (
+        before(client, p.Publish, lambda: asyncio.current_task().cancel()),
+        pytest.raises(asyncio.CancelledError),
+    ):
+        asyncio.run(client.async_put(rows(a=torch.arange(3)), partition_id=name))
+    meta = client.get_meta(["a"], 3, name, task_name="t", timeout_s=WAIT_S)
+    assert (client.get_data(meta)["a"].tolist(), stored()[2]) == ([0, 1, 2], 0)
+
+
+# ---- puts that are published and not committed ----
+
+
+def put_and_die_before_committing(partition: str, indexes: list[int]) -> None:
+    client = tq.get_client()
+    with before(client, Commit, die):
+        client.put(rows(a=torch.tensor([7, 8])), metadata=tq.BatchMeta(indexes, [partition] * 2))
+
+
+def test_what_a_killed_writer_had_published_replaces_what_was_there(client, name, fork):
+    meta = client.put(rows(a=torch.arange(2)), partition_id=name)
+    assert ended(fork(put_and_die_before_committing, name, meta.global_indexes)) == -signal.SIGKILL
+    assert until(lambda: stored()[2] == 0)
+    assert (client.get_data(meta)["a"].tolist(), stored()[0]) == ([7, 8], 2)
+
+
+def put_what_is_refused_and_die(partition: str, indexes: list[int]) -> None:
+    """Its samples are cleared when it publishes, and it dies before it aborts its write."""
+    client = tq.get_client()
+    client.storage_manager.abort = die
+    meta = tq.BatchMeta(indexes, [partition] * 2)
+    with before(client, p.Publish, lambda: client.clear_samples(meta[:1])):
+        client.put(rows(b=torch.arange(2)), metadata=meta)
+
+
+def test_what_a_killed_writer_was_refused_to_publish_is_freed(client, name, fork):
+    meta = client.put(rows(a=torch.arange(2)), partition_id=name)
+    assert ended(fork(put_what_is_refused_and_die, name, meta.global_indexes)) == -signal.SIGKILL
+    assert until(lambda: stored()[2] == 0)
+    assert stored()[0] == 1, "of the sample that is left"
 
 
 # ---- puts by key ----
 
 
 def put_by_key_and_die_before_publishing(keys: list[str], partition: str) -> None:
-    client = tq.get_client()
-    client.publish = die
-    tq.kv_batch_put(keys, partition, rows(b=torch.arange(len(keys)), c=torch.arange(len(keys))))
+    with before(tq.get_client(), p.Publish, die):
+        tq.kv_batch_put(keys, partition, rows(b=torch.arange(len(keys)), c=torch.arange(len(keys))))
 
 
 @pytest.mark.parametrize("known", [["a", "b"], ["a"], []], ids=["all", "some", "none"])
 def test_what_a_killed_writer_put_by_keys_of_which_some_were_known_is_freed(client, name, fork, known):
     if known:
         tq.kv_batch_put(known, name, rows(a=torch.arange(len(known))))
-    before = (unit().values, unit().live_nbytes)
+    count = stored()
     assert ended(fork(put_by_key_and_die_before_publishing, ["a", "b"], name)) == -signal.SIGKILL
-    assert until(lambda: (unit().values, unit().live_nbytes) == before), unit()
+    assert until(lambda: stored() == count), unit()
 
 
-def test_what_a_killed_writer_replaced_by_key_stays_readable(client, name, fork):
+def test_what_a_killed_writer_would_have_replaced_by_key_stays_as_it_was(client, name, fork):
     tq.kv_batch_put(["a", "b"], name, rows(b=torch.tensor([7, 8])))
     assert ended(fork(put_by_key_and_die_before_publishing, ["a", "b"], name)) == -signal.SIGKILL
-    assert until(lambda: unit().values == 2), "the new field is freed"
-    assert tq.kv_batch_get(["a", "b"], name)["b"].tolist() == [0, 1]
+    assert until(lambda: stored()[0] == 2 and not stored()[2]), "the new field is freed"
+    assert tq.kv_batch_get(["a", "b"], name)["b"].tolist() == [7, 8]
 
 
 # ---- writes that wait for room ----

@@ -102,19 +102,45 @@ def test_of_a_clear_that_ctrl_c_interrupts_no_value_stays(client, name, clear: C
     assert not is_blocking(), "the calls of an event loop would block it from now on"
 
 
-def test_memory_leased_ahead_comes_back_when_ctrl_c_comes_as_its_use_begins(client, name, monkeypatch):
-    for _ in range(4):
-        put(client, name)
-    (link,) = [link for link in client.storage_manager._links if link._ahead]
-    begin, begun = link.arena.begin, []
-
-    def begin_and_interrupt(hold: Any) -> bool:
-        begun.append(begin(hold))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(link.arena, "begin", begin_and_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        put(client, name)
-    assert begun == [True], "the unit waits for a word of its client now, not for the time to pass"
+@pytest.mark.filterwarnings("ignore:.*was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_put_that_ctrl_c_interrupts_is_there_whole_or_not_at_all_and_leaves_no_memory_leased(
+    client, name, interrupting
+):
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    moments, interrupted = random.Random(seed), 0
+    for _ in range(150):
+        try:
+            interrupting(moments.uniform(0, 3 * LONGEST_S) or LONGEST_S)
+            put(client, name)
+            interrupting(0)
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert interrupted
     assert until(lambda: stored(client)[1] == 0)
+    meta = client.get_meta(partition_id=name, mode="force_fetch")
+    assert meta.size % ROWS == 0
+    assert client.get_stats()["partitions"][name]["held"] == 0
+    for part in range(0, meta.size, ROWS):
+        assert bool((client.get_data(meta[part : part + ROWS])["x"].values() == 1).all())
+    client.clear_partition(name)
+    assert stored(client) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_get_that_ctrl_c_interrupts_leaves_nothing_pinned(client, name, interrupting):
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    moments, interrupted, meta = random.Random(seed), 0, put(client, name)
+    for _ in range(150):
+        try:
+            interrupting(moments.uniform(0, LONGEST_S) or LONGEST_S)
+            client.get_data(meta)
+            interrupting(0)
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert interrupted
+    assert until(lambda: not sum(unit["pins"] for unit in client.get_storage_stats()))
     client.clear_partition(name)

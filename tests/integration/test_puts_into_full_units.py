@@ -147,7 +147,7 @@ def test_those_that_waited_for_one_clear_are_all_published(client, other, name, 
     client.create_partition(name)
     with beside(lambda: other.put(row(50_000, 2), partition_id=name)) as first:
         parked(client, 1)
-        with beside(lambda: third.put(row(40_000, 3), partition_id=name)) as second:
+        with beside(lambda: third.put(row(45_000, 3), partition_id=name)) as second:
             parked(client, 2)
             client.clear_samples(full)
     assert ([first[0].size, second[0].size], sorted(seen(client, name))) == ([1, 1], [2, 3])
@@ -156,16 +156,17 @@ def test_those_that_waited_for_one_clear_are_all_published(client, other, name, 
 
 def write_and_wait_to_be_killed(partition: str, nbytes: int) -> None:
     client = tq.get_client()
-    reserved = run_blocking(client.session.ask(p.Reserve, p.Reserved, partition, 1))
+    session, storage = client.session, client.storage_manager
+    reserve = p.Reserve(session.number(), partition, 1)
+    reserved = run_blocking(session.send(reserve, p.Reserved, keep=True))
     indexes = p.unpack_indexes(reserved.indexes).tolist()
-    run_blocking(client.storage_manager.put_data(row(nbytes, 1), tq.BatchMeta(indexes, [partition])))
+    run_blocking(storage.write(reserve.id, indexes, storage.sources(row(nbytes, 1))))
     signal.pause()
 
 
 def test_a_put_that_the_end_of_a_killed_writer_lets_in_is_published(client, other, name, nbytes, fork):
-    """The controller frees what that one left, and is told of the put in the middle of it."""
     writer = fork(write_and_wait_to_be_killed, name, nbytes)
-    assert until(lambda: unit(client)["values"] == 1)
+    assert until(lambda: unit(client)["uncommitted_nbytes"] == nbytes)
     with beside(lambda: other.put(row(nbytes, 2), partition_id=name)) as done:
         parked(client, 1)
         writer.kill()

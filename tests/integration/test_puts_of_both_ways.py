@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts that the storage publishes on its way, and those that their client publishes itself: whole or not at all."""
+"""Puts of one message, and those whose client walks the same steps itself: whole or not at all."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,25 +14,41 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from tests.integration.calls import before, die, giving_up, request_of
 from tests.integration.noticing import ended, until
+from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, UnknownPartitionError
 from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.storage.shm.messages import Commit, Write
 
 WAIT_S = 20.0
 STEADY = 4
-"""So many puts of one size, and the next one has its indexes already."""
 
 
 @pytest.fixture(scope="module", params=["one", "each"])
 def queue(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """In one process a unit tells the controller what it keeps; in processes of their own the client does.
-
-    A limit that is never reached spreads every 64 samples over the units, also where they share a process.
-    """
+    """In one process a put is one message; with a controller and two units apart its client walks the steps."""
     limited = {"SimpleStorage": {"num_data_storage_units": 2, "capacity_bytes": 1 << 30}}
     yield tq.init({"server_processes": request.param, "controller": {"producer_grace_s": 0.2}, "backend": limited})
     tq.close()
+
+
+@pytest.fixture
+def together(queue: Any) -> bool:
+    """Is a put one message?"""
+    return bool(queue.server_processes == "one")
+
+
+@pytest.fixture
+def writing(together: bool) -> type[p.Request]:
+    """The message that brings the values."""
+    return p.Put if together else Write
+
+
+@pytest.fixture
+def in_steps(together: bool) -> None:
+    if together:
+        pytest.skip("a put is one step where the servers share a process")
 
 
 @pytest.fixture
@@ -52,6 +67,11 @@ def values(client: tq.TransferQueueClient) -> int:
     return sum(unit["values"] for unit in client.get_storage_stats())
 
 
+def uncommitted(client: tq.TransferQueueClient) -> int:
+    """Bytes of writes that are stored and not yet published."""
+    return sum(unit["uncommitted_nbytes"] for unit in client.get_storage_stats())
+
+
 def held(client: tq.TransferQueueClient, partition: str) -> int:
     """Samples that are reserved, and neither published nor given back."""
     return int(client.get_stats()["partitions"].get(partition, {}).get("held", 0))
@@ -60,9 +80,9 @@ def held(client: tq.TransferQueueClient, partition: str) -> int:
 @pytest.fixture
 def nothing_more(client, name) -> Iterator[None]:
     """The test leaves as many values as there were, and nothing reserved."""
-    before = values(client)
+    count = values(client)
     yield
-    assert (values(client), held(client, name)) == (before, 0)
+    assert until(lambda: (values(client), held(client, name), uncommitted(client)) == (count, 0, 0))
 
 
 def everything(client: tq.TransferQueueClient, partition: str) -> tq.BatchMeta:
@@ -72,18 +92,6 @@ def everything(client: tq.TransferQueueClient, partition: str) -> tq.BatchMeta:
 def stored(client: tq.TransferQueueClient, partition: str, field: str) -> list[Any]:
     """The values of all samples of a partition."""
     return client.get_data(everything(client, partition).select_fields(field))[field].tolist()
-
-
-def just_before(monkeypatch: Any, client: Any, write: str, act: Callable[[], Any]) -> None:
-    """``act`` once all is reserved or checked, and before any value is sent."""
-    put = getattr(client.storage_manager, write)
-
-    async def later(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.undo()
-        act()
-        return await put(*args, **kwargs)
-
-    monkeypatch.setattr(client.storage_manager, write, later)
 
 
 def steady(client: tq.TransferQueueClient, partition: str, count: int = 2) -> list[tq.BatchMeta]:
@@ -148,7 +156,7 @@ def test_a_parser_runs_once_per_put_and_what_it_makes_is_stored(client, name):
         runs.append(list(columns["a"]))
         return {"a": torch.tensor([2 * int(value) for value in columns["a"]])}
 
-    steady(client, name)  # so that there is a reservation, which such a put must not try
+    steady(client, name)
     meta = client.put({"a": torch.tensor([1, 2])}, partition_id=name, data_parser=doubled, tags=[{"x": 1}, {}])
     assert (len(runs), meta.custom_meta, client.get_data(meta)["a"].tolist()) == (1, [{"x": 1}, {}], [2, 4])
     client.put({"b": torch.tensor([3, 4])}, metadata=meta, data_parser=lambda columns: {"b": columns["b"] + 1})
@@ -156,9 +164,9 @@ def test_a_parser_runs_once_per_put_and_what_it_makes_is_stored(client, name):
 
 
 @pytest.mark.parametrize("numbers", [1, 1000], ids=["inline", "in the arena"])
-def test_puts_over_two_units_are_published_whole(client, other, name, numbers):
+def test_large_puts_are_published_whole(client, other, name, numbers):
     meta = client.put(rows(a=torch.arange(1500 * numbers).view(1500, numbers)), partition_id=name)
-    assert all(unit["values"] for unit in client.get_storage_stats()), "or it wasn't over both"
+    assert all(unit["values"] for unit in client.get_storage_stats()), "or it wasn't over all units"
     client.put(rows(b=torch.arange(1500)), metadata=meta)
     client.put(rows(a=-torch.arange(1500 * numbers).view(1500, numbers)), metadata=meta)
     found = other.get_data(other.get_meta(["a", "b"], 1500, name, task_name="t"))
@@ -167,66 +175,68 @@ def test_puts_over_two_units_are_published_whole(client, other, name, numbers):
     client.clear_partition(name)
 
 
-def test_a_put_under_way_when_its_partition_is_sealed_still_arrives(client, other, name, monkeypatch):
-    just_before(monkeypatch, client, "put_and_tell", lambda: other.seal_partition(name))
-    client.put(rows(a=torch.tensor([1, 2])), partition_id=name)
+@pytest.mark.usefixtures("in_steps")
+def test_a_put_under_way_when_its_partition_is_sealed_still_arrives(client, other, name, writing):
+    with before(client, writing, lambda: other.seal_partition(name)):
+        client.put(rows(a=torch.tensor([1, 2])), partition_id=name)
     assert (stored(other, name, "a"), held(other, name)) == ([1, 2], 0)
 
 
-# ---- refused at the publish ----
+# ---- refused ----
 
 
-@pytest.mark.usefixtures("nothing_more")
-def test_a_put_whose_partition_is_cleared_before_its_values_come_is_refused(client, other, name, monkeypatch):
-    just_before(monkeypatch, client, "put_and_tell", lambda: other.clear_partition(name))
-    with pytest.raises(UnknownPartitionError):
+@pytest.mark.usefixtures("in_steps", "nothing_more")
+def test_a_put_whose_partition_is_cleared_before_its_values_come_is_refused(client, other, name, writing):
+    with before(client, writing, lambda: other.clear_partition(name)), pytest.raises(UnknownPartitionError):
         client.put(rows(a=torch.arange(2)), partition_id=name)
     assert name not in other.get_partition_list()
 
 
-def test_a_put_with_a_reservation_of_a_cleared_partition_begins_it_anew(client, other, name):
-    before = values(other)
+def test_a_put_into_a_partition_that_another_client_cleared_begins_it_anew(client, other, name):
+    num_values = values(other)
     steady(client, name)
     other.clear_partition(name)
     meta = client.put(rows(a=torch.tensor([7, 8])), partition_id=name)
-    assert (stored(other, name, "a"), values(other), held(other, name)) == ([7, 8], before + 2, 0)
+    assert (stored(other, name, "a"), values(other), held(other, name)) == ([7, 8], num_values + 2, 0)
     assert everything(other, name).global_indexes == meta.global_indexes
 
 
-def test_a_put_with_a_reservation_of_a_sealed_partition_is_refused(client, other, name):
+def test_a_put_into_a_partition_that_another_client_sealed_is_refused(client, other, name):
     steady(client, name)
     other.seal_partition(name)
-    before = values(other)
+    num_values = values(other)
     with pytest.raises(InvalidRequestError, match="is sealed after 8 samples, 2 more were put"):
         client.put(rows(a=torch.tensor([7, 8])), partition_id=name)
-    assert (stored(other, name, "a"), values(other), held(other, name)) == ([0, 1] * STEADY, before, 0)
+    assert (stored(other, name, "a"), values(other), held(other, name)) == ([0, 1] * STEADY, num_values, 0)
 
 
-def test_a_put_with_a_reservation_and_another_dtype_is_refused(client, other, name):
+def test_a_put_of_another_dtype_is_refused(client, other, name):
     steady(client, name)
-    before = values(other)
+    num_values = values(other)
     with pytest.raises(tq.SchemaConflictError, match="holds dtype int64, this put brings dtype float32"):
         client.put(rows(a=torch.zeros(2)), partition_id=name)
-    assert (stored(other, name, "a"), values(other), held(other, name)) == ([0, 1] * STEADY, before, 0)
+    assert (stored(other, name, "a"), values(other), held(other, name)) == ([0, 1] * STEADY, num_values, 0)
 
 
 @pytest.mark.parametrize("count", [2, 1500], ids=["one unit", "two units"])
-def test_new_samples_whose_field_got_another_dtype_meanwhile_are_refused(client, other, name, monkeypatch, count):
-    before = values(other)
-    just_before(monkeypatch, client, "put_and_tell", lambda: other.put(rows(a=torch.tensor([0.5])), partition_id=name))
-    with pytest.raises(tq.SchemaConflictError, match="holds dtype float32, this put brings dtype int64"):
+def test_new_samples_whose_field_got_another_dtype_meanwhile_are_refused(client, other, name, writing, count):
+    num_values = values(other)
+    with (
+        before(client, writing, lambda: other.put(rows(a=torch.tensor([0.5])), partition_id=name)),
+        pytest.raises(tq.SchemaConflictError, match="holds dtype float32, this put brings dtype int64"),
+    ):
         client.put(rows(a=torch.arange(count)), partition_id=name)
-    assert (stored(other, name, "a"), values(other), held(other, name)) == ([0.5], before + 1, 0)
+    assert (stored(other, name, "a"), values(other), held(other, name)) == ([0.5], num_values + 1, 0)
 
 
 @pytest.mark.parametrize("count", [2, 1500], ids=["one unit", "two units"])
 def test_a_new_field_of_another_dtype_than_other_samples_have_is_refused(client, other, name, count):
     meta = client.put(rows(a=torch.arange(count)), partition_id=name)
     other.put(rows(b=torch.tensor([0.5])), partition_id=name)
-    before = values(other)
+    num_values = values(other)
     with pytest.raises(tq.SchemaConflictError, match="holds dtype float32, this put brings dtype int64"):
         client.put(rows(b=torch.arange(count)), metadata=meta)
-    assert (values(other), held(other, name), meta.field_names) == (before, 0, ["a"])
+    assert (values(other), held(other, name), meta.field_names) == (num_values, 0, ["a"])
     client.put(rows(b=torch.arange(count) / 2), metadata=meta)
     assert other.get_data(meta)["b"].tolist() == (torch.arange(count) / 2).tolist()
     client.clear_partition(name)
@@ -234,119 +244,80 @@ def test_a_new_field_of_another_dtype_than_other_samples_have_is_refused(client,
 
 @pytest.mark.usefixtures("nothing_more")
 @pytest.mark.parametrize("count", [2, 1500], ids=["one unit", "two units"])
-def test_a_new_field_of_samples_that_are_cleared_meanwhile_is_refused(client, other, name, monkeypatch, count):
+def test_a_new_field_of_samples_that_are_cleared_meanwhile_is_refused(client, other, name, writing, count):
     meta = client.put(rows(a=torch.arange(count)), partition_id=name)
     gone = meta[:]
-    just_before(monkeypatch, client, "update_data", lambda: other.clear_samples(gone))
-    with pytest.raises(tq.SampleClearedError):
+    with before(client, writing, lambda: other.clear_samples(gone)), pytest.raises(tq.SampleClearedError):
         client.put(rows(b=torch.arange(count)), metadata=meta)
 
 
 @pytest.mark.usefixtures("nothing_more")
-def test_a_new_field_of_samples_whose_partition_is_cleared_meanwhile_is_refused(client, other, name, monkeypatch):
+def test_a_new_field_of_samples_whose_partition_is_cleared_meanwhile_is_refused(client, other, name, writing):
     meta = client.put(rows(a=torch.arange(2)), partition_id=name)
-    just_before(monkeypatch, client, "update_data", lambda: other.clear_partition(name))
-    with pytest.raises(UnknownPartitionError):
+    with before(client, writing, lambda: other.clear_partition(name)), pytest.raises(UnknownPartitionError):
         client.put(rows(b=torch.arange(2)), metadata=meta)
 
 
-def test_of_two_that_put_the_same_new_field_both_are_published_and_one_s_values_stay(client, other, name, monkeypatch):
+def test_of_two_that_put_the_same_new_field_both_are_published_and_one_s_values_stay(client, other, name, writing):
     meta = client.put(rows(a=torch.arange(2)), partition_id=name)
-    same, before = meta[:], values(other)
-    just_before(monkeypatch, client, "update_data", lambda: other.put(rows(b=torch.tensor([1, 1])), metadata=same))
-    client.put(rows(b=torch.tensor([2, 2])), metadata=meta)
-    assert (stored(other, name, "b"), values(other)) == ([2, 2], before + 2)
+    same, num_values = meta[:], values(other)
+    with before(client, writing, lambda: other.put(rows(b=torch.tensor([1, 1])), metadata=same)):
+        client.put(rows(b=torch.tensor([2, 2])), metadata=meta)
+    assert (stored(other, name, "b"), values(other)) == ([2, 2], num_values + 2)
 
 
 # ---- writers that give up ----
 
 
-class LosesAnswers:
-    """A caller whose next calls to units get no answer: ``error`` is raised instead. They arrive at once, before the
-    next call that isn't a withdrawal, or with ``deliver``."""
-
-    def __init__(self, call_many: Any, error: BaseException, arrive: str) -> None:
-        self._call_many, self._error, self._arrive = call_many, error, arrive
-        self._lost: list[Any] = []
-        self._done = False
-
-    async def __call__(self, calls: Any, timeout_s: float) -> Any:
-        made = list(calls)
-        if not self._done and "unit" in made[0].peer.name:
-            self._done, self._lost = True, made
-            if self._arrive == "at once":
-                self.deliver()
-            raise self._error
-        if self._arrive == "next" and b"Withdraw" not in made[0].header:
-            self.deliver()
-        return await self._call_many(made, timeout_s)
-
-    def deliver(self) -> None:
-        lost, self._lost = self._lost, []
-        run_blocking(self._call_many(lost, 10.0))
-
-
 ERRORS = {"cancelled": asyncio.CancelledError, "interrupted": KeyboardInterrupt, "no answer": QueueUnreachableError}
-
-
-@pytest.fixture(params=ERRORS.values(), ids=ERRORS)
-def error(request: pytest.FixtureRequest) -> BaseException:
-    made: BaseException = request.param("given up")
-    return made
-
-
-@pytest.fixture(params=["at once", "next", "at last"])
-def loses_answers(request, client, monkeypatch, error) -> Callable[[], LosesAnswers]:
-    """From the call of this on."""
-    caller = client.session.caller
-
-    def lose() -> LosesAnswers:
-        lossy = LosesAnswers(caller.call_many, error, request.param)
-        monkeypatch.setattr(caller, "call_many", lossy)
-        return lossy
-
-    return lose
+of_any_kind = pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 
 
 def check_whole_or_not_at_all(
     client: tq.TransferQueueClient, partition: str, field: str, old: list[Any], new: list[Any], count: int
 ) -> None:
     """``count``: of the values before."""
+
+    def is_over() -> bool:
+        return (held(client, partition), uncommitted(client)) == (0, 0)
+
+    assert until(is_over), (held(client, partition), uncommitted(client))
     meta = everything(client, partition)
     seen = client.get_data(meta.select_fields(field))[field].tolist() if field in meta.field_names else []
     assert seen in (old, old + new)
-    assert (values(client), held(client, partition)) == (count + len(seen) - len(old), 0)
+    assert values(client) == count + len(seen) - len(old)
 
 
+@of_any_kind
 @pytest.mark.parametrize("stream", [True, False], ids=["in a stream", "alone"])
-def test_new_samples_whose_put_missed_its_answer(client, other, name, monkeypatch, loses_answers, error, stream):
-    old = [0, 1] * STEADY if stream else [9]
-    if stream:
-        steady(client, name)
-    else:
-        other.put(rows(a=torch.tensor([9])), partition_id=name)
-    count = values(other)
-    lossy = loses_answers()
-    with pytest.raises(type(error)):
-        client.put(rows(a=torch.tensor([7, 8])), partition_id=name)
-    monkeypatch.undo()
-    lossy.deliver()
-    check_whole_or_not_at_all(other, name, "a", old, [7, 8], count)
-    client.put(rows(a=torch.tensor([5, 6])), partition_id=name)
-    assert stored(other, name, "a")[-2:] == [5, 6]
+def test_new_samples_whose_put_was_given_up_when_it_was_answered(client, other, name, together, error, stream):
+    for at, step in enumerate([p.Put] if together else [p.Reserve, Write, p.Publish, Commit]):
+        partition, old = f"{name}/{at}", [0, 1] * STEADY if stream else [9]
+        if stream:
+            steady(client, partition)
+        else:
+            other.put(rows(a=torch.tensor([9])), partition_id=partition)
+        count = values(other)
+        with giving_up(client, step, error("given up")) as given_up, pytest.raises(error):
+            client.put(rows(a=torch.tensor([7, 8])), partition_id=partition)
+        assert given_up
+        check_whole_or_not_at_all(other, partition, "a", old, [7, 8], count)
+        client.put(rows(a=torch.tensor([5, 6])), partition_id=partition)
+        assert stored(other, partition, "a")[-2:] == [5, 6]
 
 
-def test_a_new_field_whose_put_missed_its_answer(client, other, name, monkeypatch, loses_answers, error):
-    meta = client.put(rows(a=torch.arange(2)), partition_id=name)
-    count = values(other)
-    lossy = loses_answers()
-    with pytest.raises(type(error)):
-        client.put(rows(b=torch.tensor([7, 8])), metadata=meta[:])
-    monkeypatch.undo()
-    lossy.deliver()
-    check_whole_or_not_at_all(other, name, "b", [], [7, 8], count)
-    client.put(rows(b=torch.tensor([5, 6])), metadata=meta)
-    assert (stored(other, name, "b"), values(other)) == ([5, 6], count + 2)
+@of_any_kind
+def test_a_new_field_whose_put_was_given_up_when_it_was_answered(client, other, name, together, error):
+    for at, step in enumerate([p.Put] if together else [p.CheckFields, Write, p.Publish, Commit]):
+        partition = f"{name}/{at}"
+        meta = client.put(rows(a=torch.arange(2)), partition_id=partition)
+        count = values(other)
+        with giving_up(client, step, error("given up")) as given_up, pytest.raises(error):
+            client.put(rows(b=torch.tensor([7, 8])), metadata=meta[:])
+        assert given_up
+        check_whole_or_not_at_all(other, partition, "b", [], [7, 8], count)
+        client.put(rows(b=torch.tensor([5, 6])), metadata=meta)
+        assert (stored(other, partition, "b"), values(other)) == ([5, 6], count + 2)
 
 
 async def cancelled_when_told(put: Any, other: tq.TransferQueueClient, turns: int) -> None:
@@ -382,32 +353,21 @@ def test_a_put_that_is_cancelled_on_an_event_loop(client, other, name, field, tu
 # ---- writers that are killed ----
 
 
-def die(*_: Any, **__: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def put_and_die(partition: str, indexes: list[int], sent: int) -> None:
-    """Killed when so many messages to units were sent: while the next is made, or as soon as the last is out."""
+def put_and_die(partition: str, indexes: list[int], kind: type[p.Request], sent: int) -> None:
+    """Killed when so many of the put's messages of this kind were answered, and the others not even sent."""
     client = tq.get_client()
     client.get_stats()
     caller = client.session.caller
     ask = caller.call_many
 
     async def call_many(calls: Any, timeout_s: float) -> Any:
-        return await ask(dying(calls), timeout_s)
+        made = list(calls)
+        if isinstance(request_of(made[0]), kind):
+            await ask(made[:sent], timeout_s)
+            die()
+        return await ask(made, timeout_s)
 
-    def dying(calls: Any) -> Iterator[Any]:
-        nonlocal sent
-        for call in calls:
-            if "unit" in call.peer.name:
-                if not sent:
-                    die()
-                sent -= 1
-            yield call
-            if not sent and "unit" in call.peer.name:
-                die()
-
-    caller.call_many = call_many
+    caller.call_many = call_many  # type: ignore[method-assign]
     column = torch.from_numpy(np.arange(1500))
     if indexes:
         client.put(rows(b=column), metadata=tq.BatchMeta(indexes, [partition] * len(indexes)))
@@ -415,36 +375,44 @@ def put_and_die(partition: str, indexes: list[int], sent: int) -> None:
         client.put(rows(a=column[:2]), partition_id=partition)
 
 
-@pytest.mark.parametrize("sent", [0, 1], ids=["before it wrote", "when it wrote"])
-def test_new_samples_of_a_killed_writer_are_there_whole_or_not_at_all(client, name, fork, sent):
-    client.put(rows(a=torch.tensor([9])), partition_id=name)
-    count = values(client)
-    assert ended(fork(put_and_die, name, [], sent)) == -signal.SIGKILL
-    assert until(lambda: held(client, name) == 0)
-    check_whole_or_not_at_all(client, name, "a", [9], [0, 1], count)
-    client.seal_partition(name)
-    assert client.get_meta(["a"], 1, name, task_name="t", timeout_s=WAIT_S).size == 1
+def deaths(together: bool, begin: type[p.Request], units: int) -> list[tuple[type[p.Request], int]]:
+    """Every moment at which a writer may die: before and after each message."""
+    if together:
+        return [(p.Put, 0), (p.Put, 1)]
+    counts = {begin: 1, Write: units, p.Publish: 1, Commit: units}
+    return [(kind, sent) for kind, count in counts.items() for sent in range(count + 1)]
 
 
-@pytest.mark.parametrize("sent", [0, 1, 2], ids=["before it wrote", "when it wrote half", "when it wrote"])
-def test_a_new_field_of_a_killed_writer_is_there_whole_or_not_at_all(client, name, fork, sent):
-    meta = client.put(rows(a=torch.arange(1500)), partition_id=name)
-    count = values(client)
-    assert ended(fork(put_and_die, name, meta.global_indexes, sent)) == -signal.SIGKILL
-    assert until(lambda: values(client) == count), "two units: nobody published it"
-    check_whole_or_not_at_all(client, name, "b", [], list(range(1500)), count)
-    client.clear_partition(name)
+def test_new_samples_of_a_killed_writer_are_there_whole_or_not_at_all(client, name, fork, together):
+    for at, (kind, sent) in enumerate(deaths(together, p.Reserve, 1)):
+        partition = f"{name}/{at}"
+        client.put(rows(a=torch.tensor([9])), partition_id=partition)
+        count = values(client)
+        assert ended(fork(put_and_die, partition, [], kind, sent)) == -signal.SIGKILL
+        check_whole_or_not_at_all(client, partition, "a", [9], [0, 1], count)
+        client.seal_partition(partition)
+        assert client.get_meta(["a"], 1, partition, task_name="t", timeout_s=WAIT_S).size == 1
+
+
+def test_a_new_field_of_a_killed_writer_is_there_whole_or_not_at_all(client, name, fork, together):
+    for at, (kind, sent) in enumerate(deaths(together, p.CheckFields, 2)):
+        partition = f"{name}/{at}"
+        meta = client.put(rows(a=torch.arange(1500)), partition_id=partition)
+        count = values(client)
+        assert ended(fork(put_and_die, partition, meta.global_indexes, kind, sent)) == -signal.SIGKILL
+        check_whole_or_not_at_all(client, partition, "b", [], list(range(1500)), count)
+        client.clear_partition(partition)
 
 
 def put_a_new_field_and_end(partition: str, indexes: list[int]) -> None:
     column = torch.from_numpy(np.arange(len(indexes)))
-    tq.get_client().put(rows(b=column), metadata=tq.BatchMeta(indexes, [partition] * len(indexes)))
+    tq.get_client().put(rows(missed=column), metadata=tq.BatchMeta(indexes, [partition] * len(indexes)))
     die()
 
 
 def test_a_process_that_did_nothing_but_put_a_new_field_is_known_and_missed_when_it_is_killed(client, name, fork):
     meta = client.put(rows(a=torch.arange(2)), partition_id=name)
     assert ended(fork(put_a_new_field_and_end, name, meta.global_indexes)) == -signal.SIGKILL
-    assert client.get_data(client.get_meta(["b"], 2, name, task_name="t"))["b"].tolist() == [0, 1]
-    with pytest.raises(tq.ProducersGoneError, match="every producer of field 'b' has died"):
-        client.get_meta(["b"], 1, name, task_name="t", timeout_s=WAIT_S)
+    assert client.get_data(client.get_meta(["missed"], 2, name, task_name="t"))["missed"].tolist() == [0, 1]
+    with pytest.raises(tq.ProducersGoneError, match="every producer of field 'missed' has died"):
+        client.get_meta(["missed"], 1, name, task_name="t", timeout_s=WAIT_S)

@@ -100,7 +100,7 @@ class Gets(ClientBase):
         polling = bool((await self.session.config())["controller"]["polling_mode"])
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
-        reply, _ = await self._fetched(fetch)
+        reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
@@ -132,13 +132,16 @@ class Gets(ClientBase):
         front = self.front
         if front is not None:
             fetch = msgspec.structs.replace(fetch, with_values=True, mapped=await front.decide_mapping())
-        reply, frames = await self._fetched(fetch)
-        if isinstance(reply, p.NotReady):
-            return reply
-        return FetchedBatch(to_meta(reply), reply.id, front, frames)
+        fetch = msgspec.structs.replace(fetch, id=self.session.number())
+        try:
+            reply, frames = await self._fetched(fetch)
+            return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), reply.id, front, frames)
+        except KeyboardInterrupt:
+            if front is not None:  # the answer may have come, and have pinned something
+                await front.closed(fetch.id)
+            raise
 
     async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
-        fetch = msgspec.structs.replace(fetch, id=self.session.number())
         reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s)
         if isinstance(reply, p.Ended):
             raise EndOfPartitionError(

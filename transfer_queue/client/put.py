@@ -48,18 +48,18 @@ class WriteTransaction:
     async def through(self, front: InFront) -> p.Reply:
         """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
         or for keys what their samples have now."""
-        begin, staged = self._begin, Staged(b"", ())
-        if self._sources is not None:
-            replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-            staged = await front.staged(self._sources, self._num_rows, replaced)
-        put = p.Put(begin.id, begin, self._tags, staged.columns)
+        begin, staged, lease = self._begin, Staged(b"", ()), 0
         try:
-            reply, _ = await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames)
+            if self._sources is not None:
+                lease = self._session.number()
+                replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
+                staged = await front.staged(lease, self._sources, self._num_rows, replaced)
+            put = p.Put(begin.id, begin, self._tags, staged.columns)
+            return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames))[0]
         except BaseException:
-            if staged.lease:  # the put may not even have been sent
-                await front.closed(staged.lease)
+            if lease:  # the put may not even have been sent
+                await front.closed(lease)
             raise
-        return reply
 
     async def in_steps(self, storage: StorageManager) -> p.Reply:
         """The same steps one by one, where controller and storage are apart."""
@@ -81,14 +81,18 @@ class WriteTransaction:
                 await storage.abort(begin.id, indexes)
             await session.cancel(begin.id)
             raise
-        session.done(session.controller, begin.id, publish.id)
+        if isinstance(begin, p.Reserve):
+            session.done(session.controller, begin.id, publish.id)
+        else:  # a checkpoint may wait until the values are replaced
+            await session.tell_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else begun
 
     def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:
         begin = self._begin
         tags = {indexes[row]: own for row, own in self._tags.items()}
         by_key = isinstance(begin, p.ResolveKeys)
-        return p.Publish(self._session.number(), begin.partition, packed, begin.fields, tags, by_key, begin.id)
+        number = self._session.number()
+        return p.Publish(number, begin.partition, packed, begin.fields, tags, by_key, begin.id, uncommitted=True)
 
 
 class Puts(ClientBase):

@@ -25,6 +25,10 @@ class Record:
         """The caller never got the answer. Returns False where the call took effect for good."""
         return False
 
+    def received(self) -> None:
+        """The caller has the answer, and the record is gone."""
+        return
+
 
 class Calls:
     """The records of all sessions. Their number is bounded by how many calls a client leaves unconfirmed."""
@@ -61,6 +65,7 @@ class Calls:
                 record.reply = None
             else:
                 self.take(client, call)
+                record.received()
 
     def end(self, client: str) -> list[Record]:
         """The session has ended: remove and return its records, the latest first."""

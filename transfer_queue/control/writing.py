@@ -44,9 +44,10 @@ class Reservation(Record):
         self._give_back(self.indexes)
         return True
 
-    def complete(self, published: bytes) -> None:
+    def complete(self, published: bytes, uncommitted: bool) -> None:
         """The write is visible; what it reserved and didn't publish is given back."""
-        self._state.frozen.end_leave(self.client, self.call)
+        if not uncommitted:
+            self._state.frozen.end_leave(self.client, self.call)
         if p.pack_indexes(self.indexes) != published:
             self._give_back(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
 
@@ -61,6 +62,23 @@ class Reservation(Record):
             partition.give_back(rows[found])
             state.touch(self.partition)
         state.delete(indexes[~state.holds(indexes)])
+
+
+class Uncommitted(Record):
+    """A publish whose values may not be committed yet: a leave to replace some lasts until then."""
+
+    __slots__ = ("_state", "begun", "client")
+
+    def __init__(self, state: PlaneState, client: str, request: p.Publish, reply: p.Reply) -> None:
+        super().__init__(p.Publish, reply)
+        self._state, self.client, self.begun = state, client, request.begun
+
+    def undo(self) -> bool:
+        self.received()
+        return False
+
+    def received(self) -> None:
+        self._state.frozen.end_leave(self.client, self.begun)
 
 
 class Insertion(Record):
@@ -230,8 +248,9 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     begun = state.calls.get(client, request.begun)
     if isinstance(begun, Reservation):
         state.calls.take(client, request.begun)
-        begun.complete(request.indexes)
-    state.calls.add(client, request.id, Record(p.Publish, reply))
+        begun.complete(request.indexes, request.uncommitted)
+    record = Uncommitted(state, client, request, reply) if request.uncommitted else Record(p.Publish, reply)
+    state.calls.add(client, request.id, record)
     return reply
 
 

@@ -69,6 +69,7 @@ class Publish(Request, frozen=True):
     Tags merge into those the samples have. ``describe`` asks for a Batch in place of Published. ``begun``: number of
     the call (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call's own. It
     can't be undone from then on, and samples that it reserved and that aren't published here are given back.
+    ``uncommitted``: the client commits the values afterwards; a leave to replace some lasts until it has this answer.
     """
 
     partition: str
@@ -77,6 +78,7 @@ class Publish(Request, frozen=True):
     tags: dict[int, Tags] = {}
     describe: bool = False
     begun: Call = 0
+    uncommitted: bool = False
 
 
 class Insert(Request, frozen=True):

@@ -39,14 +39,10 @@ class RowsOf(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A write's values, ready to travel: encoded columns, and the frames beside them.
-
-    ``lease``: the call that leased memory for large ones, 0: none did.
-    """
+    """A write's values, ready to travel: encoded columns, and the frames beside them."""
 
     columns: bytes
     frames: Sequence[Any]
-    lease: int = 0
 
 
 class InFront(ABC):
@@ -62,10 +58,11 @@ class InFront(ABC):
         """Every column, ready to be written; nothing is copied yet. Raises ValueError for what can't be stored."""
 
     @abstractmethod
-    async def staged(self, sources: Mapping[str, Any], count: int, replaced: Sequence[int]) -> Staged:
+    async def staged(self, call: int, sources: Mapping[str, Any], count: int, replaced: Sequence[int]) -> Staged:
         """Copy large columns to where they will lie, after a wait for room.
 
-        ``replaced``: samples whose values the write replaces.
+        ``call`` leases that memory; if the write fails, ``closed`` must follow. ``replaced``: samples whose values the
+        write replaces.
         """
 
     @abstractmethod

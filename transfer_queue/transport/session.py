@@ -98,6 +98,12 @@ class Session:
         """These calls were kept for more steps. All of them are done: the server may forget their answers."""
         self._received.setdefault(peer.address, set()).update(calls)
 
+    async def tell_done(self, *calls: int) -> None:
+        """As ``done`` of the controller, and said now: others may wait for it. Nothing is left to cancel."""
+        with contextlib.suppress(TransferQueueError):
+            message = p.encode_request(p.Cancel(self.number(), calls[-1]), calls)
+            await self.caller.tell(Call(self.controller, message))
+
     async def tell(self, peer: Peer, request: p.Request) -> None:
         """Send without waiting for an answer; nothing is raised where the server is gone."""
         with contextlib.suppress(TransferQueueError):

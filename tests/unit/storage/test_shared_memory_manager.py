@@ -104,17 +104,25 @@ def batch_at(batch: Any, at: Any) -> list[int]:
 # ---- what is sent ----
 
 
-def test_a_put_is_one_message_per_unit_that_holds_some_all_sent_at_once():
+def test_a_write_is_one_message_per_unit_that_holds_some_all_sent_at_once_and_none_of_them_waits_for_room():
     session = NotedSession(Written(0))
     manager = SharedMemoryManager(session, config(3, put_timeout_s=5, timeout_s=2))
-    run_blocking(manager.put_data(rows(100, "a", "b"), rows_of(range(100))))
+    run_blocking(manager.write(1, range(100), manager.sources(rows(100, "a", "b"))))
     ((asks, timeout_s),) = session.asked
-    assert ([peer for peer, _, _ in asks], timeout_s) == ([Peer("u0", "local://u0"), Peer("u1", "local://u1")], 7.0)
+    assert ([peer for peer, _, _ in asks], timeout_s) == ([Peer("u0", "local://u0"), Peer("u1", "local://u1")], 2.0)
     writes = [request for _, request, _ in asks]
     assert [
         (type(write), write.id, len(unpack_indexes(write.indexes)), write.wait_s, write.commit) for write in writes
-    ] == [(Write, 1, 64, 5.0, True), (Write, 1, 36, 5.0, True)]
+    ] == [(Write, 1, 64, 0.0, False), (Write, 1, 36, 0.0, False)]
     assert [[part.field for part in write.columns.parts] for write in writes] == [["a", "b"], ["a", "b"]]
+
+
+def test_a_put_to_one_unit_waits_for_room_and_is_committed_in_its_only_message():
+    session = NotedSession(Written(0))
+    manager = SharedMemoryManager(session, config(3, put_timeout_s=5, timeout_s=2))
+    run_blocking(manager.put_data(rows(64, "a"), rows_of(range(64))))
+    ((((_, write, _),), timeout_s),) = session.asked
+    assert (write.wait_s, write.commit, timeout_s) == (5.0, True, 7.0)
 
 
 def test_a_write_in_steps_is_committed_or_aborted_by_its_number_at_the_units_that_hold_some():
@@ -135,7 +143,7 @@ def test_a_write_in_steps_is_committed_or_aborted_by_its_number_at_the_units_tha
 def test_frames_of_a_contiguous_put_are_the_tensor_itself():
     session, data = NotedSession(Written(0)), torch.zeros(256, 4096)
     manager = SharedMemoryManager(session, config(2))
-    run_blocking(manager.put_data(TensorDict({"a": data}, batch_size=[256]), rows_of(range(256))))
+    run_blocking(manager.write(1, range(256), manager.sources(TensorDict({"a": data}, batch_size=[256]))))
     ((asks, _),) = session.asked
     begins = [[(frame.ctypes.data - data.data_ptr()) // (4096 * 4) for frame in frames] for _, _, frames in asks]
     assert begins == [[0, 128], [64, 192]]

@@ -37,6 +37,7 @@ class UnitConnection:
         self._trying = threading.Lock()  # held for as long as a unit may take to answer
         self._tried = not shared or arena_path(peer.address) is None
         self._arena: MappedArena | None = None
+        self._closed = False
 
     @property
     def arena(self) -> MappedArena | None:
@@ -44,7 +45,10 @@ class UnitConnection:
         if not self._tried:
             with self._trying:
                 if not self._tried:
-                    self._arena, self._tried = map_arena(self.peer.address), True
+                    self._arena = map_arena(self.peer.address)
+                    self._tried = True
+                    if self._closed:  # meanwhile
+                        self._arena = None
         return self._arena
 
     @property
@@ -60,7 +64,8 @@ class UnitConnection:
 
     def close(self) -> None:
         """Unmap the arena once nothing refers to it."""
-        self._tried, self._arena = True, None
+        self._closed = self._tried = True
+        self._arena = None
 
 
 async def decide_paths(connections: Sequence[UnitConnection], units: Iterable[int]) -> None:

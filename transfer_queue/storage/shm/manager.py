@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transfer_queue.errors import ConfigError, InvalidRequestError
+from transfer_queue.errors import ConfigError, InvalidRequestError, StorageFullError
 from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
 from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
@@ -76,16 +76,13 @@ class SharedMemoryManager(StorageManager, InFront):
 
         return columns.sources(data, self._allow_pickle)
 
-    async def staged(self, sources: Sources, count: int, replaced: Sequence[int]) -> Staged:
+    async def staged(self, call: int, sources: Sources, count: int, replaced: Sequence[int]) -> Staged:
         await decide_paths(self._units, [0])
         write = UnitWrite(self._units[0], slice(0, count), count, sources, self._inline_nbytes)
-        await self._lease(write, pack_indexes(_as_indexes(replaced)) if len(replaced) else b"")
-        try:
-            columns, frames = self._columns([write])[0]
-        except BaseException:
-            await self._release([write])
-            raise
-        return Staged(encode_columns(columns), frames, write.lease_call)
+        packed = pack_indexes(_as_indexes(replaced)) if len(replaced) else b""
+        await self._lease([(call, write, packed)], self._put_timeout_s)
+        columns, frames = self._columns([write])[0]
+        return Staged(encode_columns(columns), frames)
 
     async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
         reading = Reading(self.session, sorted(set(fields)))
@@ -227,41 +224,74 @@ class SharedMemoryManager(StorageManager, InFront):
             mapped = self._units[unit].arena is not None
             read = Read(self.session.number(), pack_indexes(wanted[at]), names, mapped)
             calls.append((self._units[unit].peer, read, ()))
-        answers = await self.session.call_many(calls, self._timeout_s)
-        for (unit, at), answer in zip(shares, answers, strict=True):
-            reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
+        try:
+            answers = await self.session.call_many(calls, self._timeout_s)
+            for (unit, at), answer in zip(shares, answers, strict=True):
+                reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
+        except BaseException:  # answers that nobody has looked at may have pinned something, too
+            for peer, read, _ in calls:
+                await self.session.tell(peer, Release(self.session.number(), [read.id]))
+            raise
 
     async def _write(self, call: int, indexes: IntArray, sources: Sources, commit: bool) -> None:
         if not sources or not len(indexes):
             return
         shares = self._shares(indexes)
         await decide_paths(self._units, [unit for unit, _ in shares])
+        if len(shares) == 1:
+            await self._write_shares(call, indexes, shares, sources, self._put_timeout_s, commit)
+            return
+        try:
+            await self._write_to_several(call, indexes, shares, sources)
+        except BaseException:
+            if commit:  # else the caller aborts
+                await self.abort(call, indexes.tolist())
+            raise
+        if commit:
+            await self.commit(call, indexes.tolist())
+
+    async def _write_to_several(self, call: int, indexes: IntArray, shares: Shares, sources: Sources) -> None:
+        try:
+            await self._write_shares(call, indexes, shares, sources, 0.0, commit=False)
+        except StorageFullError:
+            # One after the other, in the order that all clients share, and from the beginning: else two writes could
+            # each hold what the other waits for.
+            await self._ask_shares(indexes.tolist(), lambda unit, own: Cancel(self.session.number(), call), Done)
+            for share in shares:
+                await self._write_shares(call, indexes, [share], sources, self._put_timeout_s, commit=False)
+
+    async def _write_shares(
+        self, call: int, indexes: IntArray, shares: Shares, sources: Sources, wait_s: float, commit: bool
+    ) -> None:
+        """``wait_s``: for room, at each of the units."""
         writes = [
             UnitWrite(self._units[unit], as_run(at), _count(at), sources, self._inline_nbytes) for unit, at in shares
         ]
         packed = [pack_indexes(indexes[at]) for _, at in shares]
         try:
-            # In the order that all clients share: else two puts could each hold what the other waits for.
-            for write, own in zip(writes, packed, strict=True):
-                await self._lease(write, own)
+            numbers = [self.session.number() for _ in writes]
+            await self._lease(list(zip(numbers, writes, packed, strict=True)), wait_s)
             messages = [
-                (write.connection.peer, Write(call, own, columns, self._put_timeout_s, commit), frames)
+                (write.connection.peer, Write(call, own, columns, wait_s, commit), frames)
                 for write, own, (columns, frames) in zip(writes, packed, self._columns(writes), strict=True)
             ]
-            answers = await self.session.call_many(messages, self._timeout_s + self._put_timeout_s)
-            for answer in answers:
+            for answer in await self.session.call_many(messages, self._timeout_s + wait_s):
                 decode_answer(answer.header, Written)
         except BaseException:
             await self._release(writes)
             raise
 
-    async def _lease(self, write: UnitWrite, replaced: bytes) -> None:
-        lease = write.lease(self.session.number(), self._put_timeout_s, replaced)
-        if lease is None:
+    async def _lease(self, wanted: Sequence[tuple[int, UnitWrite, bytes]], wait_s: float) -> None:
+        """Memory for those of the writes that need some. ``wanted``: number of the call, write, what it replaces."""
+        leases = [
+            (write, lease) for call, write, own in wanted if (lease := write.lease(call, wait_s, own)) is not None
+        ]
+        if not leases:
             return
-        timeout_s = self._timeout_s + self._put_timeout_s
-        answer = (await self.session.call_many([(write.connection.peer, lease, ())], timeout_s))[0]
-        write.leased(lease.id, decode_answer(answer.header, Leased).offset)
+        asks = [(write.connection.peer, lease, ()) for write, lease in leases]
+        answers = await self.session.call_many(asks, self._timeout_s + wait_s)
+        for (write, _), answer in zip(leases, answers, strict=True):
+            write.leased(decode_answer(answer.header, Leased).offset)
 
     async def _release(self, writes: Sequence[UnitWrite]) -> None:
         for write in writes:

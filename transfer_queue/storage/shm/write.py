@@ -36,7 +36,7 @@ class UnitWrite:
         self._sizes = self._sizes_in_arena(inline_nbytes)
         self._offset = -1
         self.lease_call = 0
-        """Number of the call that leased memory for it; 0: none did."""
+        """Number of the call that leases memory for it; 0: none does."""
 
     def _sizes_in_arena(self, inline_nbytes: int) -> dict[str, int]:
         """Fields that the arena takes, with their bytes; none where frames are cheaper, or all there is."""
@@ -53,12 +53,16 @@ class UnitWrite:
     def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
         """What to ask for first. ``replaced``: packed indexes of samples whose values this write replaces."""
         total = sum(map(whole_pages, self._sizes.values()))
-        return Lease(call, total, replaced, self.fields if replaced else [], wait_s) if total else None
+        if not total:
+            return None
+        self.lease_call = call
+        return Lease(call, total, replaced, self.fields if replaced else [], wait_s)
 
-    def leased(self, call: int, offset: int) -> None:
+    def leased(self, offset: int) -> None:
         """The unit has answered; -1: it has no range of addresses left."""
         self._offset = offset
-        self.lease_call = call if offset >= 0 else 0
+        if offset < 0:
+            self.lease_call = 0
 
     def columns(self, pieces: dict[str, Piece], copy: Copy) -> tuple[Columns, list[Any]]:
         """The message's part about values, and its frames. What lies in the arena is there once ``copy`` is finished.

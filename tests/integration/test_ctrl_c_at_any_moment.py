@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C at a random moment of a call: nothing is held afterwards, and what was put or cleared is whole."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import transfer_queue as tq
+from tests.integration.faults import SLOW, client_of, comes_true
+from tests.integration.given_up import nothing_occupied, occupied
+from transfer_queue.client.get import fetch_request
+
+CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 1, "put_timeout_s": 1.0}}}
+ROUNDS = 80
+LONGEST_S = 2e-3 * SLOW
+
+
+@contextmanager
+def interrupted(moments: random.Random) -> Iterator[list[bool]]:
+    """Inside, Ctrl-C comes at some moment. The list says whether it did."""
+    came: list[bool] = []
+
+    def interrupt(*_: object) -> None:
+        came.append(True)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, LONGEST_S))
+        yield came
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def values(number: int, width: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.from_numpy(np.full((2, width), number, np.float32))}
+
+
+def put(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
+    client.put(values(number, width), partition_id=partition)
+
+
+def put_by_key(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
+    from transfer_queue import kv
+    from transfer_queue.transport.modes import run_blocking
+
+    rows: Any = values(number, width)
+    run_blocking(kv.batch_put(client, [f"{number} a", f"{number} b"], partition, rows, None))
+
+
+def fetch(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
+    batch = client.fetch_batch(fetch_request(["x"], 2, partition, "t", None, 0.0))
+    client.take(batch)
+
+
+def get(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
+    client.get_data(client.get_meta(["x"], partition_id=partition, mode="force_fetch"))
+
+
+def insert(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
+    client.get_meta(["x"], 2, partition, mode="insert")
+
+
+Act = Callable[[tq.TransferQueueClient, str, int, int], None]
+
+
+@pytest.mark.filterwarnings("ignore:.*was never awaited:RuntimeWarning")  # Ctrl-C came before a call had begun
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("width", [1, 40_000], ids=["small", "large"])
+@pytest.mark.parametrize("act", [put, put_by_key, fetch, get, insert])
+def test_what_was_interrupted_at_any_moment_is_whole_and_holds_nothing(queue, client, name, act: Act, width):
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    moments, own, interrupts = random.Random(seed), client_of(queue, "interrupted"), 0
+    if act in (fetch, get):
+        for number in range(ROUNDS if act is fetch else 2):
+            put(client, name, number, width)
+    for number in range(ROUNDS):
+        with interrupted(moments) as came:
+            act(own, name, number, width)
+        interrupts += bool(came)
+    assert interrupts
+    check_whole(client, name)
+    own.get_partition_list()  # one more call, as any user's program goes on
+    held = comes_true(lambda: nothing_occupied(client, name))
+    assert held, (occupied(client), client.get_stats()["partitions"][name]["held"])
+    own.close()
+
+
+def check_whole(client: tq.TransferQueueClient, partition: str) -> None:
+    """Both rows of each put are there, or none; once."""
+    meta = client.get_meta(None, partition_id=partition, mode="force_fetch")
+    if not meta.field_names:  # inserted samples without values
+        return
+    found = [int(row.flatten()[0]) for row in client.get_data(meta)["x"].unbind()]
+    assert {number: found.count(number) for number in found} == dict.fromkeys(found, 2)
+    stored = sum(unit["samples"] for unit in client.get_storage_stats())
+    assert stored >= len(found)
