@@ -16,6 +16,8 @@ from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from tests.own_processes import SLOW
+from transfer_queue import protocol as p
+from transfer_queue.transport.modes import run_blocking
 
 JOIN_S = 20.0 * SLOW
 
@@ -146,8 +148,10 @@ def test_a_killed_unit_is_an_error_for_what_it_holds_and_the_queue_still_closes(
 
 
 def reserve_and_wait() -> None:
-    client = tq.get_client()
-    client.put(rows(a=torch.arange(1)), partition_id="other", data_parser=lambda columns: signal.pause() or columns)
+    session = tq.get_client().session
+    reserve = p.Reserve(session.number(), "other", 1)
+    run_blocking(session.send(reserve, p.Reserved, keep=True))
+    signal.pause()
 
 
 # ---- pickle, only when asked for ----
