@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,34 +15,38 @@ import pytest
 import torch
 
 import transfer_queue as tq
-from tests.integration.faults import SLOW, client_of, comes_true
+from tests.integration.faults import client_of, comes_true
 from tests.integration.given_up import nothing_occupied, occupied
 from transfer_queue.client.get import fetch_request
 
 CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 1, "put_timeout_s": 1.0}}}
 ROUNDS = 80
-LONGEST_S = 2e-3 * SLOW
 
 
-@contextmanager
-def interrupted(moments: random.Random) -> Iterator[list[bool]]:
-    """Inside, Ctrl-C comes at some moment. The list says whether it did."""
-    came: list[bool] = []
+def is_interrupted(call: Callable[[], None], after_s: float) -> bool:
+    """Call it; Ctrl-C comes after so many seconds. Was that before the call had ended?"""
 
     def interrupt(*_: object) -> None:
-        came.append(True)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, LONGEST_S))
-        yield came
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, after_s)
+            call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
-        pass
+        return True
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def duration_s(call: Callable[[], None]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
 
 
 def values(number: int, width: int) -> dict[str, torch.Tensor]:
@@ -85,12 +90,12 @@ def test_what_was_interrupted_at_any_moment_is_whole_and_holds_nothing(queue, cl
     print("seed", seed)
     moments, own, interrupts = random.Random(seed), client_of(queue, "interrupted"), 0
     if act in (fetch, get):
-        for number in range(ROUNDS if act is fetch else 2):
+        for number in range(ROUNDS + 3 if act is fetch else 2):
             put(client, name, number, width)
+    longest_s = 1.5 * min(duration_s(lambda n=n: act(own, name, -1 - n, width)) for n in range(3))
     for number in range(ROUNDS):
-        with interrupted(moments) as came:
-            act(own, name, number, width)
-        interrupts += bool(came)
+        call = partial(act, own, name, number, width)
+        interrupts += is_interrupted(call, moments.uniform(1e-5, longest_s))
     assert interrupts
     check_whole(client, name)
     own.get_partition_list()  # one more call, as any user's program goes on
