@@ -106,7 +106,6 @@ def test_memory_that_a_killed_writer_leased_is_given_back_and_nothing_of_its_put
     assert client.get_stats()["partitions"][name]["samples"] == 0
 
 
-@pytest.mark.xfail(reason="the connections are closed before the client's goodbye", strict=False)
 def test_memory_that_a_thread_writes_into_is_not_given_away_while_its_process_ends(client, queue, script):
     process = script(
         "import atexit, contextlib, sys, threading, torch, transfer_queue as tq\n"
