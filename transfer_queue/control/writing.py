@@ -64,7 +64,7 @@ class Reservation(Record):
         state.delete(indexes[~state.holds(indexes)])
 
 
-class Uncommitted(Record):
+class UncommittedPublish(Record):
     """A publish whose values may not be committed yet: a leave to replace some lasts until then."""
 
     __slots__ = ("_state", "begun", "client")
@@ -249,7 +249,7 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     if isinstance(begun, Reservation):
         state.calls.take(client, request.begun)
         begun.complete(request.indexes, request.uncommitted)
-    record = Uncommitted(state, client, request, reply) if request.uncommitted else Record(p.Publish, reply)
+    record = UncommittedPublish(state, client, request, reply) if request.uncommitted else Record(p.Publish, reply)
     state.calls.add(client, request.id, record)
     return reply
 
