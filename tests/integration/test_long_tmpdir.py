@@ -13,7 +13,8 @@ import pytest
 from tests.integration.faults import SLOW
 
 USE = """
-import os, sys
+import faulthandler, os, sys
+faulthandler.dump_traceback_later(80)  # says where it hangs, if it does
 import torch
 import transfer_queue as tq
 conf = tq.init({"server_processes": sys.argv[1], "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
@@ -55,7 +56,7 @@ def long_directory(parent: Path, nbytes: int) -> Path:
 def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-c", code, *args]
     environment = {name: value for name, value in os.environ.items() if name != "TQ_ADDRESS"}
-    timeout_s = 60.0 * SLOW
+    timeout_s = 100.0 * SLOW
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**environment, **env}, timeout=timeout_s
     )
