@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -56,6 +57,7 @@ class Session:
     def _begin(self) -> None:
         self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}", self._server_key)
         self._received: dict[str, set[int]] = {}
+        self._held: set[int] = set()
         self._memory = threading.Condition()
         self._num_copying = 0
         self._closed = False
@@ -97,6 +99,16 @@ class Session:
     def done(self, peer: Peer, *calls: int) -> None:
         """These calls were kept for more steps. All of them are done: the server may forget their answers."""
         self._received.setdefault(peer.address, set()).update(calls)
+
+    def hold(self, call: int) -> None:
+        """The controller keeps this call's answer until ``release``, or until the session ends with a goodbye."""
+        self._held.add(call)
+
+    def release(self, call: int) -> None:
+        """See ``hold``. It may be called while garbage is collected."""
+        if call in self._held:  # else it is of the parent of this process, which was forked
+            self._held.discard(call)
+            self.done(self.controller, call)
 
     async def tell_done(self, *calls: int) -> None:
         """As ``done`` of the controller, and said now: others may wait for it. Nothing is left to cancel."""
@@ -173,8 +185,13 @@ class Session:
     ) -> tuple[R, list[memoryview]]:
         """See ``ask``: what travels beside the request, and what came beside the reply."""
         await self.config()
-        replies = await self.call_many([(self.controller, message, frames)], self.timeout_s + wait_s, keep)
-        return self.read(replies[0].header, message, expected), replies[0].frames
+        try:
+            replies = await self.call_many([(self.controller, message, frames)], self.timeout_s + wait_s, keep)
+            return self.read(replies[0].header, message, expected), replies[0].frames
+        except (asyncio.CancelledError, KeyboardInterrupt):  # the answer may be here, and its caller never gets it
+            self._received.get(self.controller.address, set()).discard(message.id)
+            await self.cancel(message.id)
+            raise
 
     def read(self, answer: bytes, request: p.Request, expected: type[R]) -> R:
         """The controller's answer to this request; raises what ``ask`` raises."""
@@ -223,6 +240,7 @@ class Session:
         self.caller.close()
 
     async def _say_goodbye(self) -> None:
+        self.done(self.controller, *self._held)
         with contextlib.suppress(TransferQueueError):  # it may be gone already, and with it what it knew of us
             await self.call_many([(self.controller, p.Goodbye(self.number()), ())], _GOODBYE_TIMEOUT_S)
 
