@@ -156,7 +156,7 @@ class FrontMachine(RuleBasedStateMachine):
     def lease(self, number: int, pages: int, wait_s: float) -> None:
         client = self.client(number)
         answer = self.send(client, Lease(client.number(), pages * PAGE, wait_s=wait_s))
-        if answer is not None and isinstance(answer.reply, Leased):
+        if answer is not None and isinstance(answer.reply, Leased) and answer.reply.offset >= 0:  # else it is full
             self.leases.append((client.name, answer.reply.id, pages))
 
     @rule(data=st.data(), wait_s=WAIT_S)
