@@ -183,17 +183,21 @@ class StreamReader:
         self._trained_to = None
         self.resumed = self._restored
         self._start = replace(self._start, epoch=self._run.epoch + epochs_ahead)
-        replay = self.replay and not continues
-        acked = 0 if replay or self.count_acked is None else self.count_acked(name)
-        if replay or position is None or position.partition_id != name:
-            position = Position(partition_id=name, batch_index=acked)
-        else:
-            if self._restored:
-                position.check_sizes(self._start, self.label)
-                position.check_partition_exists(self.partitions_at_start)
-            position.check_not_acked(acked)
-            self.batches_done = position.batch_index - acked
+        position = self._first_position(name, replay=self.replay and not continues)
         self.dataset.load_state_dict(position.as_dict())
+
+    def _first_position(self, name: str, replay: bool) -> Position:
+        """Where an iterator over this partition starts."""
+        acked = 0 if replay or self.count_acked is None else self.count_acked(name)
+        position = self.position
+        if replay or position is None or position.partition_id != name:
+            return Position(partition_id=name, batch_index=acked)
+        if self._restored:
+            position.check_sizes(self._start, self.label)
+            position.check_partition_exists(self.partitions_at_start)
+        position.check_not_acked(acked)
+        self.batches_done = position.batch_index - acked
+        return position
 
     def _enter_partition(self, name: str) -> None:
         if self.partition not in (None, name):
