@@ -112,7 +112,11 @@ class Partitions(Keys):
         return bool((await self.session.ask(p.EvictClient, p.Done, client)).value)
 
     async def async_get_stats(self) -> dict[str, Any]:
-        """Numbers of the whole queue, partition by partition and task by task, and who waits for what."""
+        """Numbers of the whole queue, partition by partition and task by task, and who waits for what.
+
+        ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are samplers
+        that held the server.
+        """
         return dict((await self.session.ask(p.GetStats, p.Done)).value)
 
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
