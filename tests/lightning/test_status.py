@@ -183,13 +183,15 @@ def test_json_holds_the_statistics_of_the_queue(queue: TQDataModule) -> None:
     }  # fmt: skip
     (waiting,) = report["waiting"]
     assert (waiting["task"], waiting["wanted"], waiting["lacking"]) == ("score", 4, {"reward": 10})
-    assert [(unit["samples"], unit["capacity_bytes"]) for unit in report["units"]] == [(10, None)]
+    assert [unit["samples"] for unit in report["units"]] == [10]
+    (parked,) = [held["parked"] for held in report["clients"].values()]
+    assert (parked, report["alarms"]) == (1, []), "the client that asks is not among them"
     assert "path" not in report["units"][0], "the path describes only this client, which moves no values"
 
 
 def _wait_for_rewards(client: tq.TransferQueueClient) -> None:
     with pytest.raises(tq.EndOfPartitionError):
-        client.fetch(["x", "reward"], 4, "train", "score", wait_s=100)
+        client.get_meta(["x", "reward"], 4, "train", task_name="score", timeout_s=100)
 
 
 def test_status_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule) -> None:
