@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``lightning-tq`` command: a Trainer's subcommands, and ``status``, which needs no Trainer."""
+"""The ``lightning-tq`` command: a Trainer's subcommands, and those of a running queue, which need no Trainer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = ("fit", "validate", "test", "predict", "status")
+_OF_A_QUEUE = ("status", "clients", "evict", "forget-task")
+_COMMANDS = ("fit", "validate", "test", "predict", *_OF_A_QUEUE)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, 1 for a failed run, 2 for invalid options.
+    """Run the command. Returns the exit code: 0, 1 for what failed, 2 for invalid options.
 
     Args:
         args: Command line without the program's name. Default: this process's own.
@@ -22,6 +23,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from lightning_tq.status import command
 
         return command.main(given[1:])
+    if first in _OF_A_QUEUE:
+        from lightning_tq.status import operations
+
+        return operations.main(first, given[1:])
     if not first.startswith("-") and first not in _COMMANDS:
         return _refuse(first)
     from lightning_tq.cli import trainer_cli

@@ -42,7 +42,8 @@ _SELF_EXPLANATORY = (
 """Errors of a run that need no traceback, because their text is complete."""
 
 _DESCRIPTION = """Train, validate, test or predict with data streamed from a queue, for example "lightning-tq fit
---config run.yaml --trainer.max_epochs 3". "lightning-tq status" shows a running queue. A configuration has three
+--config run.yaml --trainer.max_epochs 3". "lightning-tq status" shows a running queue, "clients" those
+who use it; "evict" and "forget-task" end what holds it up. A configuration has three
 sections: trainer, model (class_path and init_args of a LightningModule) and data (streams, queue, producers).
 "lightning-tq fit --help" explains all options, "lightning-tq fit --data.train.help" those of a stream,
 "--data.queue.help" those of the queue, "--data.producers.help" those of a producer."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lightning-tq status``: shows what a running queue holds and which requests wait, from outside."""
+"""``lightning-tq status``, ``clients``, ``evict`` and ``forget-task``: a running queue from outside."""

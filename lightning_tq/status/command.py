@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from transfer_queue.errors import TransferQueueError
+from lightning_tq.status.joined import run_joined
 
 _SINGLE_INTERVAL_S = 0.5
 """Seconds between the two snapshots of a single report."""
 
-_FILE_WIDTH = 160
-
 _DESCRIPTION = """Show a running queue: samples by partition and task (ready, batches in flight, consumed, per second),
-waiting requests and what they lack, and what each storage unit holds. It changes nothing in the queue. Rates compare
-two snapshots; a single report takes both, half a second apart."""
+waiting requests and what they lack, clients that hold something, samplers that held the server, and what each storage
+unit holds. It changes nothing in the queue. Rates compare two snapshots; a single report takes both, half a second
+apart."""
 
 Report = dict[str, Any]
 
@@ -29,21 +26,7 @@ Report = dict[str, Any]
 def main(args: Sequence[str]) -> int:
     """Returns the exit code: 0, or 2 if no queue answers or an option is invalid."""
     options = _parser().parse_args(args)
-    address = options.address or os.environ.get("TQ_ADDRESS")
-    if not address:
-        return _refuse(
-            "no queue was named: give its address, or set TQ_ADDRESS. A Trainer prints the address, init() returns it."
-        )
-    if "://" not in address:
-        return _refuse(f"{address!r} is not an address like ipc:///tmp/tq-.../controller or tcp://host:port.")
-    with contextlib.suppress(KeyboardInterrupt):  # the usual end of --watch
-        try:
-            _show(address, options)
-        except TransferQueueError as error:
-            return _refuse(str(error))
-        except BrokenPipeError:  # e.g. "| head"; the redirect also silences Python's final flush
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return run_joined(options.address, lambda address: _show(address, options), interrupted=0)  # how --watch ends
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,24 +49,14 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _refuse(reason: str) -> int:
-    sys.stderr.write(f"error: {reason}\n")
-    return 2
-
-
-def _show(address: str, options: argparse.Namespace) -> None:
-    import transfer_queue as tq
-
-    tq.init(address)  # joins as a client; raises if no queue answers
-    try:
-        if options.json:
-            asyncio.run(_print(address, options, _json_line))
-        elif options.watch and sys.stdout.isatty():
-            asyncio.run(_live(address, options))
-        else:
-            asyncio.run(_print(address, options, _print_tables))
-    finally:
-        tq.close()
+def _show(address: str, options: argparse.Namespace) -> int:
+    if options.json:
+        asyncio.run(_print(address, options, _json_line))
+    elif options.watch and sys.stdout.isatty():
+        asyncio.run(_live(address, options))
+    else:
+        asyncio.run(_print(address, options, _print_tables))
+    return 0
 
 
 async def _reports(address: str, options: argparse.Namespace) -> AsyncIterator[Report]:
@@ -112,14 +85,9 @@ def _json_line(report: Report) -> None:
 
 
 def _print_tables(report: Report) -> None:
-    from rich.console import Console
+    from lightning_tq.status.tables import show, tables
 
-    from lightning_tq.status.tables import tables
-
-    console = Console()
-    if not console.is_terminal:  # rich assumes 80 columns for a file
-        console.width = _FILE_WIDTH
-    console.print(tables(report))
+    show(tables(report))
 
 
 async def _live(address: str, options: argparse.Namespace) -> None:

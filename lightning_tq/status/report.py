@@ -13,6 +13,11 @@ from transfer_queue.errors import TransferQueueError
 
 Numbers = dict[str, Any]
 
+Holdings = dict[str, int]
+_NOTHING: Holdings = dict.fromkeys(
+    ("connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"), 0
+)
+
 _UNITS_TIMEOUT_S = 5.0
 
 
@@ -31,6 +36,8 @@ class QueueSnapshot:
 async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
     """Ask the controller and every storage unit once. It changes nothing in the queue."""
     stats = await client.async_get_stats()
+    stats["clients"] = others(stats)
+    del stats["asked_by"]
     units: list[Numbers] = []
     error = None
     try:
@@ -42,6 +49,11 @@ async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
     except TransferQueueError as failure:  # the controller's numbers are still useful
         error = str(failure)
     return QueueSnapshot(stats, units, time.monotonic(), error)
+
+
+def others(stats: Numbers) -> dict[str, Holdings]:
+    """What each client of the queue holds, but for the one that asked for these statistics: it only looks."""
+    return {name: {**_NOTHING, **held} for name, held in stats["clients"].items() if name != stats["asked_by"]}
 
 
 def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None = None) -> Numbers:

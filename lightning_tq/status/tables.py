@@ -6,30 +6,56 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from lightning_tq.status.report import Holdings
 
 Numbers = dict[str, Any]
 
 _SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in flight", "consumed", "per s", "dropped")
 _WAITING = ("waits", "partition", "for", "wants", "ready", "lacks")
-_UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "pins", "attached", "puts waiting")
-_LEFT = {"partition", "", "task", "waits", "lacks", "unit"}
+_HOLDERS = ("holds", "reserved", "leases", "pins", "freezes", "leaves")
+_CLIENTS = (
+    "client", "connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"
+)  # fmt: skip
+_UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "leased", "uncommitted", "pins", "puts waiting")
+_LEFT = {"partition", "", "task", "waits", "lacks", "unit", "holds", "client"}
 _LONG = {"", "lacks"}
-_RARE = {"dropped", "spare", "pins", "puts waiting"}
+_RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HOLDERS[1:], *_CLIENTS[2:]}
 """Columns that are hidden while they are empty."""
+_FILE_WIDTH = 160
+_ALARMS_SHOWN = 3
+
+
+def show(what: RenderableType) -> None:
+    """Print it to stdout."""
+    console = Console()
+    if not console.is_terminal:  # rich assumes 80 columns for a file
+        console.width = _FILE_WIDTH
+    console.print(what)
+
+
+def clients_table(clients: dict[str, Holdings]) -> RenderableType:
+    """What each client holds, whether it is anything or not."""
+    return _table(_CLIENTS, [_holder_row(name, held, _CLIENTS) for name, held in clients.items()])
 
 
 def tables(report: Numbers) -> RenderableType:
-    """One screen: a headline, samples by partition and task, waiting requests, storage units."""
+    """One screen: a headline, samples by partition and task, waiting requests, holders, storage units, alarms."""
     parts: list[RenderableType] = [_headline(report), _table(_SAMPLES, list(_sample_rows(report["partitions"])))]
     if report["waiting"]:
         parts.append(_table(_WAITING, [_waiting_row(each) for each in report["waiting"]]))
+    holders = [_holder_row(name, held, _HOLDERS) for name, held in report["clients"].items() if _holds(held)]
+    if holders:
+        parts.append(_table(_HOLDERS, holders))
     if report["units"]:
         parts.append(_table(_UNITS, [_unit_row(unit) for unit in report["units"]]))
     if report["units_error"]:
         parts.append(Text(f"storage: {report['units_error']}", style="red"))
+    if report["alarms"]:
+        parts.append(Text("\n".join(_alarm(each) for each in report["alarms"][-_ALARMS_SHOWN:]), style="red"))
     return Group(*(line for part in parts for line in (part, Text())))
 
 
@@ -100,11 +126,31 @@ def _waiting_row(waiting: Numbers) -> list[str | Text]:
         lacking = "space: clear samples"
     elif not lacking:
         lacking = waiting.get("refused") or "samples"
-    wanted, ready = waiting.get("wanted"), waiting.get("ready")
+    ready = waiting.get("ready")
     return [
-        waiter, waiting["partition"], f"{waiting['waited_s']:.1f} s", "?" if wanted is None else f"{wanted:,}",
+        waiter, waiting["partition"] or "", f"{waiting['waited_s']:.1f} s", _wanted(waiting),
         "" if ready is None else f"{ready:,}", lacking,
     ]  # fmt: skip
+
+
+def _wanted(waiting: Numbers) -> str:
+    """Samples, or bytes of a put that a storage unit has no room for."""
+    if waiting.get("wanted_nbytes") is not None:
+        return _bytes(waiting["wanted_nbytes"])
+    wanted = waiting.get("wanted")
+    return "?" if wanted is None else f"{wanted:,}"
+
+
+def _holds(held: Holdings) -> bool:
+    return any(held[what] for what in _HOLDERS[1:])
+
+
+def _holder_row(name: str, held: Holdings, columns: Sequence[str]) -> list[str | Text]:
+    return [name, *(f"{held[what]:,}" for what in columns[1:])]
+
+
+def _alarm(alarm: Numbers) -> str:
+    return f"{alarm['what']} held the server for {alarm['held_s']:.1f} s, seen {alarm['seen_s_ago']:.0f} s ago."
 
 
 def _unit_row(unit: Numbers) -> list[str | Text]:
@@ -113,7 +159,8 @@ def _unit_row(unit: Numbers) -> list[str | Text]:
     return [
         unit["unit"], f"{unit['samples']:,}", _bytes(unit["live_nbytes"]), _bytes(unit["held_nbytes"]),
         "no limit" if capacity is None else _bytes(capacity), _bytes(unit["arena_nbytes"]),
-        _bytes(unit["recyclable_nbytes"]), f"{unit['pins']:,}", f"{unit['attached']:,}", puts,
+        _bytes(unit["recyclable_nbytes"]), _bytes(unit["leased_nbytes"]), _bytes(unit["uncommitted_nbytes"]),
+        f"{unit['pins']:,}", puts,
     ]  # fmt: skip
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -352,3 +355,47 @@ def test_a_fetch_cancelled_by_its_loop_takes_nothing(client, name):
     assert not any(parked["partition"] == name for parked in client.get_stats()["waiting"])
     client.put(rows(a=torch.arange(1)), partition_id=name)
     assert client.get_meta(["a"], 1, name, task_name="t").size == 1
+
+
+# ---- what holds samples up ----
+
+
+def test_what_keeps_samples_from_being_cleared_is_told_and_nothing_is_cleared(client, name):
+    assert client.held_up_by(name) == {"tasks": {}, "not_begun": [], "unread": 0}
+    client.put(rows(a=torch.arange(5)), partition_id=name)
+    assert client.held_up_by(name, ["later"]) == {"tasks": {}, "not_begun": ["later"], "unread": 5}
+    batch = client.get_meta(["a"], 2, name, task_name="learn", sampling_config={"dp_rank": 0, "batch_index": 0})
+    client.get_meta(["a"], 5, name, task_name="judge")
+    for _ in range(2):  # by then the answer to the first fetch has come, and is known to have
+        told = client.held_up_by(name, ["learn", "later"])
+    assert told == {"tasks": {"learn": 5}, "not_begun": ["later"], "unread": 0}
+    client.ack(batch, "learn")
+    assert client.held_up_by(name) == {"tasks": {"learn": 3}, "not_begun": [], "unread": 0}
+    assert client.clear_consumed(name) == 2
+    client.get_meta(["a"], 3, name, task_name="learn")
+    assert client.clear_consumed(name) == 3
+    assert client.held_up_by(name) == {"tasks": {}, "not_begun": [], "unread": 0}
+
+
+def test_a_clear_of_nothing_says_why_in_the_log(client, name):
+    log, said = logging.getLogger("transfer_queue.client.partitions"), SimpleQueue()
+    handler = QueueHandler(said)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        assert client.clear_consumed(name) == 0
+        client.put(rows(a=torch.arange(3)), partition_id=name)
+        assert client.clear_consumed(name) == 0
+        client.get_meta(["a"], 2, name, task_name="learn")
+        client.get_meta(["a"], 1, name, task_name="other")
+        assert client.clear_consumed(name, ["later"]) == 0
+        client.get_meta(["a"], 2, name, task_name="other")
+        assert client.clear_consumed(name) == 2
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.WARNING)
+    assert [said.get().getMessage() for _ in range(said.qsize())] == [
+        f"nothing of partition {name!r} was cleared: no task reads its 3 samples.",
+        f"nothing of partition {name!r} was cleared: task 'learn' has not consumed or not acknowledged 1 samples, task "
+        f"'other' has not consumed or not acknowledged 2 samples, task 'later' has not begun.",
+    ]

@@ -10,6 +10,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
+from transfer_queue import protocol as p
+from transfer_queue.interface import connect
+from transfer_queue.transport.modes import run_blocking
 
 
 def rows(**columns: Any) -> TensorDict:
@@ -173,6 +176,18 @@ def test_a_sampler_that_is_unknown_or_not_allowed_says_what_there_is(client):
         client.register_task("t", sampler="Sequental")
     with pytest.raises(ValueError, match=r"'os' may not be imported.*sampler_modules"):
         client.register_task("t", sampler="os:PathLike")
+
+
+def test_a_late_fetch_names_the_clients_that_still_owe_samples(queue, client, name):
+    writers = [connect(f"writer{number}", queue) for number in range(2)]
+    for writer in writers:
+        reserve = p.Reserve(writer.session.number(), name, 4, {})
+        run_blocking(writer.session.send(reserve, p.Reserved))
+    owed = r"0 ready, 8 are reserved by clients writer0\.\S+ and writer1\.\S+ and not put yet \(last published"
+    with pytest.raises(tq.BatchTimeoutError, match=owed):
+        client.get_meta(["owed"], 1, name, task_name="t", timeout_s=0.0)
+    for writer in writers:
+        writer.close()
 
 
 def test_a_late_fetch_says_what_it_waited_for(client, name):

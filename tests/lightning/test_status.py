@@ -32,17 +32,22 @@ PARTITION = {
     "samples": 10, "published": 14, "held": 0, "sealed": False, "num_samples": None, "keys": 0, "fields": ["x"],
     "tasks": {"learn": TASK}, "abandoned": None,
 }  # fmt: skip
+STATS: dict[str, Any] = {"partitions": {}, "waiting": [], "capacity": None, "clients": {}, "alarms": []}
+HOLDINGS = {
+    "connections": 1, "reservations": 0, "reserved": 0, "leases": 0, "pins": 0, "freezes": 0, "leaves": 0, "parked": 0,
+    "unreceived": 0,
+}  # fmt: skip
 UNIT = {
     "unit": "unit0", "samples": 10, "values": 10, "live_nbytes": 1 << 20, "held_nbytes": 3 << 19, "blocks": 1,
     "capacity_bytes": 1 << 28, "parked": 0, "parked_nbytes": 0, "arena_nbytes": 1 << 21, "recyclable_nbytes": 0,
-    "leased_nbytes": 0, "pins": 0, "attached": 2,
+    "leased_nbytes": 0, "pins": 0, "uncommitted_nbytes": 0,
 }  # fmt: skip
 
 
 def snapshot(at: float, partition: dict[str, Any], **task: Any) -> QueueSnapshot:
     tasks = {"learn": {**TASK, **task}}
     partitions = {"train": {**PARTITION, "tasks": tasks, **partition}}
-    return QueueSnapshot({"partitions": partitions, "waiting": [], "capacity": None}, [UNIT], at)
+    return QueueSnapshot({**STATS, "partitions": partitions}, [UNIT], at)
 
 
 def rates(now: QueueSnapshot, before: QueueSnapshot | None) -> tuple[Any, Any]:
@@ -78,29 +83,55 @@ def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
         {"partition": "train", "task": "learn", "client": "c", "waited_s": 3.21, "writer": False, "fields": ["x", "y"],
          "wanted": 8, "ready": 6, "lacking": {"y": 2}},
         {"partition": "train", "task": None, "client": "Rollout.7", "waited_s": 1.0, "writer": True, "wanted": 5},
+        {"partition": None, "task": None, "client": "Rollout.8", "waited_s": 2.0, "writer": True, "wanted": None,
+         "wanted_nbytes": 3 << 20},
     ]  # fmt: skip
     stats = {
+        **STATS,
         "partitions": {"train": PARTITION, "val": {**PARTITION, "tasks": {}, "sealed": True, "num_samples": 10}},
-        "waiting": waiting, "capacity": 20,
+        "waiting": waiting, "capacity": 20, "clients": {"idle": {**HOLDINGS, "unreceived": 3, "parked": 1}},
     }  # fmt: skip
     assert drawn(make_report("ipc:///q", QueueSnapshot(stats, [UNIT], 1.0))) == [
-        "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 2 requests waiting",
+        "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 3 requests waiting",
         "partition samples put/s task ready batches in flight consumed per s",
         "train open 10 learn 6 1 4",
         "val sealed 10 of 10 no reader",
         "waits partition for wants ready lacks",
         "task learn train 3.2 s 8 6 y of 2",
         "a put of Rollout.7 train 1.0 s 5 space: clear samples",
-        "unit samples live held of arena attached",
-        "unit0 10 1.0 MiB 1.5 MiB 256 MiB 2.0 MiB 2",
+        "a put of Rollout.8 2.0 s 3.0 MiB space: clear samples",
+        "unit samples live held of arena",
+        "unit0 10 1.0 MiB 1.5 MiB 256 MiB 2.0 MiB",
     ]
+
+
+def test_clients_that_hold_something_are_shown_with_what_it_is() -> None:
+    holding = {"writer": {**HOLDINGS, "reserved": 1200, "reservations": 2, "leases": 1}, "idle": HOLDINGS}
+    stats = {**snapshot(1.0, {}).stats, "clients": {**holding, "saver[1]": {**HOLDINGS, "freezes": 1}}}
+    shown = drawn(make_report("a", QueueSnapshot(stats, [], 1.0)))
+    assert shown[3:] == ["holds reserved leases freezes", "writer 1,200 1 0", "saver[1] 0 0 1"]
+
+
+def test_samplers_that_held_the_server_are_named_the_latest_ones() -> None:
+    alarms = [{"what": f"S{i} of task 't'", "held_s": 2.5, "seen_s_ago": 9.6 - i} for i in range(5)]
+    report = make_report("a", QueueSnapshot({**STATS, "alarms": alarms}, [], 1.0))
+    assert drawn(report)[2:] == [
+        "S2 of task 't' held the server for 2.5 s, seen 8 s ago.",
+        "S3 of task 't' held the server for 2.5 s, seen 7 s ago.",
+        "S4 of task 't' held the server for 2.5 s, seen 6 s ago.",
+    ]
+    assert report["alarms"] == alarms
 
 
 def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
     stats = snapshot(1.0, {"abandoned": "rewards"}, dropped=3).stats
-    shown = drawn(make_report("a", QueueSnapshot(stats, [{**UNIT, "parked": 2, "parked_nbytes": 2048}], 1.0)))
+    shown = drawn(
+        make_report(
+            "a", QueueSnapshot(stats, [{**UNIT, "uncommitted_nbytes": 512, "parked": 2, "parked_nbytes": 2048}], 1.0)
+        )
+    )
     assert shown[2] == "train producers of 'rewards' died 10 learn 6 1 4 3"
-    assert shown[4].endswith("2.0 MiB 2 2 (2.0 KiB)")
+    assert shown[4].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
 
 
 def test_names_are_shown_as_they_are_whatever_brackets_they_hold() -> None:
@@ -152,13 +183,15 @@ def test_json_holds_the_statistics_of_the_queue(queue: TQDataModule) -> None:
     }  # fmt: skip
     (waiting,) = report["waiting"]
     assert (waiting["task"], waiting["wanted"], waiting["lacking"]) == ("score", 4, {"reward": 10})
-    assert [(unit["samples"], unit["capacity_bytes"]) for unit in report["units"]] == [(10, None)]
+    assert [unit["samples"] for unit in report["units"]] == [10]
+    (parked,) = [held["parked"] for held in report["clients"].values()]
+    assert (parked, report["alarms"]) == (1, []), "the client that asks is not among them"
     assert "path" not in report["units"][0], "the path describes only this client, which moves no values"
 
 
 def _wait_for_rewards(client: tq.TransferQueueClient) -> None:
     with pytest.raises(tq.EndOfPartitionError):
-        client.fetch(["x", "reward"], 4, "train", "score", wait_s=100)
+        client.get_meta(["x", "reward"], 4, "train", task_name="score", timeout_s=100)
 
 
 def test_status_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule) -> None:

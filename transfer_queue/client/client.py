@@ -33,6 +33,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     register_task = blocking(AsyncTransferQueueClient.async_register_task)
     clear_samples = blocking(AsyncTransferQueueClient.async_clear_samples)
     clear_consumed = blocking(AsyncTransferQueueClient.async_clear_consumed)
+    held_up_by = blocking(AsyncTransferQueueClient.async_held_up_by)
     clear_partition = blocking(AsyncTransferQueueClient.async_clear_partition)
     get_partition_list = blocking(AsyncTransferQueueClient.async_get_partition_list)
     forget_task = blocking(AsyncTransferQueueClient.async_forget_task)

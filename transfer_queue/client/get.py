@@ -251,14 +251,32 @@ def as_names(fields: Sequence[str] | str) -> list[str]:
 
 def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> str:
     """Why a fetch got nothing, in one or two sentences."""
-    lacking = ", ".join(f"{count} lack field {name!r}" for name, count in reply.lacking.items())
+    missing = [f"{count} lack field {name!r}" for name, count in reply.lacking.items()]
+    if reply.reserved:
+        missing.append(_reserved(reply))
     last = "nothing was published yet" if reply.last_published_s is None else f"{reply.last_published_s:.0f} s ago"
     text = (
         f"task {task!r} waited {waited_s:.1f} s for {reply.wanted} samples of {partition!r}: {reply.ready} ready"
-        f"{', ' + lacking if lacking else ''} (last published: {last})."
+        f"{''.join(', ' + each for each in missing)} (last published: {last})."
     )
     unknown = [name for name in fields if reply.known_fields and name not in reply.known_fields]
     if unknown:
         known = ", ".join(reply.known_fields)
         text += f" Nobody has put field {unknown[0]!r} so far; fields there are: {known}."
     return text + " Check the producers, lower batch_size, or wait longer (timeout_s)."
+
+
+_MOST_NAMED = 5
+
+
+def _reserved(reply: p.NotReady) -> str:
+    """Samples that writers have begun to put, and which writers."""
+    verb, names = "is" if reply.reserved == 1 else "are", reply.owed_by
+    text = f"{reply.reserved} {verb} reserved"
+    if len(names) >= _MOST_NAMED:
+        text += f" by clients {', '.join(names)} and maybe others"
+    elif len(names) > 1:
+        text += f" by clients {', '.join(names[:-1])} and {names[-1]}"
+    elif names:
+        text += f" by client {names[0]}"
+    return f"{text} and not put yet"

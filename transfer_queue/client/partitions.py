@@ -12,7 +12,9 @@ from transfer_queue import protocol as p
 from transfer_queue.client.keys import Keys
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
+from transfer_queue.utils.logging_utils import get_logger
 
+_log = get_logger(__name__)
 _PER_CLEAR = 10_000
 
 
@@ -68,7 +70,22 @@ class Partitions(Keys):
             cleared = await self.clear(p.ClearConsumed, partition_id, list(task_names))
             count += len(cleared.indexes) // 8
             if not cleared.more:
-                return count
+                break
+        if not count and (reasons := _reasons(cleared)):
+            _log.info("nothing of partition %r was cleared: %s.", partition_id, ", ".join(reasons))
+        return count
+
+    async def async_held_up_by(self, partition_id: str, task_names: Sequence[str] = ()) -> dict[str, Any]:
+        """What keeps ``clear_consumed`` with the same arguments from clearing all samples. It changes nothing.
+
+        Returns:
+            ``{"tasks": {task: samples}, "not_begun": [task, ...], "unread": samples}``, all empty for an unknown
+            partition. Samples of a task are those that it has not consumed, or has consumed and not acknowledged;
+            tasks without any are left out. ``not_begun`` are those of ``task_names`` that have never fetched from the
+            partition: until they do, nothing is cleared. ``unread`` samples stay because no task has fetched.
+        """
+        told = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names), True)
+        return {"tasks": told.held_by, "not_begun": told.not_begun, "unread": told.unread}
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""
@@ -95,7 +112,11 @@ class Partitions(Keys):
         return bool((await self.session.ask(p.EvictClient, p.Done, client)).value)
 
     async def async_get_stats(self) -> dict[str, Any]:
-        """Numbers of the whole queue, partition by partition and task by task, and who waits for what."""
+        """Numbers of the whole queue, partition by partition and task by task, and who waits for what.
+
+        ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are samplers
+        that held the server.
+        """
         return dict((await self.session.ask(p.GetStats, p.Done)).value)
 
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
@@ -108,3 +129,12 @@ class Partitions(Keys):
         """
         units = [msgspec.structs.asdict(unit) for unit in await self.storage_manager.stats()]
         return [{name: value for name, value in unit.items() if name != "id"} for unit in units]
+
+
+def _reasons(cleared: p.Cleared) -> list[str]:
+    """Why samples stay, one clause per reason."""
+    held_by = [
+        f"task {task!r} has not consumed or not acknowledged {count} samples" for task, count in cleared.held_by.items()
+    ]
+    not_begun = [f"task {task!r} has not begun" for task in cleared.not_begun]
+    return held_by + not_begun + ([f"no task reads its {cleared.unread} samples"] if cleared.unread else [])

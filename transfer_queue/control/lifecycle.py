@@ -94,21 +94,29 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     if partition is None:
         return p.Cleared(request.id, b"")
     being_read = _being_read(state, partition)
+    if request.dry_run:
+        return _explained(p.Cleared(request.id, b""), partition, request.tasks, being_read)
     done = partition.done_with(request.tasks, [batch.indexes for batch in being_read])
     gone = partition.clear(done[:MOST_PER_CLEAR])
     if len(gone):
         state.touch(request.partition)
     reply = cleared(state, client, request, state.frozen.keep(gone))
-    told = msgspec.structs.replace(
-        reply,
-        held_by=_held_by(partition, being_read),
-        not_begun=sorted(set(request.tasks) - partition.consumers.keys()),
-        more=len(done) > MOST_PER_CLEAR,
-    )
+    told = _explained(reply, partition, request.tasks, being_read, more=len(done) > MOST_PER_CLEAR)
     record = state.calls.get(client, request.id)
     if record is not None:
         record.reply = told
     return told
+
+
+def _explained(
+    reply: p.Cleared, partition: Partition, tasks: list[str], being_read: list[Taken], more: bool = False
+) -> p.Cleared:
+    """The reply with what holds up the samples that stay."""
+    not_begun = sorted(set(tasks) - partition.consumers.keys())
+    unread = 0 if partition.consumers else partition.num_live
+    return msgspec.structs.replace(
+        reply, held_by=_held_by(partition, being_read), not_begun=not_begun, more=more, unread=unread
+    )
 
 
 def _being_read(state: PlaneState, partition: Partition) -> list[Taken]:

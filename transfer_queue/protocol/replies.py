@@ -98,13 +98,15 @@ class Cleared(Reply, frozen=True):
     """Samples that are forgotten; their values may be deleted from storage.
 
     Of ClearConsumed: ``held_by`` counts by task the samples that stay because the task has not consumed or not
-    acknowledged them; ``not_begun`` names tasks that must be done and never fetched; ``more``: ask again for the rest.
+    acknowledged them; ``not_begun`` names tasks that must be done and never fetched; ``more``: ask again for the rest;
+    ``unread`` samples stay because no task has fetched from the partition.
     """
 
     indexes: bytes
     held_by: dict[str, int] = {}
     not_begun: list[str] = []
     more: bool = False
+    unread: int = 0
 
 
 class Names(Reply, frozen=True):

@@ -202,10 +202,14 @@ class ClearSamples(Request, frozen=True):
 
 
 class ClearConsumed(Request, frozen=True):
-    """Forget the samples that every task of the partition has consumed and settled; ``tasks`` must be among them."""
+    """Forget the samples that every task of the partition has consumed and settled; ``tasks`` must be among them.
+
+    ``dry_run``: clear nothing, only say what holds samples up.
+    """
 
     partition: str
     tasks: list[str]
+    dry_run: bool = False
 
 
 class ClearPartition(Request, frozen=True):

@@ -408,7 +408,7 @@ class Front:
         answers = self._of_plane(self.plane.handle(client, request, now))
         for answer in answers:
             if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
-                answer.reply.value["alarms"] = self.alarms()
+                answer.reply.value.update(alarms=self.alarms(), asked_by=client)
                 answer.reply.value["waiting"] += [] if self.unit is None else self.unit.waiting(now)
                 clients = answer.reply.value["clients"]
                 for name, count in self.connections().items():

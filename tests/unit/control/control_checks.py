@@ -502,7 +502,7 @@ class CheckedPlane:
         being_read = {i for a in self.answered.values() if a.partition is partition for i in a.drawn}
         done = partition.done_with(readers, being_read) if readers and readers.issuperset(request.tasks) else []
         assert reply.not_begun == (sorted(set(request.tasks) - readers) if request.partition in self.model else [])
-        self.check_cleared(client, request, reply, partition.clear(done))
+        self.check_cleared(client, request, reply, [] if request.dry_run else partition.clear(done))
 
     def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.pop(request.partition, None)

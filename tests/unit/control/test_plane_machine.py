@@ -225,9 +225,9 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         picked = self.pick(data, list(range(self.next_index + 2)), "indexes")
         self.ask("anna", p.ClearSamples, partition, p.pack_indexes(picked + picked))
 
-    @rule(partition=partitions, named=st.sets(tasks))
-    def clear_consumed(self, partition: str, named: set[str]) -> None:
-        self.ask("anna", p.ClearConsumed, partition, sorted(named))
+    @rule(partition=partitions, named=st.sets(tasks), dry_run=st.booleans())
+    def clear_consumed(self, partition: str, named: set[str], dry_run: bool) -> None:
+        self.ask("anna", p.ClearConsumed, partition, sorted(named), dry_run)
 
     @rule(partition=partitions)
     def clear_partition(self, partition: str) -> None:

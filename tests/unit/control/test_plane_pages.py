@@ -163,6 +163,23 @@ def test_a_clear_says_which_tasks_hold_what_stays(plane):
     assert plane.answered(ACTOR, reply.id) is None, "nothing was cleared, so nothing is kept"
 
 
+def test_a_dry_run_says_what_would_stay_and_clears_nothing(plane):
+    put(plane, 3)
+    asked = ask(plane, ACTOR, p.ClearConsumed, "p", [], True)
+    assert (asked.indexes, asked.held_by, asked.not_begun, asked.unread) == (b"", {}, [], 3)
+    first = fetch(plane, 2, 0, 0)
+    for tasks, not_begun in (([], []), (["later", "train", "also"], ["also", "later"])):
+        asked = ask(plane, ACTOR, p.ClearConsumed, "p", tasks, True)
+        assert (asked.indexes, asked.held_by, asked.not_begun, asked.unread) == (b"", {"train": 3}, not_begun, 0)
+    ack(plane, first.token)
+    asked = ask(plane, ACTOR, p.ClearConsumed, "p", [], True)
+    assert (asked.indexes, asked.held_by, asked.more) == (b"", {"train": 1}, False)
+    assert plane.answered(ACTOR, asked.id) is None, "there is nothing to undo"
+    assert clear_consumed(plane) == [0, 1]
+    unknown = ask(plane, ACTOR, p.ClearConsumed, "nowhere", ["train"], True)
+    assert unknown == p.Cleared(unknown.id, b"")
+
+
 def test_statistics_tell_what_each_client_holds(plane):
     put(plane, 2)
     reserve(plane, 3, client=REWARDER)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+import msgspec
 import pytest
 
 import transfer_queue.dataloader.fetching as module
 from transfer_queue import BatchMeta, protocol
+from transfer_queue.client.get import explain
 from transfer_queue.dataloader.fetching import (
     BatchFetcher,
     StreamSpec,
@@ -102,6 +104,22 @@ class Client:
 
 
 NOT_READY = protocol.NotReady(1, 4, 1, 3, {"reward": 2}, 41.0, ["a", "reward"])
+
+
+@pytest.mark.parametrize(
+    ("reserved", "owed_by", "says"),
+    [
+        (0, [], "1 ready, 2 lack field 'reward' (last"),
+        (1, ["a"], "2 lack field 'reward', 1 is reserved by client a and not put yet (last"),
+        (8, ["a", "b"], "8 are reserved by clients a and b and not put yet (last"),
+        (8, ["a", "b", "c"], "8 are reserved by clients a, b and c and not put yet (last"),
+        (8, list("abcde"), "8 are reserved by clients a, b, c, d, e and maybe others and not put yet (last"),
+        (8, [], "8 are reserved and not put yet (last"),
+    ],
+)
+def test_samples_that_writers_owe_are_counted_and_the_writers_named(reserved, owed_by, says):
+    told = msgspec.structs.replace(NOT_READY, reserved=reserved, owed_by=owed_by)
+    assert says in explain(told, "t", "p", ["a"], 1.0)
 
 
 def no_pause(seconds: float) -> bool:
