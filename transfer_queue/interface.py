@@ -59,7 +59,7 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
 def _begin(merged: DictConfig) -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     address = merged.address or queue_address()
-    if address is not None and address not in _ended:  # otherwise it is the configuration of a queue that this process closed
+    if address is not None and address not in _ended:  # else: a queue that this process closed
         _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file)
         return
     queue = LocalQueue(merged)
@@ -175,7 +175,7 @@ def _client_of_queue() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """"host:port" of the queue's metrics; None without metrics, or if this process has joined no queue."""
+    """ "host:port" of the queue's metrics; None without metrics, or if this process has joined no queue."""
     if _TQ_CONFIG is None:
         return None
     endpoint = _TQ_CONFIG["metrics"].get("endpoint")

@@ -196,15 +196,13 @@ class BatchMeta(Annotations):
         return (self[position] for position in range(self.size))
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
-        """The rows at these positions, in this order, repeats allowed; ValueError if one is out of range or negative.
-        """
+        """The rows at these positions, in this order, repeats allowed; ValueError if one is out of range or negative."""
         positions = as_ints(sample_indices)
         check_in_range(positions, self.size)
         return self._take(positions)
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Consecutive parts, the first ``size % chunks`` one row larger; too many chunks give empty ones and a warning.
-        """
+        """Consecutive parts, the first ``size % chunks`` one row larger; too many chunks give empty ones and a warning."""
         return self.chunk_by_size(even_sizes(self.size, chunks))
 
     def chunk_by_size(self, sizes: Iterable[int]) -> list[BatchMeta]:

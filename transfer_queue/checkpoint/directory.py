@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's directory: written under a temporary name, swapped in whole, and repaired after an interrupted swap.
-"""
+"""A checkpoint's directory: written under a temporary name, swapped in whole, and repaired after an interrupted swap."""
 
 from __future__ import annotations
 

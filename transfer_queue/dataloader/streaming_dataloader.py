@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamingDataLoader: a torch DataLoader over a StreamingDataset that keeps batches in order and tracks its position.
-"""
+"""StreamingDataLoader: a torch DataLoader over a StreamingDataset that keeps batches in order and tracks its position."""
 
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ class StreamingDataLoader(DataLoader[Any]):
         batch_sampler: None = None,
     ) -> None:
         """Args:
-            num_batches: Items of one pass, if known: gives the loader a length and ends the pass there.
-            sampler, batch_sampler: Only for frameworks that rebuild the loader from its arguments; always None.
+        num_batches: Items of one pass, if known: gives the loader a length and ends the pass there.
+        sampler, batch_sampler: Only for frameworks that rebuild the loader from its arguments; always None.
         """
         # Every argument is also an attribute, because Lightning rebuilds loaders from attributes.
         self.num_batches = num_batches
@@ -116,10 +115,10 @@ class StreamingDataLoader(DataLoader[Any]):
         finally:
             self.stream.worker_cursor = None
         if starts_workers:
-            weakref.finalize(bundles, forget_owners, [worker.pid for worker in bundles._workers])  # they end with the iterator
+            weakref.finalize(bundles, forget_owners, [worker.pid for worker in bundles._workers])  # they end with it
         turn = WorkerTurn(bundles, cursor, iteration, self.persistent_workers, self.stream.should_stop)
         items = self._items(iter(turn), place, turn)
-        weakref.finalize(items, turn.end)  # a generator's "finally" doesn't run if it is dropped before its first next()
+        weakref.finalize(items, turn.end)  # a generator dropped before its first next() skips "finally"
         return items
 
     def _items(

@@ -67,7 +67,7 @@ class RankAwareSampler(BaseSampler):
         return bool(self._states[partition_id][task_name].get(group, {}).get(rank))
 
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
-        if (partition_id, task_name) not in self._replica_tasks:  # replica batches have no number, and are removed when read
+        if (partition_id, task_name) not in self._replica_tasks:  # replica batches are removed when read
             super().forget(partition_id, task_name, batch_index)
 
     def clear_cache(self, partition_id: str) -> None:

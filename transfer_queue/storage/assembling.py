@@ -89,8 +89,7 @@ _kept_even = functools.lru_cache(256)(_even)  # successive batches often have th
 
 
 def is_simple_jagged(tensor: Any) -> bool:
-    """Return whether the tensor is ragged in its first dim and has no holes, so values and offsets describe it fully.
-    """
+    """Return whether the tensor is ragged in its first dim and has no holes, so values and offsets describe it fully."""
     if not tensor.is_nested or tensor.layout != torch.jagged:
         return False
     # ``_ragged_idx`` has no public twin. Taking the wrong dim for the ragged one would mix up rows.

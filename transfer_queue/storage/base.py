@@ -67,8 +67,7 @@ class InFront(ABC):
 
     @abstractmethod
     async def decide_mapping(self) -> bool:
-        """Return whether this process has mapped the arena, so that answers may point into it. Decided once, by trying.
-        """
+        """Return whether this process has mapped the arena, so that answers may point into it. Decided once, by trying."""
 
     @abstractmethod
     async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
@@ -157,8 +156,7 @@ class StorageManager(ABC):
 
     @asynccontextmanager
     async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
-        """Yield the values as stored, objects encoded: per field its wire columns. They are valid inside the context.
-        """
+        """Yield the values as stored, objects encoded: per field its wire columns. They are valid inside the context."""
         from transfer_queue.storage import columns
 
         data = await self.get_data(RowsOf(indexes, fields))

@@ -61,8 +61,7 @@ def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
 
 
 def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
-    """Return every column as one wire column, without copying contiguous CPU tensors. Raises what ``sources`` raises.
-    """
+    """Return every column as one wire column, without copying contiguous CPU tensors. Raises what ``sources`` raises."""
     return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets up a storage unit behind a server, and its arena, which clients of the same host find through a second socket.
-"""
+"""Sets up a storage unit behind a server, and its arena, which clients of the same host find through a second socket."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a client and a storage unit. Columns travel as frames after the header, or lie in the shared arena.
-"""
+"""Messages between a client and a storage unit. Columns travel as frames after the header, or lie in the shared arena."""
 
 from __future__ import annotations
 

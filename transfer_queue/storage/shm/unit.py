@@ -92,8 +92,7 @@ class StorageUnit:
         arena: Arena | None = None,
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
-        """``capacity_bytes``: the bound on all values together; None: unlimited. Without an arena, values are frames.
-        """
+        """``capacity_bytes``: the bound on all values together; None: unlimited. Without an arena, values are frames."""
         self.name = name
         self._inline_nbytes = inline_nbytes
         self._capacity = capacity_bytes
@@ -128,8 +127,7 @@ class StorageUnit:
         return self._answered(client, request.id, lambda: self._verbs[type(request)](client, request, frames))
 
     def expire(self, now: float) -> list[UnitReply]:
-        """Answer requests whose deadline has passed, return memory, and move live rows of mostly dead blocks one step.
-        """
+        """Answer requests whose deadline has passed, return memory, and move live rows of mostly dead blocks one step."""
         self._tick(now)
         answers = self._expire_waiting()
         trim = None if self._arena is None else self._arena.next_trim()
