@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: what the user gave merged over config.yaml, checked; and the only reader of os.environ."""
+"""The configuration: the user's over config.yaml, checked. The only file that reads os.environ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDRESS_VARIABLE = "TQ_ADDRESS"
 _FREE_SECTIONS = ("zmq_info", "MooncakeStore", "Yuanrong", "RayStore")
 _TYPO_CUTOFF = 0.75
 _SHARE_OF_MACHINE = 2
-"""The queue may take one part in so many of the machine's memory, unless the configuration says otherwise."""
+"""By default the queue may use this fraction (one half) of the machine's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class ControllerConfig:
     sampler: Any = "SequentialSampler"
     """Default sampler of tasks: a name, "module:Class", an instance or a class."""
     sampler_modules: list[str] = field(default_factory=list)
-    """Modules whose samplers clients may name for a task. The server imports them."""
+    """Modules with samplers that clients may name for a task. The server imports them."""
     polling_mode: bool = False
     """True: get_meta returns an empty BatchMeta at once if nothing is ready."""
     producer_grace_s: float = 5.0

@@ -75,7 +75,7 @@ class KVBatchMeta:
         self.tags = pick(self.tags, positions)
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Consecutive parts, the first ``size % chunks`` one row larger; too many leaves empty ones, with a warning."""
+        """Consecutive parts, the first ``size % chunks`` one row larger; too many give empty ones and a warning."""
         return [self._take(rows) for rows in consecutive(even_sizes(self.size, chunks), self.size)]
 
     @classmethod

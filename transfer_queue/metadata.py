@@ -196,13 +196,13 @@ class BatchMeta(Annotations):
         return (self[position] for position in range(self.size))
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
-        """The rows at these positions, in this order, repeats allowed; ValueError if one is out of range or negative."""
+        """The rows at these positions, in this order, repeats allowed; ValueError if one is out of range."""
         positions = as_ints(sample_indices)
         check_in_range(positions, self.size)
         return self._take(positions)
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Consecutive parts, the first ``size % chunks`` one row larger; too many chunks give empty ones and a warning."""
+        """Consecutive parts, the first ``size % chunks`` one row larger; too many give empty ones and a warning."""
         return self.chunk_by_size(even_sizes(self.size, chunks))
 
     def chunk_by_size(self, sizes: Iterable[int]) -> list[BatchMeta]:
@@ -319,7 +319,7 @@ class BatchMeta(Annotations):
         return self
 
     def add_described(self, schema: Schema, set_all_ready: bool = True) -> None:
-        """``add_fields`` for columns whose ``extract_field_schema`` is known; they must have as many rows."""
+        """``add_fields`` for columns with a known ``extract_field_schema``; they must have as many rows."""
         self.field_schema = {**self.field_schema, **schema}
         if set_all_ready:
             self.production_status = np.ones(self.size, dtype=np.int8)

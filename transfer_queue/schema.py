@@ -128,7 +128,7 @@ def _nested_shapes(column: Any) -> list[Shape]:
 
 
 def normalized(schema: Mapping[str, Mapping[str, Any]], num_rows: int) -> Schema:
-    """A copy one level deep, with shapes as tuples (on the wire they are lists). ValueError unless one shape per row."""
+    """A copy one level deep, with shapes as tuples (lists on the wire). ValueError unless one shape per row."""
     return {name: _normalized_entry(name, entry, num_rows) for name, entry in schema.items()}
 
 

@@ -205,7 +205,7 @@ class BlockReader:
             yield self.samples[start:stop], piece
 
     def _header(self) -> int:
-        """Return the size of the header before the values. Raises CheckpointError if the rows don't add up to the file."""
+        """The size of the header before the values. Raises CheckpointError if the rows don't add up to the file."""
         layout, block, nbytes = self._block.layout, self._block, 0
         end = block.rows if self._offsets is None else int(self._offsets[-1])
         if layout.kind != "objects":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's directory: written under a temporary name, swapped in whole, and repaired after an interrupted swap."""
+"""A checkpoint's directory: written under a temporary name, swapped in whole, repaired after an interruption."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _lock(staged: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise CheckpointError(f"somebody else is saving a checkpoint there now: {staged} is in use.") from error
+        raise CheckpointError(f"another process is saving a checkpoint there now: {staged} is in use.") from error
     except OSError:
         pass  # the file system has no locks: users must not save twice to one place at the same time
     return lock

@@ -43,7 +43,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class Opened:
-    """An opened checkpoint. Of the values only the manifest is read so far; ``values`` is None if they were not saved."""
+    """An opened checkpoint. Of the values only the manifest is read; ``values`` is None if they were not saved."""
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         """Read and check everything except the values.

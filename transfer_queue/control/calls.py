@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answered calls by session, until the caller confirms receipt: for retries, and to undo calls that were not received."""
+"""Answered calls by session, until the caller confirms receipt: for retries, and to undo unreceived calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Record:
         self.reply: Reply | None = reply
 
     def undo(self) -> bool:
-        """Undo the call, whose answer the caller never received. Returns False if its effect stays."""
+        """Undo the call, because the caller never received the answer. Returns False if its effect stays."""
         return False
 
 

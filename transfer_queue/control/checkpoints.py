@@ -37,7 +37,7 @@ class FreezeRecord(Record):
 
 
 class Staged(Record):
-    """Samples whose values the client stores for a restore."""
+    """Samples with values that the client stores for a restore."""
 
     holds = True
     __slots__ = ("_state", "indexes")
@@ -120,7 +120,7 @@ def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
 
 
 def kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:
-    """The reply to a writer whose wait timed out."""
+    """The reply to a writer that waited too long."""
     text = (
         f"values of partition {request.partition!r} that this put replaces are being saved in a checkpoint; it waited "
         f"{waited_s:.1f} s. Put again later, or raise put_timeout_s."
@@ -176,6 +176,6 @@ def _check_staged(state: PlaneState, sets: list[p.Indexes], indexes: p.Indexes) 
     staged.sort()
     if (staged[staged.searchsorted(used, side="right") - 1] != used).any():
         raise CheckpointError(
-            "the saved samples' indexes are in use here, and no others were set aside for them. Load the storage part "
+            "the saved samples' indexes are in use here, and no others were reserved for them. Load the storage part "
             "of the checkpoint first, with the same client."
         )

@@ -50,7 +50,7 @@ class Consumer:
         self._ready: dict[FieldNames, ReadySet] = {}
         self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it
         self._over_at: int | None = None
-        self._told: set[int] = set()
+        self._over_ranks: set[int] = set()
         self._ends: dict[int | None, list[int]] = {}
 
     @property
@@ -167,7 +167,7 @@ class Consumer:
         live = self._live()
         self.num_undrawn, self.num_unconsumed = int(np.count_nonzero(given[live] == 0)), len(live)
         self.ended, self.dropped = None, 0
-        self._over_at, self._told = None, set()
+        self._over_at, self._over_ranks = None, set()
         self._ends.clear()
         self._undrawn_with.clear()
         self.rebuild()
@@ -203,9 +203,9 @@ class Consumer:
     def tell_over(self, batch_index: int, dp_rank: int, dp_size: int) -> None:
         """Record that a rank got the end of stream. Once all ranks did, samples that arrived since may be drawn."""
         self._over_at = batch_index if self._over_at is None else min(batch_index, self._over_at)
-        self._told.add(dp_rank)
-        if len(self._told) >= dp_size:
-            self._over_at, self._told = None, set()
+        self._over_ranks.add(dp_rank)
+        if len(self._over_ranks) >= dp_size:
+            self._over_at, self._over_ranks = None, set()
 
     # ---- checkpoints ----
 
@@ -214,16 +214,16 @@ class Consumer:
         given, consumed = self.given[rows].astype("<i4"), self.consumed[rows]
         return SavedConsumer(
             self.task, given.tobytes(), consumed.tobytes(), self.ledger.save(), self.ended, self.dropped,
-            self._over_at, sorted(self._told), list(self._ends.items()),
+            self._over_at, sorted(self._over_ranks), list(self._ends.items()),
         )  # fmt: skip
 
     def load(self, saved: SavedConsumer, shift: int) -> None:
-        """Load a saved state into a new consumer, whose partition must have exactly the saved rows."""
+        """Load a saved state into a new consumer; its partition must have exactly the saved rows."""
         self.given[:] = np.frombuffer(saved.given, dtype="<i4")
         self.consumed[:] = np.frombuffer(saved.consumed, dtype=np.bool_)
         self.ledger.load(saved.ledger, shift)
         self.ended, self.dropped = saved.ended, saved.dropped
-        self._over_at, self._told = saved.over_at, set(saved.told)
+        self._over_at, self._over_ranks = saved.over_at, set(saved.told)
         self._ends = {readers: list(ends) for readers, ends in saved.ends}
         live = self._live()
         self.num_undrawn = int(np.count_nonzero(self.given[live] == 0))

@@ -242,7 +242,7 @@ def _name(sampler: object) -> str:
 
 
 class foreign:
-    """Guards calls of samplers, which may be user code: what one raises becomes the answer to the requesting consumer."""
+    """Guards calls of samplers, which may be user code: an exception becomes the answer to the consumer."""
 
     # A class, because @contextmanager makes a generator each time, and fetches use this often.
     __slots__ = ("_what",)

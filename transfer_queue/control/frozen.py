@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples whose values must stay while a checkpoint reads them, and calls with a permit to replace values."""
+"""Samples that must keep their values while a checkpoint reads them, and calls with a permit to replace values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Frozen:
         return self.keep(kept[np.diff(kept, prepend=-1) > 0])
 
     def keep(self, cleared: Indexes) -> Indexes:
-        """Return the cleared samples whose values may be deleted now; ``end`` returns the others."""
+        """Return the cleared samples that may lose their values now; ``end`` returns the others."""
         for freeze in self._freezes.values():
             held = freeze.holds(cleared)
             if held.any():

@@ -118,7 +118,7 @@ class Ledger:
     def ack(self, tokens: Iterable[str], earlier: bool = False) -> int:
         """Acknowledge the batches of these tokens; unknown or old tokens are ignored. Returns the number of batches.
 
-        ``earlier``: also acknowledge earlier batches of the same rank, whose acks may be missing.
+        ``earlier``: also acknowledge earlier batches of the same rank, if their acks are missing.
         """
         settled = 0
         for token in tokens:

@@ -69,7 +69,7 @@ class Clearing(Record):
 
 
 def cleared(state: PlaneState, client: str, request: p.Request, indexes: p.Indexes) -> p.Cleared:
-    """Reply with the samples whose values may be deleted, and record the reply."""
+    """Reply with the samples that may lose their values, and record the reply."""
     reply = p.Cleared(request.id, p.pack_indexes(indexes))
     if len(indexes):
         state.calls.add(client, request.id, Clearing(state, type(request), reply, indexes))
@@ -101,7 +101,7 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     if len(gone):
         state.touch(request.partition)
     reply = cleared(state, client, request, state.frozen.keep(gone))
-    told = msgspec.structs.replace(
+    complete = msgspec.structs.replace(
         reply,
         held_by=_held_by(partition, being_read),
         not_begun=sorted(set(request.tasks) - partition.consumers.keys()),
@@ -109,8 +109,8 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     )
     record = state.calls.get(client, request.id)
     if record is not None:
-        record.reply = told
-    return told
+        record.reply = complete
+    return complete
 
 
 def _being_read(state: PlaneState, partition: Partition) -> list[Taken]:

@@ -83,7 +83,7 @@ class ControlPlane:
     def handle(self, client: str, request: p.Request, now: float) -> list[To]:
         """Serve one request. Returns its reply, unless it is parked, and replies to requests that it decides.
 
-        A call whose answer was not received gets the same answer again; a call that is already parked gets none.
+        An answered but not received call gets the same answer again; a call that is already parked gets none.
         """
         if self._state.waiters.find(client, request.id) is not None:
             return []
@@ -119,7 +119,7 @@ class ControlPlane:
         return None if record is None else record.reply
 
     def expire(self, now: float) -> list[To]:
-        """Answer parked requests whose deadline has passed or whose producers are lost, and free a little memory."""
+        """Answer parked requests past their deadline or with lost producers, and free a little memory."""
         replies = []
         self._state.tidy()
         for parked in self._state.waiters.expired(now):
@@ -305,11 +305,11 @@ class ControlPlane:
         task = self._state.tasks.get(fetch.task)
         if partition is None:
             return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
-        told = Service(fetch, partition, task).not_ready(now)
+        reply = Service(fetch, partition, task).not_ready(now)
         if not partition.num_held:
-            return told
+            return reply
         owed_by = writing.writers_of(self._state, partition)[:_MOST_NAMED]
-        return msgspec.structs.replace(told, reserved=partition.num_held, owed_by=owed_by)
+        return msgspec.structs.replace(reply, reserved=partition.num_held, owed_by=owed_by)
 
     # ---- sessions ----
 
@@ -400,7 +400,7 @@ class ControlPlane:
     # ---- checkpoints ----
 
     def _admit_freezers(self, now: float) -> list[To]:
-        """Answer freezes whose writers are done."""
+        """Answer freezes once their writers are done."""
         state, replies = self._state, []
         while not state.frozen.has_leaves and (parked := state.waiters.first_come(checkpoints.FREEZERS)) is not None:
             state.waiters.remove(parked)
@@ -435,7 +435,7 @@ def _guarded(call: int, answer: Callable[[], p.Reply | None]) -> p.Reply | None:
 
 
 def _completes(known: Record, request: p.Request) -> bool:
-    """Whether this is the last step of a call whose first step was answered."""
+    """Whether this is the last step of a call with an answered first step."""
     return isinstance(request, p.Publish) and request.begun == request.id and known.kind is not p.Publish
 
 

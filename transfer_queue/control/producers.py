@@ -63,7 +63,7 @@ class Producers:
         return verdicts
 
     def missing(self, fields: Sequence[str], now: float) -> str | None:
-        """A field whose producers are lost, or None."""
+        """A field with lost producers, or None."""
         for name in fields:
             producers = self._fields.get(name)
             if (

@@ -122,7 +122,7 @@ def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     """Statistics of every partition, task and client, and the waiting requests with what they wait for.
 
-    ``abandoned``: a field of the partition whose producers are lost.
+    ``abandoned``: a field of the partition with lost producers.
     """
     waiting = [
         {
@@ -167,12 +167,12 @@ def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
     try:
         if partition is None:
-            told = p.NotReady(request.id, task.needed(request), 0, 0)
+            missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            told = Service(request, partition, task).not_ready(now)
+            missing = Service(request, partition, task).not_ready(now)
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
-    return {"fields": request.fields, "wanted": told.wanted, "ready": told.ready, "lacking": told.lacking}
+    return {"fields": request.fields, "wanted": missing.wanted, "ready": missing.ready, "lacking": missing.lacking}
 
 
 def _partition_stats(partition: Partition) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transfer_queue.control.rows import Rows, ascending
 
 _BLOCK = 1024
 _AHEAD = 64
-"""Blocks whose counts are examined together."""
+"""Blocks with counts that are examined together."""
 
 
 class ReadySet:

@@ -85,7 +85,7 @@ class Schema:
     def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
         """Raises SchemaConflictError if a dtype differs from the field's existing one.
 
-        ``num_rows``: of the put whose per-row shapes are checked.
+        ``num_rows``: of the put with these per-row shapes.
         """
         for name, spec in specs.items():
             known = self._fields.get(name)
@@ -150,7 +150,7 @@ class Schema:
         )  # fmt: skip
 
     def load(self, fields: Iterable[SavedField]) -> None:
-        """Load a saved state into a new schema, whose table must have exactly the saved rows."""
+        """Load a saved state into a new schema; its table must have exactly the saved rows."""
         for saved in fields:
             self.expect(saved.name)
             self._table.column(_has(saved.name))[:] = np.frombuffer(saved.has, dtype=np.bool_)

@@ -132,16 +132,16 @@ class Service:
                 reply = Service(fetch, self._partition, self._task).answer(now, may_draw, waited)
                 if not isinstance(reply, Batch):
                     return reply
-        told = self._told_before(batch_index)
-        if told is not None or not may_draw:
-            return told
+        known_end = self._known_end(batch_index)
+        if known_end is not None or not may_draw:
+            return known_end
         draw = self._draw(batch_index)
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
         return self._end(draw, now, waited)
 
-    def _told_before(self, batch_index: int | None) -> Ended | None:
+    def _known_end(self, batch_index: int | None) -> Ended | None:
         """The end of stream, if an earlier fetch decided it."""
         if self._consumer.ended is not None:
             return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)

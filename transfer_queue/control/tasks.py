@@ -44,7 +44,7 @@ class Task:
             return self.sampler.samples_needed(fetch.batch_size, dp_size)
 
     def tail_policy(self, dp_size: int | None) -> str:
-        """The registered policy. By default a single consumer loses nothing, and no rank is left alone in a collective."""
+        """The registered policy. By default one consumer loses nothing, and no rank is left alone in a collective."""
         return self.tail or ("uneven_ok" if (dp_size or 1) == 1 else "drop")
 
 

@@ -96,7 +96,7 @@ class Waiters:
         return found
 
     def expired(self, now: float) -> list[Parked]:
-        """Remove and return the requests whose deadline has passed, in order within each wait queue."""
+        """Remove and return the requests past their deadline, in order within each wait queue."""
         due: list[Parked] = []
         while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
             parked = heapq.heappop(self._deadlines)[2]

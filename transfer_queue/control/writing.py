@@ -139,7 +139,7 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
 
 
 def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
-    """The reply to a writer whose wait timed out."""
+    """The reply to a writer that waited too long."""
     text = (
         f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "

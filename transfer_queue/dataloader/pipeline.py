@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 
 
 class Fetched(Protocol):
-    """A batch whose values may not have been copied yet."""
+    """A batch; its values may not have been copied yet."""
 
     def open(self) -> tuple[Any, BatchMeta]:
         """Return its values and metadata; at most once, and not after ``close``."""

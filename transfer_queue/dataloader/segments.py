@@ -108,8 +108,8 @@ class Segments(Recycler):
 
     def forgotten(self) -> list[int]:
         """Return segments that will not be used again, each once."""
-        told, self._forgotten = self._forgotten, []
-        return told
+        released, self._forgotten = self._forgotten, []
+        return released
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
         if len(self._watches) + len(self._kept) >= self._most:

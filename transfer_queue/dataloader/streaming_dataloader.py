@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamingDataLoader: a torch DataLoader over a StreamingDataset that keeps batches in order and tracks its position."""
+"""StreamingDataLoader: a torch DataLoader over a StreamingDataset, with batches in order and a position."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class PartitionInputError(InvalidRequestError, AssertionError):
 
 
 def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into sets whose sums are close together.
+    """Split items into sets with sums that are close together.
 
     Args:
         seqlen_list: [N] weights, finite and >= 0.
@@ -90,7 +90,7 @@ class _Joining:
         self._order = order
         self._k = k
         self._heap: list[_State] = []
-        # By first item: the set that a set was joined to. The last slot is for the empty set, whose item is -1.
+        # By first item: the set that a set was joined to. The last slot is for the empty set, with item -1.
         self._joined_to = list(range(len(values) + 1))
 
     def rows(self) -> list[_Set]:

@@ -29,7 +29,7 @@ def resolve(spec: object, allowed_modules: Iterable[str] = ()) -> BaseSampler:
 
     Args:
         spec: A built-in's name, ``"module:Class"``, the dict of ``BaseSampler.spec()``, an instance or a class.
-        allowed_modules: Modules or packages whose code may be imported for it. Built-ins need none.
+        allowed_modules: Modules or packages that may be imported for it. Built-ins need none.
     Raises:
         SamplerError: Unknown or forbidden class, or arguments that don't fit; is a ValueError.
         TypeError: Any other kind of object.

@@ -46,7 +46,7 @@ class Jagged:
         self._even: dict[tuple[int, int], _Offsets] = {}
 
     def __call__(self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
-        """Make a new tensor, not a view, whose row i is ``values[offsets[i] : offsets[i + 1]]``.
+        """Make a new tensor, not a view; row i is ``values[offsets[i] : offsets[i + 1]]``.
 
         ``lengths``: of the shortest and the longest row, if known.
         """
@@ -89,7 +89,7 @@ _kept_even = functools.lru_cache(256)(_even)  # successive batches often have th
 
 
 def is_simple_jagged(tensor: Any) -> bool:
-    """Return whether the tensor is ragged in its first dim and has no holes, so values and offsets describe it fully."""
+    """Whether the tensor is ragged in its first dim and has no holes, so values and offsets describe it."""
     if not tensor.is_nested or tensor.layout != torch.jagged:
         return False
     # ``_ragged_idx`` has no public twin. Taking the wrong dim for the ragged one would mix up rows.

@@ -46,7 +46,7 @@ class Staged(NamedTuple):
 
 
 class InFront(ABC):
-    """A backend whose values may live in the controller's process, so that a put and a get are one message each."""
+    """A backend that may keep values in the controller's process: a put and a get are then one message each."""
 
     @property
     @abstractmethod
@@ -67,7 +67,7 @@ class InFront(ABC):
 
     @abstractmethod
     async def decide_mapping(self) -> bool:
-        """Return whether this process has mapped the arena, so that answers may point into it. Decided once, by trying."""
+        """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
 
     @abstractmethod
     async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
@@ -156,7 +156,7 @@ class StorageManager(ABC):
 
     @asynccontextmanager
     async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
-        """Yield the values as stored, objects encoded: per field its wire columns. They are valid inside the context."""
+        """Yield the values as stored, as wire columns by field. They are valid inside the context."""
         from transfer_queue.storage import columns
 
         data = await self.get_data(RowsOf(indexes, fields))

@@ -61,7 +61,7 @@ def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
 
 
 def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
-    """Return every column as one wire column, without copying contiguous CPU tensors. Raises what ``sources`` raises."""
+    """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``sources`` raises."""
     return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
 
 
@@ -134,7 +134,7 @@ def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
         try:
             yield name, data.get(name)
         except RuntimeError:
-            # A lazy stack whose members' shapes differ.
+            # A lazy stack with members of different shapes.
             yield name, [member.get(name) for member in data.unbind(0)]
 
 

@@ -68,7 +68,7 @@ class _Encoder:
         self._field = field
         self._allow_pickle = allow_pickle
         self._pack = msgspec.msgpack.Encoder().encode
-        # True while a value is encoded whose numbers or texts msgpack refused, so that each one is checked.
+        # True while encoding a value that msgpack refused, so that each number and text is checked.
         self._careful = False
 
     def plain_rows(self, values: Sequence[Any]) -> list[bytes] | None:

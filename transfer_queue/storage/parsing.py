@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a put's data_parser: a user function over the columns, called in the putting process before anything is stored."""
+"""Runs a put's data_parser: a user function over the columns, called by the putting process first."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Handler(Protocol):
         ...
 
     def expire(self, now: float) -> Iterable[Outgoing]:
-        """Return answers whose deadline has passed."""
+        """Return answers to requests past their deadline."""
         ...
 
     def next_deadline(self) -> float | None:

@@ -33,7 +33,7 @@ def write_keys(path: str | Path, keys: ServerKeys | None = None) -> ServerKeys:
     """Write a pair, a new one by default, to a new file that only this user can read.
 
     Raises:
-        FileExistsError: there is a file already, whose keys may be in use.
+        FileExistsError: there is a file already, and its keys may be in use.
     """
     keys = keys or make_keys()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

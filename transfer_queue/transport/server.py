@@ -138,7 +138,7 @@ class SocketServer:
         self._listener.expire(now)
 
     def _opened(self) -> Handler:
-        assert self._handler is not None, "the loop runs, and nobody has said who answers"
+        assert self._handler is not None, "the loop runs without a handler"
         return self._handler
 
     def _answer(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:

@@ -205,7 +205,7 @@ class _Link:
         kind = parts[0].bytes
         if kind == BYE:
             self.fail(
-                f"{self.peer.name} at {self.peer.address} has ended this connection: it was told to, or heard nothing "
+                f"{self.peer.name} at {self.peer.address} has ended this connection: it was asked to, or heard nothing "
                 f"of this client for too long. What the client held there has been released."
             )
         try:

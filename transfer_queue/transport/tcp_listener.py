@@ -61,7 +61,7 @@ class TcpListener:
         if keys is None and not insecure:
             raise ConfigError(f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True.")
         if keys is None:
-            _log.warning("%s is open to everybody who can reach it: there is no encryption and no key", address)
+            _log.warning("%s is open to every process that can reach it: there is no encryption and no key", address)
         self._readiness = readiness
         self._service = service
         self._heartbeat_s = heartbeat_s

@@ -87,4 +87,4 @@ def _check_closed(events: dict[int, int], wake: int) -> None:
     if wake in events:
         raise closed()
     if cancel_descriptor() in events:
-        raise ClosedError("the call was given up by its own process.")
+        raise ClosedError("the call was cancelled by its own process.")

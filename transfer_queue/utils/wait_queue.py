@@ -66,7 +66,7 @@ class WaitQueue(Generic[T]):
         return admitted
 
     def expired(self, now: float) -> list[T]:
-        """Remove and return the items whose deadline has passed, in order of arrival."""
+        """Remove and return the items past their deadline, in order of arrival."""
         late = [key for key, each in self._waiting.items() if each.deadline <= now]
         return [self._waiting.pop(key).item for key in late]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena of a storage unit: anonymous shared memory that processes of this host map. It ends with its last process."""
+"""The arena of a storage unit: anonymous shared memory that processes of this host map. The last one ends it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets up a storage unit behind a server, and its arena, which clients of the same host find through a second socket."""
+"""Sets up a storage unit behind a server, and the socket that lends its arena to clients of the same host."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a client and a storage unit. Columns travel as frames after the header, or lie in the shared arena."""
+"""Messages between a client and a storage unit. Columns are frames after the header, or in the arena."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ class Packer:
         self._numbers: dict[bytes, int] = {}
 
     def add(self, field: str, positions: Positions, piece: Piece) -> None:
-        """Add a wire column whose bytes travel in the message."""
+        """Add a wire column with its bytes in the message."""
         self._add(field, positions, piece, -1, 0)
         self.frames.append(piece.data)
         self._add_side(piece)
 
     def add_at(self, field: str, positions: Positions, piece: Piece, offset: int) -> None:
-        """Add a wire column whose bytes lie in the arena."""
+        """Add a wire column with its bytes in the arena."""
         self._add(field, positions, piece, offset, piece.data.nbytes)
         self._add_side(piece)
 

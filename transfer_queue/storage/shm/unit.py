@@ -92,7 +92,7 @@ class StorageUnit:
         arena: Arena | None = None,
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
-        """``capacity_bytes``: the bound on all values together; None: unlimited. Without an arena, values are frames."""
+        """``capacity_bytes``: the bound on all values; None: unlimited. Without an arena, values are frames."""
         self.name = name
         self._inline_nbytes = inline_nbytes
         self._capacity = capacity_bytes
@@ -127,7 +127,7 @@ class StorageUnit:
         return self._answered(client, request.id, lambda: self._verbs[type(request)](client, request, frames))
 
     def expire(self, now: float) -> list[UnitReply]:
-        """Answer requests whose deadline has passed, return memory, and move live rows of mostly dead blocks one step."""
+        """Answer requests past their deadline, return memory, and move live rows of mostly dead blocks."""
         self._tick(now)
         answers = self._expire_waiting()
         trim = None if self._arena is None else self._arena.next_trim()
@@ -404,7 +404,7 @@ class StorageUnit:
         return self._store.held_nbytes < held
 
     def _expire_waiting(self) -> list[UnitReply]:
-        """Fail requests whose deadline has passed, unless compacting everything now makes room for them."""
+        """Fail requests past their deadline, unless compacting everything now makes room for them."""
         due = self._waiting.next_deadline()
         if due is None or due > self._now:
             return []

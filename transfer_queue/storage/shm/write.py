@@ -51,7 +51,7 @@ class UnitWrite:
         return list(self._sources)
 
     def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
-        """The lease to request first. ``replaced``: packed indexes of samples whose values this write replaces."""
+        """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
         total = sum(map(whole_pages, self._sizes.values()))
         if not total:
             return None
