@@ -62,9 +62,8 @@ class SocketCaller:
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._made: set[Connection] = (
-            set()
-        )  # kept here, so that no connection is closed because Ctrl-C lost it elsewhere
+        # Kept here, so that no connection is closed because Ctrl-C lost it elsewhere.
+        self._made: set[Connection] = set()
         self._idle: dict[str, list[Connection]] = {}
         self._of_loops: dict[tuple[int, str], LoopConnection] = {}
         self._tcp: TcpLinks | None = None
