@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotations: what users attach to a batch; tags per row (``custom_meta``) and ``extra_info`` per batch."""
+"""Annotations that users attach to a batch: tags per row (``custom_meta``) and ``extra_info`` per batch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from transfer_queue.utils.values import changed_tags, copy_tags
 
 Tags: TypeAlias = dict[str, Any]
 
-NO_TAGS: Tags = {}  # shared by all snapshots, which nobody writes to
+NO_TAGS: Tags = {}  # shared by all snapshots, and never written to
 
 
 class Annotations:
-    """The part of BatchMeta that deals with tags and extra_info."""
+    """The part of BatchMeta that handles tags and extra_info."""
 
     __slots__ = ("_padding", "_tags_as_made", "custom_meta", "extra_info", "global_indexes")
 
     global_indexes: list[int]
     custom_meta: list[Tags]
     extra_info: dict[str, Any]
-    _padding: list[bool] | None  # None: no row is a filler
-    _tags_as_made: list[Tags] | None  # None: every row came without tags
+    _padding: list[bool] | None  # None: no row is padding
+    _tags_as_made: list[Tags] | None  # None: no row came with tags
 
     # --- tags ---
 
@@ -46,10 +46,10 @@ class Annotations:
         self.custom_meta = [{} for _ in range(len(self.custom_meta))]
 
     def changed_custom_meta(self) -> dict[int, Tags]:
-        """Per global index, the tags that are new or differ since this metadata was made or marked clean.
+        """Per global index, the tags that are new or differ since this metadata was created or marked clean.
 
-        This is what a put sends, so that tags others have written meanwhile stay. Removed tags are no change,
-        and rows that only fill the batch write nothing.
+        A put sends only these, so that tags written by other clients stay. Removed tags are no change,
+        and padding rows write nothing.
         """
         changed: dict[int, Tags] = {}
         if not any(self.custom_meta):
@@ -63,7 +63,7 @@ class Annotations:
         return changed
 
     def mark_custom_meta_clean(self) -> None:
-        """Take the tags as they are now for those the queue has."""
+        """Treat the current tags as those that the queue has."""
         self._tags_as_made = None
         if any(self.custom_meta):
             self._tags_as_made = [copy_tags(tags) if tags else NO_TAGS for tags in self.custom_meta]

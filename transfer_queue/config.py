@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: what the user gave merged over config.yaml, checked; and the only reader of os.environ."""
+"""The configuration: the user's over config.yaml, checked. The only file that reads os.environ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDRESS_VARIABLE = "TQ_ADDRESS"
 _FREE_SECTIONS = ("zmq_info", "MooncakeStore", "Yuanrong", "RayStore")
 _TYPO_CUTOFF = 0.75
 _SHARE_OF_MACHINE = 2
-"""The queue may take one part in so many of the machine's memory, unless the configuration says otherwise."""
+"""By default the queue may use this fraction (one half) of the machine's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +35,12 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientConfig:
-    """What every client of the queue starts with."""
+    """Defaults of every client of the queue."""
 
     layout: Literal["jagged", "dense"] = "jagged"
-    """How tensors of at least one dim come back: always nested, or dense where the rows' shapes agree."""
+    """Layout of tensors with at least one dim: always nested, or dense if the rows' shapes agree."""
     timeout_s: float = 30.0
-    """Longest wait for a server's answer, on top of the wait that was asked for; then QueueUnreachableError."""
+    """Longest wait for a server's answer, on top of the requested wait; then QueueUnreachableError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,18 +50,18 @@ class ControllerConfig:
     sampler: Any = "SequentialSampler"
     """Default sampler of tasks: a name, "module:Class", an instance or a class."""
     sampler_modules: list[str] = field(default_factory=list)
-    """Modules whose samplers clients may name for a task. The server imports them."""
+    """Modules with samplers that clients may name for a task. The server imports them."""
     polling_mode: bool = False
-    """True: get_meta returns an empty BatchMeta at once when nothing is ready."""
+    """True: get_meta returns an empty BatchMeta at once if nothing is ready."""
     producer_grace_s: float = 5.0
     """Seconds in which a dead producer may be replaced before its consumers get an error."""
     zmq_info: Any = None
-    """Where the controller is; filled by init()."""
+    """The controller's address; filled by init()."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpillConfig:
-    """Values on a disk above a limit; not available in this version."""
+    """Values on disk above a limit; not available in this version."""
 
     enabled: bool = False
     path: str | None = None
@@ -74,12 +74,13 @@ class SharedMemoryConfig:
     """Storage in the memory of server processes, which clients of the same host map."""
 
     total_storage_size: int | None = None
-    """Most samples held at once; a put waits when the queue is full. None: no limit."""
+    """Most samples stored at once; a put waits if the queue is full. None: no limit."""
     num_data_storage_units: int = 2
-    """Storage units. Units of one process are one: they share its memory as they need it."""
+    """Number of storage units. Units that share a process are one unit."""
     memory: str | int | None = "auto"
-    """Most bytes that all units together hold, as a number or "4GiB"; a put waits when they are full. "auto": half of
-    what the machine, or this process' cgroup, has. None: no limit."""
+    """Most bytes of values in all units, as a number or "4GiB"; a put waits if they are full. "auto": half of the
+    memory of the machine, or of this process's cgroup. None: no limit.
+    """
     capacity_bytes: int | None = None
     """Most bytes per unit, instead of ``memory``."""
     arena: bool = True
@@ -90,11 +91,11 @@ class SharedMemoryConfig:
     """True: objects of any class may be stored. Readers then unpickle what producers sent."""
     required_node_resource: str | None = None
     zmq_info: Any = None
-    """Where the units are; filled by init()."""
+    """The units' addresses; filled by init()."""
     ssd_offload: SpillConfig = field(default_factory=SpillConfig)
 
     def memory_bytes(self) -> int | None:
-        """Most bytes that all units together hold; None: no limit."""
+        """Most bytes of values in all units; None: no limit."""
         if self.capacity_bytes is not None:
             return self.capacity_bytes * self.num_data_storage_units
         if self.memory is None:
@@ -125,15 +126,17 @@ class QueueConfig:
     address: str | None = None
     """Join the queue at this address instead of starting one."""
     key_file: str | None = None
-    """File of the CURVE keys for ``tcp://`` addresses, which only its owner may read. A queue that listens makes it,
-    where there is none; a client on another host needs a copy."""
+    """File of the CURVE keys for ``tcp://`` addresses, which only its owner may read. A queue that listens creates it
+    if necessary; a client on another host needs a copy.
+    """
     listen: str | None = None
-    """``tcp://HOST:PORT`` where clients on other hosts may join, besides the sockets of this host. Port 0 takes a free
-    one. None: no other host can join."""
+    """``tcp://HOST:PORT`` where clients of other hosts may join, besides this host's sockets. Port 0 takes a free
+    one. None: no other host can join.
+    """
     launch: Literal["local"] = "local"
-    """What starts the servers: local is child processes of this one."""
+    """How the servers are started: "local" is as child processes of this one."""
     server_processes: Literal["auto", "one", "each"] = "auto"
-    """one: controller and units share a process. each: every server has its own. auto: one, where there is an arena."""
+    """one: controller and unit share a process. each: every server has its own. auto: one if there is an arena."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
@@ -141,7 +144,7 @@ class QueueConfig:
 
 
 def environment_text(name: str, default: str) -> str:
-    """A variable's value, or the default where it is unset or empty."""
+    """A variable's value, or the default if it is unset or empty."""
     return os.environ.get(name) or default
 
 
@@ -155,12 +158,12 @@ def environment_number(name: str, default: float) -> float:
 
 
 def queue_address() -> str | None:
-    """Where TQ_ADDRESS says the queue is."""
+    """The queue's address in TQ_ADDRESS."""
     return os.environ.get(ADDRESS_VARIABLE) or None
 
 
 def announce_address(address: str | None) -> None:
-    """Let child processes find the queue; None: it is gone."""
+    """Announce the queue's address to child processes; None: remove it."""
     if address is None:
         os.environ.pop(ADDRESS_VARIABLE, None)
     else:
@@ -168,7 +171,7 @@ def announce_address(address: str | None) -> None:
 
 
 def preallocated_samples() -> int:
-    """TQ_PRE_ALLOC_SAMPLE_NUM: room that a new partition makes at its first insert, in samples."""
+    """TQ_PRE_ALLOC_SAMPLE_NUM: the room, in samples, that a new partition allocates at its first insert."""
     return max(1, int(environment_number("TQ_PRE_ALLOC_SAMPLE_NUM", 1)))
 
 
@@ -178,9 +181,9 @@ def fetch_wait_s() -> float:
 
 
 def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
-    """The user's configuration over the defaults.
+    """Merge the user's configuration over the defaults.
 
-    Unknown keys at the top level pass (a larger program may keep its own beside ours), unless they look like a typo.
+    Unknown keys at the top level are allowed, because a larger program may have its own, unless they look like a typo.
 
     Raises:
         ConfigError: an unknown key in one of our sections, with the nearest known one; an impossible value.
@@ -189,7 +192,7 @@ def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
 
     flags = {"allow_objects": True}
     defaults: Any = OmegaConf.create(files("transfer_queue").joinpath("config.yaml").read_text(), flags=flags)
-    # A section of a larger configuration may refer to its whole: resolved while it still knows it.
+    # A section may refer to its larger configuration, so it is resolved before it is detached.
     plain: Any = OmegaConf.to_container(conf, resolve=True) if OmegaConf.is_config(conf) else dict(conf or {})
     given: Any = OmegaConf.create(plain, flags=flags)
     known: Any = OmegaConf.to_container(defaults)
@@ -269,7 +272,9 @@ def _check(config: QueueConfig) -> None:
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:
-    """As JSON-able data, for the controller to hand to every client; objects become their type's name."""
+    """The configuration as JSON-able data, which the controller sends to every client; objects become their type's
+    name.
+    """
     from omegaconf import OmegaConf
 
     container: Any = OmegaConf.to_container(conf, resolve=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exception tree: every class is also the builtin a caller would catch; names travel on the wire."""
+"""The exception tree. Every class is also the matching builtin; class names travel on the wire."""
 
 from __future__ import annotations
 
 
 class TransferQueueError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of every exception that this package raises deliberately."""
 
     def __str__(self) -> str:
         # KeyError.__str__ would show the repr of the text; ours are sentences.
@@ -17,19 +17,19 @@ class NotInitializedError(TransferQueueError, AssertionError, RuntimeError):
 
 
 class InvalidRequestError(TransferQueueError, ValueError, RuntimeError):
-    """The request can't be right whatever the state of the queue: a bad size, rank, name or count."""
+    """The request is wrong whatever the state of the queue: a bad size, rank, name or count."""
 
 
 class UnknownPartitionError(InvalidRequestError):
-    """No such partition."""
+    """There is no such partition."""
 
 
 class UnknownFieldError(InvalidRequestError):
-    """No such field in this partition; the text names those that exist."""
+    """There is no such field in this partition; the text names the existing ones."""
 
 
 class SchemaConflictError(InvalidRequestError):
-    """A field's dtype differs from what the partition already holds; the text names both."""
+    """A field's dtype differs from what the partition already has; the text names both."""
 
 
 class SamplerError(InvalidRequestError):
@@ -41,23 +41,23 @@ class SampleClearedError(TransferQueueError, KeyError, RuntimeError):
 
 
 class StorageKeyNotFoundError(SampleClearedError):
-    """The storage holds no value for this sample and field."""
+    """The storage has no value for this sample and field."""
 
 
 class FieldNotReadyError(TransferQueueError, RuntimeError):
-    """A field was asked for that some of the samples don't have yet."""
+    """Some of the samples don't have a requested field yet."""
 
 
 class BatchTimeoutError(TransferQueueError, TimeoutError, RuntimeError):
-    """No batch came together before the deadline; the text says what was missing."""
+    """No batch was complete before the deadline; the text says what was missing."""
 
 
 class EndOfPartitionError(TransferQueueError, EOFError):
-    """The stream has ended: sealed and handed out, or cleared. Not the same as "nothing yet"."""
+    """The stream has ended: sealed and fully read, or cleared. This differs from "nothing yet"."""
 
 
 class ProducersGoneError(TransferQueueError, RuntimeError):
-    """Every producer of what a consumer waits for has died, so waiting on would never end."""
+    """Every producer that a consumer waits for has died, so the wait would never end."""
 
 
 class StorageFullError(TransferQueueError, TimeoutError, ValueError, RuntimeError):
@@ -69,19 +69,19 @@ class UnsupportedValueError(TransferQueueError, TypeError, ValueError):
 
 
 class QueueUnreachableError(TransferQueueError, ConnectionError, TimeoutError, RuntimeError):
-    """The controller or a storage unit doesn't answer: wrong address, or it is gone."""
+    """The controller or a storage unit doesn't answer: wrong address, or it has ended."""
 
 
 class CheckpointError(TransferQueueError, ValueError, RuntimeError):
-    """A checkpoint could not be written, or what lies there is none that can be restored here."""
+    """A checkpoint could not be written, or the one found can't be restored here."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """No checkpoint there, or a file of it is missing; the text names it."""
+    """There is no checkpoint, or a file of it is missing; the text names it."""
 
 
 class ProtocolError(TransferQueueError, RuntimeError):
-    """A message that the other side couldn't decode or didn't expect."""
+    """The receiver couldn't decode a message, or didn't expect it."""
 
 
 class ConfigError(TransferQueueError, ValueError):
@@ -89,7 +89,7 @@ class ConfigError(TransferQueueError, ValueError):
 
 
 class LaunchError(TransferQueueError, RuntimeError):
-    """A server process did not start; the text carries what it printed."""
+    """A server process did not start; the text contains its output."""
 
 
 class ClosedError(TransferQueueError, RuntimeError):
@@ -97,7 +97,7 @@ class ClosedError(TransferQueueError, RuntimeError):
 
 
 class RemoteError(TransferQueueError, RuntimeError):
-    """An error of ours inside a server: please report it with the text."""
+    """An internal error of a server: please report it with the text."""
 
 
 def _tree(cls: type[TransferQueueError]) -> list[type[TransferQueueError]]:
@@ -105,7 +105,9 @@ def _tree(cls: type[TransferQueueError]) -> list[type[TransferQueueError]]:
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """(code, text) of an error as it travels: ours by class name, plain bad input as such, the rest as RemoteError."""
+    """(code, text) of an error for the wire: our classes by name, bad input as InvalidRequestError, others as
+    RemoteError.
+    """
     if isinstance(error, TransferQueueError):
         return type(error).__name__, str(error)
     if isinstance(error, (ValueError, TypeError)):

@@ -27,7 +27,7 @@ _TQ_STORAGE: Any = None
 _TQ_CONTROLLER: Any = None
 _TQ_CONFIG: Any = None
 _ended: set[str] = set()
-# Users set the names above to None to let a process join anew; that must not end what it started.
+# Users set the names above to None to make a process join anew; that must not end what it started.
 _started: set[LocalQueue] = set()
 _lock = threading.RLock()
 
@@ -36,17 +36,17 @@ DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig:
-    """Start a queue, or join the one there is.
+    """Start a queue, or join a running one.
 
     Args:
         conf: Configuration over the defaults of config.yaml, or the address of a running queue. A queue is joined
-            when an address is given or TQ_ADDRESS is set; the rest of ``conf`` is then ignored, as it is when this
-            process has joined one already.
+            if an address is given or TQ_ADDRESS is set. The rest of ``conf`` is then ignored, as it is if this
+            process has already joined a queue.
     Returns:
         The running queue's configuration, server addresses included.
     Raises:
         ConfigError: unknown key, with the nearest known one.
-        QueueUnreachableError: nobody answers at the address.
+        QueueUnreachableError: no server answers at the address.
         LaunchError: a server process did not start.
     """
     with _lock:
@@ -59,7 +59,7 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
 def _begin(merged: DictConfig) -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     address = merged.address or queue_address()
-    if address is not None and address not in _ended:  # else: the configuration of a queue that this process has closed
+    if address is not None and address not in _ended:  # else: a queue that this process closed
         _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file)
         return
     queue = LocalQueue(merged)
@@ -85,7 +85,7 @@ def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClien
 
 
 def connect(client_id: str, conf: Any, layout: str | None = None) -> TransferQueueClient:
-    """A client of its own for a running queue's configuration, as ``init`` returned it."""
+    """Make a separate client for a running queue's configuration, as ``init`` returned it."""
     client = TransferQueueClient(client_id, conf["controller"]["zmq_info"])
     backend = conf["backend"]
     settings = conf["client"]
@@ -99,7 +99,7 @@ def connect(client_id: str, conf: Any, layout: str | None = None) -> TransferQue
 
 
 def _with_objects(plain: Mapping[str, Any]) -> Any:
-    """The configuration as it came over the wire, with server infos as objects again."""
+    """The received configuration, with server infos as objects again."""
     conf = merge(plain)
     conf.controller.zmq_info = ZMQServerInfo.from_dict(conf.controller.zmq_info)
     storage = conf.backend.SimpleStorage
@@ -108,7 +108,7 @@ def _with_objects(plain: Mapping[str, Any]) -> Any:
 
 
 def _seen_from_here(conf: Any, joined: ZMQServerInfo) -> Any:
-    """On another host the servers are where this process has joined the queue, not at the sockets of their own host."""
+    """Replace the servers' addresses by the one joined, because another host can't reach their local sockets."""
     address = joined.to_addr("request_handle_socket")
     if not address.startswith("tcp://"):
         return conf
@@ -125,7 +125,7 @@ def close() -> None:
     """Leave the queue; the process that started it also ends it. Idempotent, never raises; init() may follow."""
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     with _lock:
-        client, own = _TQ_CLIENT, [queue for queue in _started if queue.is_owner]  # a fork has its parent's, too
+        client, own = _TQ_CLIENT, [queue for queue in _started if queue.is_owner]  # a fork also has its parent's queues
         _TQ_CLIENT = _TQ_CONFIG = _TQ_CONTROLLER = _TQ_STORAGE = None
         _started.clear()
         if client is not None:
@@ -138,7 +138,7 @@ def close() -> None:
 
 
 def get_client() -> TransferQueueClient:
-    """This process' client. Joins the queue that TQ_ADDRESS names when there is none yet.
+    """This process's client. Joins the queue that TQ_ADDRESS names if there is none yet.
 
     Raises:
         NotInitializedError: neither ``init`` nor TQ_ADDRESS; an AssertionError, too.
@@ -169,13 +169,13 @@ def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
 
 
 def _client_of_queue() -> TransferQueueClient:
-    if _TQ_STORAGE is not None and _TQ_CONTROLLER is None:  # users take the queue from this process by this name
+    if _TQ_STORAGE is not None and _TQ_CONTROLLER is None:  # users detach this process from the queue by this name
         raise NotInitializedError("TransferQueue is not initialized in this process. Please call init() first.")
     return get_client()
 
 
 def get_metrics_endpoint() -> str | None:
-    """ "host:port" of the queue's metrics; None when it has none, or this process has joined no queue."""
+    """ "host:port" of the queue's metrics; None without metrics, or if this process has joined no queue."""
     if _TQ_CONFIG is None:
         return None
     endpoint = _TQ_CONFIG["metrics"].get("endpoint")
@@ -195,7 +195,7 @@ async def async_kv_put(
     tag: Tag | None = None,
     data_parser: DataParser | None = None,
 ) -> KVBatchMeta:
-    """Put fields of one sample by its key; a tag merges into the one it has. Other fields of the key stay."""
+    """Put fields of one sample by its key, and merge the tag into existing ones. The key's other fields stay."""
     tags = None if tag is None else [tag]
     return await kv.batch_put(get_client(), [key], partition_id, kv.one_row(fields), tags, data_parser)
 
@@ -217,7 +217,7 @@ async def async_kv_batch_get(
     """Values by key, rows in the order of the keys; without ``select_fields``, every field that all of them have.
 
     Raises:
-        ValueError: a key is unknown ("not found"), or a field isn't there for all of them ("not ready").
+        ValueError: a key is unknown ("not found"), or some key lacks a field ("not ready").
     """
     return await kv.batch_get(get_client(), keys, partition_id, select_fields)
 
@@ -233,7 +233,7 @@ async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, 
 
 
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
-    """Forget samples by key, values and all; unknown ones are ignored."""
+    """Delete samples by key, including their values; unknown keys are ignored."""
     await kv.clear(get_client(), keys, partition_id)
 
 

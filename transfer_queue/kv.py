@@ -23,7 +23,7 @@ _TRIES = 5
 
 
 def one_row(fields: Any) -> TensorDict | None:
-    """The fields of one sample as a batch of one: tensors get a leading dimension, anything else is one object."""
+    """The fields of one sample as a batch of one: tensors get a leading dimension, any other value is one object."""
     if fields is None:
         return None
     if isinstance(fields, TensorDict):
@@ -51,7 +51,7 @@ async def batch_put(
     tags: Sequence[Tag | None] | None,
     data_parser: DataParser | None = None,
 ) -> KVBatchMeta:
-    """Everything is checked before a key is made; a put that fails takes its new keys back."""
+    """Put rows by key. Everything is checked before a key is created; a failed put deletes its new keys."""
     names = check_keys(keys)
     rows = None if fields is None else as_tensordict(fields)
     _check_batch(names, rows, tags)
@@ -66,7 +66,7 @@ async def batch_put(
         except (SampleClearedError, UnknownPartitionError):
             if not tries:
                 raise
-            continue  # somebody cleared one of the keys meanwhile: it is a new key now
+            continue  # another client cleared one of the keys, so it is a new key now
         own = p.unpack_indexes(batch.indexes).tolist()
         return KVBatchMeta(
             keys=list(names),
@@ -104,7 +104,7 @@ def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag
 async def batch_get(
     client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str, select: Sequence[str] | str | None
 ) -> TensorDict:
-    """Rows in the order of the keys, repeats included. Nothing is dropped in silence."""
+    """Rows in the order of the keys, including repeats. A missing key or field is an error."""
     names = check_keys(keys)
     unique = list(dict.fromkeys(names))
     batch = await client.session.ask(p.ResolveKeys, p.Batch, partition_id, unique)
@@ -130,7 +130,7 @@ async def batch_get(
 async def batch_get_by_meta(
     client: AsyncTransferQueueClient, meta: KVBatchMeta, select: Sequence[str] | str | None
 ) -> TensorDict:
-    """As ``batch_get``, the keys and fields taken from the metadata."""
+    """``batch_get`` with the keys and fields of the metadata."""
     if meta.partition_id is None:
         raise InvalidRequestError("the KVBatchMeta has no partition_id; set it to the partition of its keys.")
     if select is None:
@@ -143,7 +143,7 @@ async def batch_get_by_meta(
 
 
 async def clear(client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str) -> None:
-    """Forget samples by key; unknown keys or partitions are ignored."""
+    """Delete samples by key; unknown keys or partitions are ignored."""
     batch = await client.session.ask(p.ResolveKeys, p.Batch, partition_id, list(dict.fromkeys(check_keys(keys))))
     indexes = p.unpack_indexes(batch.indexes).tolist()
     if indexes:

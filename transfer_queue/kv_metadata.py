@@ -34,7 +34,7 @@ class KVBatchMeta:
                 f"keys and tags must have same length, got {len(self.keys)} and {len(self.tags)}. No tags: {{}}."
             )
         self.keys = list(self.keys)
-        # Each by itself: a deep copy of the whole list would keep the rows of [{}] * n one dict.
+        # One by one, because a deep copy of [{}] * n would keep all rows one dict.
         self.tags = [copy_tags(tags) for tags in self.tags]
         self.extra_info = copy.deepcopy(self.extra_info) if self.extra_info else {}
         if self.fields is not None:
@@ -53,7 +53,7 @@ class KVBatchMeta:
         """The rows of these keys, in this order.
 
         Raises:
-            ValueError: a key is asked for twice.
+            ValueError: a key is given twice.
             RuntimeError: a key is not in this batch.
         """
         wanted = list(keys_to_select)
@@ -68,14 +68,14 @@ class KVBatchMeta:
         return self._take([positions[key] for key in wanted])
 
     def reorder(self, indexes: Iterable[int]) -> None:
-        """Put the rows into this order, in place; ValueError unless every position is named once."""
+        """Reorder the rows in place; ValueError unless every position is named once."""
         positions = as_ints(indexes)
         check_permutation(positions, self.size)
         self.keys = pick(self.keys, positions)
         self.tags = pick(self.tags, positions)
 
     def chunk(self, chunks: int) -> list[KVBatchMeta]:
-        """Consecutive parts, the first ``size % chunks`` one row larger; too many leaves empty ones, with a warning."""
+        """Consecutive parts, the first ``size % chunks`` one row larger; too many give empty ones and a warning."""
         return [self._take(rows) for rows in consecutive(even_sizes(self.size, chunks), self.size)]
 
     @classmethod

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchMeta: a handle to samples and fields. Which rows, what they hold, their tags; plain data, no I/O."""
-# Imported by processes without torch: torch is loaded only where a TensorDict comes in, so it is already there.
+"""BatchMeta: a handle to samples and fields: their rows, schema and tags. Plain data without I/O."""
+# Processes without torch import this file, so torch is loaded only when a TensorDict comes in.
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class BatchMeta(Annotations):
         """Containers are copied one level deep.
 
         Args:
-            production_status: [N] 1 where a sample's fields are ready; zeros by default.
+            production_status: [N] 1 if a sample's fields are ready; zeros by default.
             padding_mask: True for rows that only repeat a sample to fill the batch.
             token: Names the ledger entry the batch came from, for its ack.
             batch_index: Position of the batch in its consumer's stream.
@@ -115,7 +115,7 @@ class BatchMeta(Annotations):
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
         return cls(extra_info=extra_info)
 
-    # --- what it holds ---
+    # --- contents ---
 
     @property
     def size(self) -> int:
@@ -132,7 +132,7 @@ class BatchMeta(Annotations):
 
     @property
     def samples(self) -> SamplesView:
-        """Read-only rows, made as they are looked at."""
+        """Read-only rows, created on access."""
         return SamplesView(self)
 
     @property
@@ -142,7 +142,7 @@ class BatchMeta(Annotations):
 
     @property
     def token(self) -> str | None:
-        """Names the ledger entry this batch came from; None when made by hand or joined from several."""
+        """Names the ledger entry of this batch; None if it was made by hand or joined from several."""
         return self._token
 
     @property
@@ -197,17 +197,17 @@ class BatchMeta(Annotations):
         return (self[position] for position in range(self.size))
 
     def select_samples(self, sample_indices: Iterable[int]) -> BatchMeta:
-        """The rows at these positions, in this order, repeats allowed; ValueError for one out of range or negative."""
+        """The rows at these positions, in this order, repeats allowed; ValueError if one is out of range."""
         positions = as_ints(sample_indices)
         check_in_range(positions, self.size)
         return self._take(positions)
 
     def chunk(self, chunks: int) -> list[BatchMeta]:
-        """Consecutive parts, the first ``size % chunks`` one row larger; too many leaves empty ones, with a warning."""
+        """Consecutive parts, the first ``size % chunks`` one row larger; too many give empty ones and a warning."""
         return self.chunk_by_size(even_sizes(self.size, chunks))
 
     def chunk_by_size(self, sizes: Iterable[int]) -> list[BatchMeta]:
-        """Consecutive parts of these sizes. Cut the data by the same sizes, and rows stay with their metadata."""
+        """Consecutive parts of these sizes. Cut the data by the same sizes to keep rows aligned with their metadata."""
         return [self._take(rows) for rows in consecutive(sizes, self.size)]
 
     def chunk_by_partition(self) -> list[BatchMeta]:
@@ -218,7 +218,7 @@ class BatchMeta(Annotations):
         return [self._take(rows) for rows in positions.values()]
 
     def reorder(self, indexes: Iterable[int]) -> None:
-        """Put the rows into this order, in place; ValueError unless every position is named once."""
+        """Reorder the rows in place; ValueError unless every position is named once."""
         positions = as_ints(indexes)
         check_permutation(positions, self.size)
         self._adopt(self._take(positions))
@@ -235,7 +235,7 @@ class BatchMeta(Annotations):
     def concat(cls, data: Iterable[BatchMeta | None], validate: bool = True) -> BatchMeta:
         """The rows of all parts, one part after the other; None and empty parts are skipped.
 
-        ``validate=False`` trusts the caller: of fields the common ones are kept, of extra_info the last value.
+        ``validate=False`` trusts the caller: it keeps the common fields, and the last value of each extra_info key.
 
         Raises:
             ValueError: field names, dtypes or values in extra_info differ.
@@ -243,7 +243,7 @@ class BatchMeta(Annotations):
         parts = [part for part in data if part is not None and part.size]
         return cls._join(parts, validate) if parts else cls.empty()
 
-    # The next two are the only places that know which attributes go by row.
+    # Only _take and _join know which attributes are per row.
 
     def _take(self, positions: slice | list[int]) -> BatchMeta:
         """The rows at these positions (in range), sharing nothing that is written in place."""
@@ -304,7 +304,7 @@ class BatchMeta(Annotations):
         return selected
 
     def add_fields(self, tensor_dict: TensorDictBase, set_all_ready: bool = True) -> BatchMeta:
-        """Describe these columns too, in place; a field that exists is replaced. Returns self.
+        """Add the description of these columns in place, replacing existing fields. Returns self.
 
         Raises:
             ValueError: the number of rows differs. A TensorDict without rows changes nothing.
@@ -320,13 +320,13 @@ class BatchMeta(Annotations):
         return self
 
     def add_described(self, schema: Schema, set_all_ready: bool = True) -> None:
-        """``add_fields`` of columns of which this is known already: ``extract_field_schema`` of as many rows."""
+        """``add_fields`` for columns with a known ``extract_field_schema``; they must have as many rows."""
         self.field_schema = {**self.field_schema, **schema}
         if set_all_ready:
             self.production_status = np.ones(self.size, dtype=np.int8)
 
     def union(self, other: BatchMeta | None) -> BatchMeta:
-        """The same samples with what either side knows of them; ``other`` wins, a row is ready where both say so.
+        """The same samples with the fields and tags of both; ``other`` wins. A row is ready if it is ready in both.
 
         Raises:
             ValueError: the two are not about the same samples in the same order.
@@ -385,7 +385,7 @@ def _merged_rows(mine: list[Tags], theirs: list[Tags]) -> list[Tags]:
 
 
 def _only(values: set[Any]) -> Any:
-    """The one value of a set, or None when there are several."""
+    """The only value of a set, or None if there are several."""
     return next(iter(values)) if len(values) == 1 else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchMeta and its schema <-> the controller's messages."""
+"""Converts BatchMeta and its schema to and from the controller's messages."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def to_meta(batch: Batch, extra_info: Mapping[str, Any] | None = None) -> BatchM
         token=batch.token,
         batch_index=batch.batch_index,
     )
-    if count:  # entries of its own, as it would make them
+    if count:  # set directly, because these entries are new and already normalized
         meta.field_schema = {name: _to_entry(spec, count) for name, spec in batch.fields.items()}
     return meta
 
 
 def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise UnsupportedValueError for tags that can't travel, before anything is written for their samples."""
+    """Raise UnsupportedValueError for tags that can't be sent, before anything is written for their samples."""
     if not tags:
         return
     names = [name for own in tags.values() for name in own if not isinstance(name, str)]

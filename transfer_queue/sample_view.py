@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SampleView:
-    """One row; made when it is looked at, and of the batch as it was then. Assigning to it raises TypeError."""
+    """One row, as the batch was when the view was created. Assigning to it raises TypeError."""
 
     __slots__ = ("custom_meta", "fields", "global_index", "partition_id", "production_status")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Field schemas: dtype and sample shapes per field; read from a TensorDict, cut and joined like the rows."""
+"""Field schemas: dtype and sample shapes per field. Read from a TensorDict, cut and joined like its rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 Entry: TypeAlias = dict[str, Any]
-"""dtype (None: objects), shape (one sample's; None: nested or objects), is_nested, is_non_tensor, per_sample_shapes?"""
+"""dtype (None: objects), shape of one sample (None: nested or objects), is_nested, is_non_tensor, per_sample_shapes?"""
 Schema: TypeAlias = dict[str, Entry]
 
 
 def extract_field_schema(data: TensorDictBase) -> Schema:
-    """Describe each column of ``data``: one entry per field, {} when there are no rows.
+    """Describe each column of ``data``: one entry per field, {} if there are no rows.
 
     Raises:
         ValueError: a column's length is not the number of rows, or a column is itself a TensorDict.
@@ -47,7 +47,7 @@ def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
 
 
 def count_rows(data: TensorDictBase, columns: Mapping[str, Any] | None = None) -> int:
-    """Rows of ``data``: its batch size, or the length of its columns when it was made without one."""
+    """Rows of ``data``: its batch size, or the length of its columns if it was made without one."""
     if len(data.batch_size):
         return int(data.batch_size[0])
     if columns is None:
@@ -59,7 +59,7 @@ def count_rows(data: TensorDictBase, columns: Mapping[str, Any] | None = None) -
 def _columns(data: TensorDictBase) -> dict[str, Any]:
     from tensordict import LazyStackedTensorDict
 
-    # A lazy stack raises on plain access when its rows differ in shape, and data[name] unwraps object columns to lists.
+    # A lazy stack with rows of different shapes raises on plain access, and data[name] unwraps object columns to lists.
     as_list: Any = {"as_list": True} if isinstance(data, LazyStackedTensorDict) else {}
     return {name: data.get(name, **as_list) for name in data.keys()}  # noqa: SIM118  iterating it gives rows
 
@@ -117,7 +117,7 @@ def _nested_shapes(column: Any) -> list[Shape]:
 
     if column.layout is not torch.jagged:
         return [tuple(row.shape) for row in column.unbind()]
-    # From the offsets alone: unbinding makes a tensor object per row.
+    # From the offsets only, because unbinding makes a tensor object per row.
     lengths = column.lengths()
     if lengths is None:
         lengths = np.diff(column.offsets().numpy(force=True))
@@ -128,7 +128,7 @@ def _nested_shapes(column: Any) -> list[Shape]:
 
 
 def normalized(schema: Mapping[str, Mapping[str, Any]], num_rows: int) -> Schema:
-    """A copy one level deep, with shapes as tuples: on the wire they are lists. ValueError unless one shape per row."""
+    """A copy one level deep, with shapes as tuples (lists on the wire). ValueError unless one shape per row."""
     return {name: _normalized_entry(name, entry, num_rows) for name, entry in schema.items()}
 
 
@@ -175,7 +175,7 @@ def row_of(schema: Schema, position: int) -> Schema:
 def join_rows(schemas: Sequence[Schema], sizes: Sequence[int], *, validate: bool = True) -> Schema:
     """The schema of the rows of all parts, one part after the other.
 
-    Without ``validate`` only the fields that all parts have are kept and the first part's dtype is taken.
+    Without ``validate`` only the fields common to all parts are kept, with the first part's dtype.
 
     Raises:
         ValueError: the parts differ in their fields, or in the dtype of one.

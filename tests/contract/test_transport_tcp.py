@@ -89,7 +89,7 @@ def test_without_keys_a_server_listens_only_where_that_is_asked_for_and_warns(ca
     with pytest.raises(ConfigError, match="needs keys"):
         SocketServer("tcp://127.0.0.1:0")
     server = SocketServer("tcp://127.0.0.1:0", insecure=True)
-    assert "open to everybody" in caplog.text
+    assert "open to every process" in caplog.text
     thread = threading.Thread(target=server.serve, args=(Desk(),))
     thread.start()
     caller = SocketCaller("me")

@@ -109,7 +109,7 @@ def test_two_saves_to_one_place_at_a_time_are_told_apart(filled, tmp_path):
     (tmp_path / "c.tmp").mkdir()
     other = os.open(tmp_path / "c.tmp", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(tq.CheckpointError, match="somebody else is saving"):
+    with pytest.raises(tq.CheckpointError, match="another process is saving"):
         filled.save_checkpoint(tmp_path / "c")
     os.close(other)
     filled.save_checkpoint(tmp_path / "c")

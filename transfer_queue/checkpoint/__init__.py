@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk: how they are laid out, written, and read. What is in them is decided elsewhere."""
+"""Checkpoints on disk: their layout, and how they are written and read. Other packages decide their contents."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One field of one partition on disk: rows that lie alike make a block, whatever order its values come in."""
+"""One field of one partition on disk: rows of the same layout form a block, in any order of samples."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _BYTES = np.dtype(np.uint8)
 _NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"})
 _NUMPY |= {f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)}
 READ_NBYTES = 32 * 1024 * 1024
-"""Values handled at a time."""
+"""Bytes of values handled at a time."""
 
 
 def dtype_of(layout: Layout) -> np.dtype[Any]:
-    """What the elements are in a .npy file."""
+    """The dtype of the elements in a .npy file."""
     unsigned = f"u{layout.itemsize}" if layout.itemsize in (1, 2, 4, 8) else f"V{layout.itemsize}"
     dtype: np.dtype[Any] = np.dtype(layout.dtype if layout.dtype in _NUMPY else unsigned).newbyteorder("<")
     return dtype
 
 
 class FieldWriter:
-    """``ragged``: tensors are known to differ in shape, so none is written as dense."""
+    """Writes one field. ``ragged``: the tensors are known to differ in shape, so none is written as dense."""
 
     def __init__(self, directory: Path, name: str, stem: str, ragged: bool) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class FieldWriter:
         self._blocks: dict[Layout, _BlockWriter] = {}
 
     def add(self, samples: IntArray, parts: Parts) -> None:
-        """Values of these samples; positions are those in ``samples``."""
+        """Add values of these samples; positions refer to ``samples``."""
         by_block: dict[Layout, list[tuple[Positions, Piece]]] = {}
         for positions, piece in parts:
             by_block.setdefault(self._layout_for(piece.layout), []).append((positions, piece))
@@ -52,7 +52,7 @@ class FieldWriter:
             self._block(layout).add(samples[where], piece)
 
     def _layout_for(self, layout: Layout) -> Layout:
-        """The first shape of a family is dense, all others together are ragged."""
+        """The first dense shape of a family stays dense; all other shapes become ragged."""
         if layout.kind != "dense" or not layout.shape:
             return layout
         first = layout.family if self._ragged else self._dense.setdefault(layout.family, layout)
@@ -114,7 +114,9 @@ class _BlockWriter:
 
 
 def joined(parts: Parts, layout: Layout) -> tuple[IntArray, Piece]:
-    """The rows of all parts by ascending position, as one piece of this layout; and their positions."""
+    """Join the rows of all parts, by ascending position, into one wire column of this layout. Returns positions and
+    column.
+    """
     if layout.kind == "ragged":
         parts = [(positions, piece.as_ragged()) for positions, piece in parts]
     given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in parts]
@@ -139,7 +141,7 @@ def _dense(pieces: Sequence[Piece], ranks: Sequence[IntArray], layout: Layout) -
 
 
 def _spread(pieces: Sequence[Piece], ranks: Sequence[IntArray], layout: Layout) -> Piece:
-    """Ragged rows or objects."""
+    """Join ragged rows or objects."""
     count = sum(map(len, ranks))
     shapes = np.empty((count, len(layout.shape)), np.int64)
     sizes = np.empty(count, np.int64)
@@ -165,7 +167,7 @@ def _sizes(piece: Piece, layout: Layout) -> IntArray:
 
 
 class BlockReader:
-    """One block of a checkpoint: which samples it holds, then its rows."""
+    """Reads one block of a checkpoint: which samples it has, then its rows."""
 
     def __init__(self, directory: Path, block: Block, all_samples: IntArray) -> None:
         self._block = block
@@ -187,7 +189,7 @@ class BlockReader:
         self._skip = self._header()
 
     def chunks(self) -> Iterator[tuple[IntArray, Piece]]:
-        """(samples, their rows), a few MiB at a time."""
+        """Yield (samples, their rows), a few MiB at a time."""
         layout = self._block.layout
         if self._offsets is None:
             edges = np.arange(self._block.rows + 1) * layout.row_nbytes
@@ -203,7 +205,7 @@ class BlockReader:
             yield self.samples[start:stop], piece
 
     def _header(self) -> int:
-        """How many bytes come before the values. Raises CheckpointError where the rows don't make the file."""
+        """The size of the header before the values. Raises CheckpointError if the rows don't add up to the file."""
         layout, block, nbytes = self._block.layout, self._block, 0
         end = block.rows if self._offsets is None else int(self._offsets[-1])
         if layout.kind != "objects":
@@ -226,7 +228,7 @@ class BlockReader:
 
 
 def _cuts(edges: IntArray) -> list[tuple[int, int]]:
-    """Runs of rows that take about so many bytes as are handled at a time; one row at least."""
+    """Split the rows into runs of about ``READ_NBYTES``, at least one row each."""
     cuts, start, count = [], 0, len(edges) - 1
     while start < count:
         stop = int(np.searchsorted(edges, edges[start] + READ_NBYTES, side="right")) - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's directory: filled beside its place, swapped in whole, and put right after a swap that broke off."""
+"""A checkpoint's directory: written under a temporary name, swapped in whole, repaired after an interruption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OURS = {METADATA, CONTROLLER, STORAGE}
 
 
 def _place(target: str | os.PathLike[str]) -> Path:
-    """Where the directory really is: what lies beside a link to it is somewhere else."""
+    """Resolve a symbolic link, because the temporary directory must be a sibling of the real one."""
     path = Path(target).absolute()
     return path.resolve() if path.is_symlink() else path
 
@@ -30,7 +30,9 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 class Staging:
-    """``path`` is where the files go, from ``begin`` on. Left by an error it leaves nothing; what was there stays."""
+    """Creates a checkpoint: ``path`` is the directory for files after ``begin``. On errors, the earlier checkpoint
+    stays.
+    """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
         self.target = _place(target)
@@ -38,15 +40,16 @@ class Staging:
         self._lock = -1
 
     def begin(self) -> None:
-        """
+        """Create the temporary directory.
+
         Raises:
-            CheckpointError: something else is there, or somebody else saves to the same place now.
+            CheckpointError: the target holds something else, or another process is saving there.
         """
         try:
             repair(self.target)
             self._check_target()
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():  # what a killed save left behind
+            if self.path.exists():  # left by a killed save
                 with _locked(self.path):
                     _remove(self.path)
             self.path.mkdir()
@@ -65,7 +68,7 @@ class Staging:
             )
 
     def commit(self) -> None:
-        """The files are complete: put them in their place."""
+        """Sync the complete files and swap them in."""
         try:
             old = _beside(self.target, ".old")
             _remove(old)
@@ -85,7 +88,7 @@ class Staging:
     ) -> None:
         if error is not None:
             shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 repair(self.target)
         os.close(self._lock)
         if isinstance(error, OSError) and not isinstance(error, TransferQueueError):
@@ -97,12 +100,12 @@ class Staging:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """A whole one: its metadata is written last."""
+    """Return whether the checkpoint is complete: its metadata is written last."""
     return (path / METADATA).is_file()
 
 
 def repair(target: Path) -> None:
-    """Finish a swap that broke off between its two renames: the new checkpoint takes its place, or else the old one."""
+    """Finish a swap that was interrupted between its two renames: use the new checkpoint, or else the old one."""
     new, old = _beside(target, ".tmp"), _beside(target, ".old")
     if target.exists() or not old.exists():
         return
@@ -115,7 +118,7 @@ def repair(target: Path) -> None:
 
 
 def find(target: str | os.PathLike[str]) -> Path:
-    """The directory of a whole checkpoint.
+    """Return the directory of a complete checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is none; the text names what is missing.
@@ -142,20 +145,20 @@ def _locked(staged: Path) -> Iterator[None]:
 
 
 def _lock(staged: Path) -> int:
-    """A save that is under way holds it; it falls with its process."""
+    """Lock the directory while a save runs; the lock ends with its process."""
     lock = os.open(staged, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise CheckpointError(f"somebody else is saving a checkpoint there now: {staged} is in use.") from error
+        raise CheckpointError(f"another process is saving a checkpoint there now: {staged} is in use.") from error
     except OSError:
-        pass  # a file system without such locks: two saves to one place at a time are then for their users to avoid
+        pass  # the file system has no locks: users must not save twice to one place at the same time
     return lock
 
 
 def _remove(path: Path) -> None:
-    """A directory of ours; anything else that has its name is left alone."""
+    """Remove one of our directories, but never anything else with its name."""
     if not path.exists():
         return
     if foreign := _foreign(path):

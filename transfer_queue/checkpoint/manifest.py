@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint's JSON files say: which files there are, how long they are, what their rows mean."""
+"""The contents of a checkpoint's JSON files: which files exist, their sizes, and what their rows mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUES = "values.json"
 
 
 class DataFile(msgspec.Struct, frozen=True):
-    """``crc32`` is of what follows the header; a file that is no .npy has none."""
+    """One file. ``crc32`` covers what follows the header; only .npy files have a header."""
 
     name: str
     nbytes: int
@@ -25,11 +25,11 @@ class DataFile(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Rows of one field that lie alike. ``samples``: the index of each row; None: the partition's, in their order.
+    """Rows of one field with the same layout. ``samples``: the index of each row; None: the partition's, in order.
 
     dense: ``values`` [rows, *shape]. ragged: ``values`` flat, row i is values[offsets[i] : offsets[i + 1]], of shape
-    ``shapes[i]`` where it has more than one dim. objects: ``values`` is msgpack, cut at ``offsets`` in bytes.
-    Elements of a dtype that NumPy lacks (bfloat16, float8) lie as unsigned integers of the same size.
+    ``shapes[i]`` if it has more than one dim. objects: ``values`` is msgpack, cut at ``offsets`` in bytes.
+    Elements of a dtype that NumPy lacks (bfloat16, float8) are unsigned integers of the same size.
     """
 
     layout: Layout
@@ -46,7 +46,7 @@ class Field(msgspec.Struct, frozen=True):
 
 
 class Partition(msgspec.Struct, frozen=True):
-    """``directory`` has its files. ``samples``: the indexes of all its samples."""
+    """One partition. ``directory`` has its files. ``samples``: the indexes of all its samples."""
 
     name: str
     directory: str
@@ -62,7 +62,7 @@ class Values(msgspec.Struct, frozen=True):
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """``metadata.json``, written last: a directory that has it is whole."""
+    """``metadata.json``, written last: a directory that has it is complete."""
 
     format: int
     storage_saved: bool

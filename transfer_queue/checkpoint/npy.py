@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkpoint: .npy arrays that grow while they are written, and plain ones; both with a checksum."""
+"""Files of a checkpoint, with checksums: .npy arrays that grow while they are written, and plain files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _ALIGN = 64
-_DIGITS = 20  # of the number of rows, which is known only when all are written
+_DIGITS = 20  # of the number of rows, which is only known at the end
 
 
 class GrowingFile:
-    """Bytes one after the other. ``close`` tells what was written; ``sync`` makes it last."""
+    """A file that grows. ``close`` returns what was written; ``sync`` makes it durable."""
 
     def __init__(self, path: Path, header: bytes = b"") -> None:
         self._path = path
@@ -38,14 +38,14 @@ class GrowingFile:
         self._crc = zlib.crc32(view, self._crc)
 
     def close(self, header: bytes = b"") -> DataFile:
-        """``header``: in place of the one it began with, and just as long."""
+        """``header``: replaces the initial header and has the same length."""
         with self._file as file:
             file.seek(0)
             file.write(header)
         return DataFile(self._path.name, self._header_nbytes + self._nbytes, self._crc)
 
     def discard(self) -> None:
-        """The checkpoint is given up, and the file with it."""
+        """Close the file of an aborted checkpoint."""
         self._file.close()
 
 
@@ -64,7 +64,7 @@ class GrowingArray:
         return _MAGIC + nbytes.to_bytes(2, "little") + text.ljust(nbytes - 1) + b"\n"
 
     def write(self, data: Any) -> None:
-        """Whole rows."""
+        """Append whole rows."""
         self._file.write(data)
 
     def close(self, rows: int) -> DataFile:
@@ -75,28 +75,28 @@ class GrowingArray:
 
 
 def write_array(path: Path, array: NDArray[Any]) -> DataFile:
-    """A whole array at once."""
+    """Write a whole array."""
     file = GrowingArray(path, array.dtype, array.shape[1:])
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return file.close(len(array))
 
 
 def write_bytes(path: Path, data: bytes) -> DataFile:
-    """A whole file at once."""
+    """Write a whole file."""
     file = GrowingFile(path)
     file.write(data)
     return file.close()
 
 
 def plain(name: str) -> str:
-    """A name that a manifest gives. Raises CheckpointError for one that leads elsewhere."""
+    """Return a file name from a manifest. Raises CheckpointError if it leads out of the directory."""
     if Path(name).name != name:
         raise CheckpointError(f"a file of the checkpoint is said to be {name!r}, outside of its directory.")
     return name
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """A whole file at once, in place of the one that may be there."""
+    """Write a whole file, replacing an existing one atomically."""
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
     write_bytes(beside, data)
@@ -106,12 +106,12 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """What was written to this file, or the names in this directory, is on the disk."""
+    """Sync a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems have nothing to do for directories
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems can't sync directories
             raise
     finally:
         os.close(descriptor)
@@ -121,7 +121,8 @@ class SavedFile:
     """A file that the manifest names, read from its beginning."""
 
     def __init__(self, directory: Path, expected: DataFile) -> None:
-        """
+        """Check that the file exists with its expected size.
+
         Raises:
             CheckpointNotFoundError: it is missing.
             CheckpointError: it is longer or shorter than it was written.
@@ -136,10 +137,10 @@ class SavedFile:
             raise CheckpointError(f"{self.path} has {have} bytes, {expected.nbytes} were written: was it copied whole?")
 
     def parts(self, sizes: Iterator[int] | Sequence[int], skip: int = 0) -> Iterator[NDArray[np.uint8]]:
-        """Its bytes after the header, in parts of these sizes, which must make the whole. Checks at the end.
+        """Yield its bytes after the header, in parts of these sizes, which must add up to the whole. Checks at the end.
 
         Raises:
-            CheckpointError: what is there isn't what was written.
+            CheckpointError: the contents differ from what was written.
         """
         crc = 0
         with open(self.path, "rb") as file:
@@ -156,12 +157,12 @@ class SavedFile:
             raise CheckpointError(f"{self.path} was changed since it was written: its checksum differs.")
 
     def whole(self) -> bytes:
-        """Of a plain file."""
+        """Read a whole file without a header."""
         (data,) = self.parts([self._expected.nbytes])
         return data.tobytes()
 
     def header(self, dtype: np.dtype[Any], shape: Sequence[int]) -> int:
-        """Length of a .npy file's header. Raises CheckpointError unless it is of this dtype and shape."""
+        """Return the length of a .npy file's header. Raises CheckpointError unless it has this dtype and shape."""
         try:
             with open(self.path, "rb") as file:
                 if np.lib.format.read_magic(file) != (1, 0):
@@ -175,7 +176,7 @@ class SavedFile:
         return nbytes
 
     def array(self, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
-        """The whole of a .npy file."""
+        """Read a whole .npy file."""
         nbytes = math.prod(shape) * dtype.itemsize
         (data,) = self.parts([nbytes], self.header(dtype, shape))
         return data.view(dtype).reshape(tuple(shape))

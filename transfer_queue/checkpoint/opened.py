@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that lies on disk, opened: its metadata, the saved state of the queue, its values."""
+"""An opened checkpoint: its metadata, the saved state of the queue, and its values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Format(msgspec.Struct):
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, what the disk refuses is a CheckpointError."""
+    """Convert errors of the file system to CheckpointError."""
     try:
         yield
     except TransferQueueError:
@@ -43,10 +43,11 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class Opened:
-    """Of the values only the manifest is read yet; ``values`` is None where they were not saved."""
+    """An opened checkpoint. Of the values only the manifest is read; ``values`` is None if they were not saved."""
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        """
+        """Read and check everything except the values.
+
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or a file of it is missing.
             CheckpointError: it is foreign, damaged, or of a newer version.
@@ -77,7 +78,7 @@ def _metadata(path: Path) -> Metadata:
 
 
 def check_user_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy. Raises InvalidRequestError for what JSON can't hold."""
+    """Return a copy. Raises InvalidRequestError for values that are not JSON."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
     except (TypeError, ValueError) as error:
@@ -86,7 +87,7 @@ def check_user_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def complete(directory: Path, user: dict[str, Any], controller: DataFile) -> None:
-    """All other files are there: write the one that says so."""
+    """Write the metadata, which marks the checkpoint as complete."""
     from transfer_queue import __version__
 
     values = _described(directory / STORAGE / VALUES)
@@ -102,7 +103,7 @@ def _described(path: Path) -> DataFile | None:
 
 
 def read_state(path: Path) -> bytes:
-    """The saved state of a queue. Raises CheckpointNotFoundError when there is no such file."""
+    """Read the saved state of a queue. Raises CheckpointNotFoundError if there is no such file."""
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
@@ -110,7 +111,7 @@ def read_state(path: Path) -> bytes:
 
 
 def read_values(directory: Path, saved: SavedQueue) -> SavedValues:
-    """Values that were saved without metadata beside them."""
+    """Read values that were saved without metadata."""
     manifest = _described(directory / STORAGE / VALUES)
     if manifest is None:
         raise CheckpointNotFoundError(f"no saved values in {directory}: there is no {STORAGE}/{VALUES}.")

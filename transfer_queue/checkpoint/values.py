@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a checkpoint: read from the storage into files, and put from files into a storage."""
+"""The values of a checkpoint: saved from the storage to files, and loaded from files into a storage."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _MOST_ROWS = 1 << 16
 
 
 async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Files take long, and on an event loop must not hold up everything else. Who is cancelled waits for the end."""
+    """Run blocking file work in a thread if an event loop is running. A cancelled caller waits for its end."""
     if is_blocking():
         return function(*args, **kwargs)
     running = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        # What it works on is put away next, and must not be put away under its hands.
+        # The caller discards the files next, so the thread must have finished with them.
         await asyncio.wait([running])
         raise
 
@@ -47,7 +47,7 @@ async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) 
 
 
 async def save_values(storage: StorageManager, saved: SavedQueue, root: Path) -> None:
-    """Write what the storage holds for the saved samples. Nobody may clear or replace it meanwhile."""
+    """Save the stored values of the saved samples. They must not be cleared or replaced meanwhile."""
     await off_loop(root.mkdir)
     partitions = []
     for number, partition in enumerate(saved.partitions):
@@ -57,7 +57,7 @@ async def save_values(storage: StorageManager, saved: SavedQueue, root: Path) ->
 
 
 def _plain(name: str) -> str:
-    """A name as part of a file's name: to be recognised, not to be read back."""
+    """Make a recognisable part of a file name; it is never converted back."""
     return re.sub(r"[^A-Za-z0-9@=+_-]", "_", name)[:80]
 
 
@@ -93,7 +93,7 @@ async def _copy(
             nbytes = sum(piece.nbytes for each in parts.values() for _, piece in each)
             for field, each in parts.items():
                 await off_loop(writers[field].add, samples[start:stop], each)
-        # So many rows that they take about READ_NBYTES.
+        # As many rows as take about READ_NBYTES.
         step = int(min(_MOST_ROWS, max(1, (stop - start) * READ_NBYTES / max(nbytes, 1)), 4 * step))
         start = stop
 
@@ -102,7 +102,7 @@ async def _copy(
 async def _read(
     storage: StorageManager, samples: IntArray, names: list[str], has: NDArray[np.bool_]
 ) -> AsyncIterator[dict[str, Parts]]:
-    """All fields of a sample in one request: whatever is written meanwhile, its row is whole."""
+    """Read all fields of a sample in one request, so that its row is consistent despite concurrent writes."""
     found: dict[str, list[tuple[Positions, Piece]]] = {}
     async with AsyncExitStack() as stack:
         for pattern, where in _patterns(has):
@@ -114,7 +114,7 @@ async def _read(
 
 
 def _patterns(has: NDArray[np.bool_]) -> Iterator[tuple[list[int], IntArray]]:
-    """(fields, samples that have just these), without those that have none."""
+    """Yield (fields, samples with exactly these fields), except for samples without fields."""
     if has.all():
         yield list(range(len(has))), np.arange(has.shape[1])
         return
@@ -129,10 +129,11 @@ def _patterns(has: NDArray[np.bool_]) -> Iterator[tuple[list[int], IntArray]]:
 
 
 class SavedValues:
-    """The values of a checkpoint, checked to be those of the saved samples."""
+    """The values of a checkpoint, checked against the saved samples."""
 
     def __init__(self, root: Path, expected: DataFile, saved: SavedQueue) -> None:
-        """
+        """Open and check the files.
+
         Raises:
             CheckpointError: files are missing, changed, or of a newer version, or hold other samples.
         """
@@ -144,7 +145,7 @@ class SavedValues:
             self._blocks += _blocks(root / plain(partition.directory), partition, state)
 
     async def put(self, storage: StorageManager, shift: int) -> None:
-        """Store everything, every sample under its index plus ``shift``."""
+        """Store everything, with ``shift`` added to every sample's index."""
         for field, block in self._blocks:
             chunks = block.chunks()
             while (chunk := await off_loop(_next, chunks)) is not None:

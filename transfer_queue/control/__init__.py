@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's decisions, free of sockets, clocks, threads and torch."""
+"""The controller's decisions, without sockets, clocks, threads or torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answered calls by session, each until its caller says that it has the answer: what a retry gets, what is undone."""
+"""Answered calls by session, until the caller confirms receipt: for retries, and to undo unreceived calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transfer_queue.protocol import Reply, Request
 
 
 class Record:
-    """One answered call. ``reply`` None: the caller has it, and the record stays for what the call holds."""
+    """One answered call. ``reply`` None: it was received, and the record stays for what the call still holds."""
 
     holds: ClassVar[bool] = False
-    """Does it hold something that a later call ends: a reservation, a leave, a freeze, staged samples?"""
+    """Whether a later call must end it: a reservation, a permit to replace values, a freeze, or staged samples."""
 
     __slots__ = ("kind", "reply")
 
@@ -22,7 +22,7 @@ class Record:
         self.reply: Reply | None = reply
 
     def undo(self) -> bool:
-        """The caller never got the answer. Returns False where the call took effect for good."""
+        """Undo the call, because the caller never received the answer. Returns False if its effect stays."""
         return False
 
     def received(self) -> None:
@@ -31,13 +31,13 @@ class Record:
 
 
 class Calls:
-    """The records of all sessions. Their number is bounded by how many calls a client leaves unconfirmed."""
+    """The records of all sessions, bounded by the number of calls that clients leave unconfirmed."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, dict[int, Record]] = {}
 
     def add(self, client: str, call: int, record: Record) -> None:
-        """In place of the one that this call has already: of the step before it."""
+        """Add a record, replacing that of an earlier step of the same call."""
         session = self._sessions.get(client)
         if session is None:
             session = self._sessions[client] = {}
@@ -56,7 +56,7 @@ class Calls:
         return record
 
     def received(self, client: str, calls: Iterable[int]) -> None:
-        """The client has these answers. What a call holds stays recorded until another call ends it."""
+        """The client has these answers. A call that still holds something stays recorded until another call ends it."""
         for call in calls:
             record = self.get(client, call)
             if record is None:
@@ -68,7 +68,7 @@ class Calls:
                 record.received()
 
     def end(self, client: str) -> list[Record]:
-        """The session has ended: remove and return its records, the latest first."""
+        """End the session: remove and return its records, the latest first."""
         return list(self._sessions.pop(client, {}).values())[::-1]
 
     def of(self, client: str) -> list[tuple[int, Record]]:

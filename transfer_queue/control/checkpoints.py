@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of checkpoints: freeze the queue's state, thaw it, stage values, restore; and what waits meanwhile."""
+"""The verbs of checkpoints: freeze and thaw the state, stage values, restore; and the requests that wait meanwhile."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError, StorageFullError
 
 FREEZERS = "\0freezers"
-"""Lane of freezes: they wait for the writers that are replacing values."""
+"""Wait queue of freezes, which wait for writers that are replacing values."""
 REWRITERS = "\0rewriters"
-"""Lane of writers that want to replace values: they wait for freezes to end."""
+"""Wait queue of writers that replace values, which wait for freezes to end."""
 
 Rewrite = p.CheckFields | p.ResolveKeys
 
 
 class FreezeRecord(Record):
-    """A freeze under way."""
+    """An active freeze."""
 
     holds = True
     __slots__ = ("_call", "_client", "_state")
@@ -37,7 +37,7 @@ class FreezeRecord(Record):
 
 
 class Staged(Record):
-    """Samples whose values the client stores for a restore."""
+    """Samples with values that the client stores for a restore."""
 
     holds = True
     __slots__ = ("_state", "indexes")
@@ -52,7 +52,7 @@ class Staged(Record):
 
 
 def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply | None:
-    """None: parked until nobody is replacing values."""
+    """None: parked until no writer is replacing values."""
     if state.frozen.has_leaves:
         state.waiters.park(client, request, now, now + request.wait_s, FREEZERS, 0.0)
         return None
@@ -60,7 +60,7 @@ def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.R
 
 
 def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
-    """The state as it is. A write that holds a leave and still isn't published is taken for one that never will be."""
+    """Snapshot the state. A write that has a permit but is still unpublished is assumed never to be published."""
     data = snapshot(state, now)
     state.frozen.begin(client, request.id, live_indexes(state))
     reply = p.Frozen(request.id, data)
@@ -69,14 +69,14 @@ def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Rep
 
 
 def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:
-    """Ends the freeze of this call, if there is one."""
+    """End this call's freeze, if there is one."""
     if isinstance(state.calls.get(client, request.call), FreezeRecord):
         state.calls.take(client, request.call)
     return cleared(state, client, request, state.frozen.end(client, request.call))
 
 
 def park_rewrite(state: PlaneState, client: str, request: Rewrite, now: float) -> bool:
-    """Does it have to wait, for it would replace values that are being saved?"""
+    """Park the request if it would replace values that are being saved. Returns whether it was parked."""
     if not _must_wait(state, request):
         return False
     state.waiters.park(client, request, now, now + request.wait_s, REWRITERS, 0.0)
@@ -84,7 +84,7 @@ def park_rewrite(state: PlaneState, client: str, request: Rewrite, now: float) -
 
 
 def take_rewriters(state: PlaneState) -> list[tuple[str, Rewrite]]:
-    """Those that have to wait no longer."""
+    """Remove and return the writers that no longer have to wait."""
     free = [parked for parked in state.waiters.lane(REWRITERS) if not _must_wait(state, parked.request)]
     for parked in free:
         state.waiters.remove(parked)
@@ -100,7 +100,7 @@ def _must_wait(state: PlaneState, request: Rewrite) -> bool:
 
 
 def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
-    """Samples that have values of which the request would replace some."""
+    """The samples with values that the request would replace."""
     partition, indexes = state.partitions.get(request.partition), np.empty(0, dtype=np.int64)
     fields = request.writes if isinstance(request, p.ResolveKeys) else list(request.fields)
     if partition is None or not fields:
@@ -120,7 +120,7 @@ def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
 
 
 def kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:
-    """The reply to a writer that waited in vain."""
+    """The reply to a writer that waited too long."""
     text = (
         f"values of partition {request.partition!r} that this put replaces are being saved in a checkpoint; it waited "
         f"{waited_s:.1f} s. Put again later, or raise put_timeout_s."
@@ -129,7 +129,7 @@ def kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:
 
 
 def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
-    """Room among the indexes for samples to be restored: where theirs were in use here, they get others."""
+    """Reserve indexes for samples to be restored, shifted if theirs are in use here."""
     indexes = p.unpack_indexes(request.indexes)
     capacity = state.config.capacity
     if len(indexes) and not 0 <= int(indexes.min()) <= int(indexes.max()) < MAX_INDEX - state.allocator.next_index:
@@ -149,7 +149,7 @@ def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
 
 
 def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p.Reply:
-    """The saved state in place of this one, or nothing changed. Requests that wait are looked at again."""
+    """Replace the state by the saved one, or change nothing. Waiting requests are examined again."""
     saved = decode(request.state)
     indexes = saved_indexes(saved) + request.shift
     staged = [(call, record) for call, record in state.calls.of(client) if isinstance(record, Staged)]
@@ -176,6 +176,6 @@ def _check_staged(state: PlaneState, sets: list[p.Indexes], indexes: p.Indexes) 
     staged.sort()
     if (staged[staged.searchsorted(used, side="right") - 1] != used).any():
         raise CheckpointError(
-            "the saved samples' indexes are in use here, and no others were set aside for them. Load the storage part "
+            "the saved samples' indexes are in use here, and no others were reserved for them. Load the storage part "
             "of the checkpoint first, with the same client."
         )

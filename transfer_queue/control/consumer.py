@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One task's view of one partition: what is ready for it, what it consumed, its ledger."""
+"""One task's view of one partition: what is ready for it, what it consumed, and its ledger."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from transfer_queue.control.saved import SavedConsumer
 from transfer_queue.control.schema import Schema
 
 UNLEDGERED = -1
-"""In the "given" column: handed out without a ledger entry."""
+"""In the "given" column: given without a ledger entry."""
 
 FieldNames = tuple[str, ...]
 
 _MAX_ENDS = 64
-"""Ends of passes kept in mind, the latest ones: nobody lags by so many passes."""
+"""How many ends of passes are remembered, the latest ones; no reader lags further behind."""
 
 _MAX_READY_SETS = 32
-"""Sets of fields that a task reads at the same time. The one not used for longest is dropped, and scanned anew."""
+"""Sets of fields that a task reads at the same time. The least recently used one is deleted, and scanned anew later."""
 
 
 class Consumer:
-    """Status columns and ready sets of one task. "given" holds the ledger entry's number, 0 where still to draw.
+    """Status columns and ready sets of one task. "given" is the number of the ledger entry, 0 for undrawn samples.
 
-    ``num_undrawn`` and ``num_unconsumed`` count live samples. They differ only after a reset of consumption: what the
-    ledger still names isn't consumed then, and isn't drawn into another batch either.
+    ``num_undrawn`` and ``num_unconsumed`` count live samples. They differ only after a reset of consumption: samples
+    in the ledger are then unconsumed, but not drawn into another batch.
     """
 
     def __init__(self, task: str, tokens: str, table: RowTable, schema: Schema) -> None:
-        """``tokens``: what those of its batches begin with."""
+        """``tokens``: the prefix of its batches' tokens."""
         self.task = task
         self.ledger = Ledger(tokens)
         self.ended: str | None = None
@@ -48,9 +48,9 @@ class Consumer:
         table.add_column(self._consumed, np.bool_)
         self.num_undrawn = self.num_unconsumed = len(self._live())
         self._ready: dict[FieldNames, ReadySet] = {}
-        self._undrawn_with: dict[str, int] = {}  # by field, where some reply told how many lack it
+        self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it
         self._over_at: int | None = None
-        self._told: set[int] = set()
+        self._over_ranks: set[int] = set()
         self._ends: dict[int | None, list[int]] = {}
 
     @property
@@ -68,7 +68,7 @@ class Consumer:
     # ---- what is ready ----
 
     def ready(self, fields: FieldNames) -> ReadySet:
-        """The set for these fields, made by one scan at first use and kept up to date after."""
+        """The ready set for these fields, made by one scan on first use and then kept up to date."""
         ready = self._ready.pop(fields, None)
         if ready is None:
             ready = ReadySet(self._every_drawable(fields))
@@ -78,7 +78,7 @@ class Consumer:
         return ready
 
     def lacking(self, name: str) -> int:
-        """Samples still to draw that haven't this field: counted once, kept up to date by each publish after."""
+        """The number of undrawn samples without this field: counted once, then updated by each publish."""
         if name not in self._undrawn_with:
             if not self._schema.knows(name):
                 return self.num_undrawn
@@ -86,7 +86,7 @@ class Consumer:
         return self.num_undrawn - self._undrawn_with[name]
 
     def ready_counts(self) -> dict[FieldNames, int]:
-        """Samples ready, for every set of fields that was asked for."""
+        """Ready samples for every set of fields that was requested."""
         return {fields: ready.count for fields, ready in self._ready.items()}
 
     def _every_drawable(self, fields: FieldNames) -> npt.NDArray[np.bool_]:
@@ -96,12 +96,12 @@ class Consumer:
         return mask
 
     def inserted(self, count: int) -> None:
-        """So many rows became samples."""
+        """Count new samples."""
         self.num_undrawn += count
         self.num_unconsumed += count
 
     def published(self, rows: Rows, news: Mapping[str, Rows]) -> None:
-        """Live rows have these fields now. ``news``: those of them that hadn't the field before, each once."""
+        """Live rows have these fields now. ``news``: by field, the rows that did not have it before, each once."""
         undrawn = rows[self.given[rows] == 0]
         for fields, ready in self._ready.items():
             if not news.keys().isdisjoint(fields):
@@ -112,7 +112,7 @@ class Consumer:
     # ---- what was given ----
 
     def give(self, rows: Rows, number: int) -> int:
-        """Mark live rows consumed under a ledger entry's number; returns how many hadn't been given before."""
+        """Mark live rows as consumed under a ledger entry's number. Returns how many were not given before."""
         given = self.given
         fresh = rows[given[rows] == 0]
         given[fresh] = number
@@ -123,7 +123,7 @@ class Consumer:
         return len(fresh)
 
     def take_back(self, rows: Rows, number: int) -> None:
-        """What was given under this number came to nobody, and is to be drawn again."""
+        """Return rows given under this number to the undrawn ones, because no client received them."""
         back = ascending(rows[self.given[rows] == number])
         if not len(back):
             return
@@ -138,7 +138,7 @@ class Consumer:
         self.ended, self.dropped = None, 0  # they may have been the last ones
 
     def cleared(self, rows: Rows) -> None:
-        """The rows are about to be cleared. Ledger entries with no sample left are settled."""
+        """The rows are about to be cleared. Ledger entries without samples are acknowledged."""
         live = rows[self._table.column("state")[rows] == RowState.LIVE]
         given = self.given[live]
         undrawn = live[given == 0]
@@ -148,7 +148,7 @@ class Consumer:
         self._drawn(undrawn)
 
     def _drawn(self, rows: Rows) -> None:
-        """Rows that were still to draw are no longer."""
+        """Rows are no longer undrawn."""
         if not len(rows):
             return
         for ready in self._ready.values():
@@ -157,7 +157,9 @@ class Consumer:
             self._undrawn_with[name] -= int(np.count_nonzero(self._schema.has(name)[rows]))
 
     def reset(self) -> None:
-        """Nothing is consumed any more. Batches of the ledger keep their samples: equal questions, equal answers."""
+        """Mark all samples as unconsumed. Batches in the ledger keep their samples, so equal requests get equal
+        answers.
+        """
         kept = self.ledger.reset()
         given = self.given
         given[~np.isin(given, kept)] = 0
@@ -165,70 +167,70 @@ class Consumer:
         live = self._live()
         self.num_undrawn, self.num_unconsumed = int(np.count_nonzero(given[live] == 0)), len(live)
         self.ended, self.dropped = None, 0
-        self._over_at, self._told = None, set()
+        self._over_at, self._over_ranks = None, set()
         self._ends.clear()
         self._undrawn_with.clear()
         self.rebuild()
 
     def drop_columns(self) -> None:
-        """The task is forgotten: what the table holds for it goes."""
+        """Delete the task's columns from the table."""
         self._table.drop_column(self._given)
         self._table.drop_column(self._consumed)
 
     def rebuild(self) -> None:
-        """Row numbers changed: make the ready sets again at their next use."""
+        """Row numbers changed: rebuild the ready sets on next use."""
         self._ready.clear()
 
-    # ---- the end of a stream that nobody sealed ----
+    # ---- the end of an unsealed stream ----
 
     def is_past_end(self, readers: int | None, pass_start: int, batch_index: int) -> bool:
-        """Was a reader that began before it told an end, at this batch or before?"""
+        """Whether an earlier reader of the same pass was given an end of stream at this batch or before."""
         ends = self._ends.get(readers, [])
         at = bisect_right(ends, pass_start)
         return at < len(ends) and ends[at] <= batch_index
 
     def end_pass(self, readers: int | None, batch_index: int) -> None:
-        """A pass that began earlier ends before this batch, for all of its readers; the next one may begin here."""
+        """A pass that began earlier ends before this batch for all of its readers; the next pass may begin here."""
         ends = self._ends.setdefault(readers, [])
         if batch_index not in ends:
             insort(ends, batch_index)
             del ends[:-_MAX_ENDS]
 
     def is_over(self, batch_index: int | None) -> bool:
-        """One rank was told that this batch doesn't exist, so the others are told the same."""
+        """Whether one rank got the end of stream for this batch, so that the other ranks must get it, too."""
         return batch_index is not None and self._over_at is not None and batch_index >= self._over_at
 
     def tell_over(self, batch_index: int, dp_rank: int, dp_size: int) -> None:
-        """A rank is told so. Once all of them were, samples that came since may be drawn."""
+        """Record that a rank got the end of stream. Once all ranks did, samples that arrived since may be drawn."""
         self._over_at = batch_index if self._over_at is None else min(batch_index, self._over_at)
-        self._told.add(dp_rank)
-        if len(self._told) >= dp_size:
-            self._over_at, self._told = None, set()
+        self._over_ranks.add(dp_rank)
+        if len(self._over_ranks) >= dp_size:
+            self._over_at, self._over_ranks = None, set()
 
     # ---- checkpoints ----
 
     def save(self, rows: Rows) -> SavedConsumer:
-        """Of these rows; ready sets are made anew at their next use."""
+        """Save these rows; ready sets are rebuilt on next use."""
         given, consumed = self.given[rows].astype("<i4"), self.consumed[rows]
         return SavedConsumer(
             self.task, given.tobytes(), consumed.tobytes(), self.ledger.save(), self.ended, self.dropped,
-            self._over_at, sorted(self._told), list(self._ends.items()),
+            self._over_at, sorted(self._over_ranks), list(self._ends.items()),
         )  # fmt: skip
 
     def load(self, saved: SavedConsumer, shift: int) -> None:
-        """Become what was saved. The consumer must be new, its partition's rows those that were saved."""
+        """Load a saved state into a new consumer; its partition must have exactly the saved rows."""
         self.given[:] = np.frombuffer(saved.given, dtype="<i4")
         self.consumed[:] = np.frombuffer(saved.consumed, dtype=np.bool_)
         self.ledger.load(saved.ledger, shift)
         self.ended, self.dropped = saved.ended, saved.dropped
-        self._over_at, self._told = saved.over_at, set(saved.told)
+        self._over_at, self._over_ranks = saved.over_at, set(saved.told)
         self._ends = {readers: list(ends) for readers, ends in saved.ends}
         live = self._live()
         self.num_undrawn = int(np.count_nonzero(self.given[live] == 0))
         self.num_unconsumed = int(np.count_nonzero(~self.consumed[live]))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree; for tests."""
+        """Raise AssertionError if the records disagree; for tests."""
         for fields, ready in self._ready.items():
             expected = self._every_drawable(fields).nonzero()[0]
             kept = list(ready.blocks())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing a round: the task's sampler picks one batch per data-parallel rank, all of them or none."""
+"""Draws a round: the task's sampler picks one batch per data-parallel rank, all of them or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TAIL_POLICIES = ("drop", "pad", "uneven_ok")
 
 @dataclass(slots=True)
 class Share:
-    """One rank's batch: what it gets, in rows too, and which of the partition's samples that consumes."""
+    """One rank's batch, as indexes and rows, and the samples of the partition that it consumes."""
 
     indexes: Indexes
     rows: Rows
@@ -37,7 +37,7 @@ class Share:
 
 
 class SamplerView:
-    """What a sampler may know of a partition besides which samples are ready."""
+    """What a sampler may read of a partition besides the ready samples."""
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
@@ -59,14 +59,14 @@ class SamplerView:
         return self._partition.keys.mapping()
 
     def get_custom_meta(self, indexes: Iterable[int]) -> dict[int, Tags]:
-        """Tags of samples; ``{}`` for one without."""
+        """Tags of samples; ``{}`` for a sample without tags."""
         wanted = np.fromiter(indexes, dtype=np.int64)
         rows, found = self._partition.table.find(wanted)
         known = self._partition.tags.of(wanted[found], rows[found])
         return {index: known.get(index, {}) for index in wanted.tolist()}
 
     def put_positions(self, indexes: Iterable[int]) -> list[tuple[int, int]]:
-        """(offset within its put, samples of that put) for each sample: what keeps groups whole.
+        """(offset within its put, samples of that put) for each sample, which keeps groups complete.
 
         Raises:
             KeyError: the partition has no such sample.
@@ -76,7 +76,7 @@ class SamplerView:
         return list(zip(offsets, sizes, strict=True))
 
     def put_numbers(self, indexes: Iterable[int]) -> list[int]:
-        """Which put of the partition each sample came with. Raises KeyError as ``put_positions`` does."""
+        """The number of the put of each sample. Raises KeyError as ``put_positions`` does."""
         numbers: list[int] = self._partition.table.column("put_number")[self._rows(indexes)].tolist()
         return numbers
 
@@ -89,7 +89,7 @@ class SamplerView:
 
 @dataclass(slots=True)
 class Draw:
-    """One attempt to draw batch ``batch_index`` for ``ranks`` out of what is ready for ``fields``."""
+    """One attempt to draw batch ``batch_index`` for ``ranks`` from what is ready for ``fields``."""
 
     partition: Partition
     consumer: Consumer
@@ -102,7 +102,7 @@ class Draw:
     sampler_args: Mapping[str, Any]
 
     def shares(self) -> list[Share] | None:
-        """A share per rank, or None: not enough for all of them yet. Nothing is marked."""
+        """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
         ready = self.consumer.ready(self.fields)
         if ready.count < self.needed() and not self._is_cached():
             return None
@@ -114,21 +114,21 @@ class Draw:
                     return None
                 taken.append(share)
                 if len(taken) < len(self.ranks):
-                    ready.hide(share.consumed)  # promised: the next rank draws from the others
+                    ready.hide(share.consumed)  # the next rank must draw from the others
         finally:
             if len(self.ranks) > 1:
                 ready.unhide()
             if len(taken) < len(self.ranks):
-                self.forget()  # what the sampler keeps of a round that isn't whole would be stale at the next try
+                self.forget()  # a sampler's memory of an incomplete round would be stale at the next try
         return taken
 
     def needed(self) -> int:
-        """Fewer ready samples than this can't make a round."""
+        """The smallest number of ready samples that can make a round."""
         with foreign(self.sampler, self.consumer.task):
             return self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
 
     def forget(self) -> None:
-        """The ledger remembers from here on, or nobody does."""
+        """Make the sampler delete its memory of the round, which the ledger has from here on."""
         with foreign(self.sampler, self.consumer.task):
             self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
 
@@ -151,7 +151,7 @@ class Draw:
         arguments = self._arguments(rank)
         arguments["partition"] = SamplerView(self.partition)
         own = type(self.sampler).__module__.startswith("transfer_queue.")
-        offered: Any = view if own else list(view)  # samplers of users were promised a list
+        offered: Any = view if own else list(view)  # users' samplers were promised a list
         with foreign(self.sampler, self.consumer.task):
             picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
             same = type(picked) is list and type(consumed) is list and picked == consumed
@@ -185,14 +185,14 @@ class Draw:
         return rows
 
     def _live_rows(self, indexes: Indexes) -> Rows:
-        """Each once; what isn't a sample of the partition can't be consumed in it."""
+        """Each live sample once. Other indexes can't be consumed here."""
         rows, found = self.partition.table.find(np.unique(indexes))
         rows = rows[found]
         live: Rows = rows[self.partition.table.column("state")[rows] == RowState.LIVE]
         return live
 
     def tail_shares(self, policy: str) -> list[Share]:
-        """What is left, shared out as the tail policy says; fewer shares than ranks, or none, are possible."""
+        """Distribute what is left by the tail policy; there may be fewer shares than ranks, or none."""
         if policy == "drop":
             return []
         ready = self.consumer.ready(self.fields)
@@ -225,11 +225,11 @@ class Draw:
 
 
 _running: list[tuple[object, str | None]] = []
-"""What ``foreign`` guards at this moment: of the plane that this process runs."""
+"""What ``foreign`` guards at this moment, for the plane of this process."""
 
 
 def running() -> str | None:
-    """The sampler that runs right now, and its task where it draws for one. Any thread may ask."""
+    """The sampler that is running, and its task if it draws for one. Any thread may call this."""
     last = _running[-1:]
     if not last:
         return None
@@ -242,13 +242,13 @@ def _name(sampler: object) -> str:
 
 
 class foreign:
-    """A sampler may be anybody's code: what it raises is the answer to the consumer that asked."""
+    """Guards calls of samplers, which may be user code: an exception becomes the answer to the consumer."""
 
-    # A class, for @contextmanager makes a generator each time, and a fetch comes here often.
+    # A class, because @contextmanager makes a generator each time, and fetches use this often.
     __slots__ = ("_what",)
 
     def __init__(self, sampler: BaseSampler | str, task: str | None = None) -> None:
-        """``sampler``: it, or the name of one that isn't made yet."""
+        """``sampler``: the sampler, or the name of one that isn't built yet."""
         self._what = (sampler, task)
 
     def __enter__(self) -> None:
@@ -258,13 +258,13 @@ class foreign:
         _running.pop()
         if error is None or isinstance(error, TransferQueueError):
             return
-        # Whatever it is, SystemExit and CancelledError included: a server has no other use for it, and ignores Ctrl-C.
-        said = traceback.format_exception_only(error)[0].strip()  # also of one whose own text can't be made
+        # Any exception, even SystemExit and CancelledError: a server has no other use for them, and ignores Ctrl-C.
+        said = traceback.format_exception_only(error)[0].strip()  # works even if str(error) fails
         raise SamplerError(f"{_name(self._what[0])} failed: {said}") from error
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that this sampler's ``sample`` takes; all of them when it has ``**kwargs``."""
+    """The arguments that this sampler's ``sample`` takes; all of them if it has ``**kwargs``."""
     names = _parameters(type(sampler))
     return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples whose values must stay while a checkpoint reads them, and the calls that hold a leave to replace values."""
+"""Samples that must keep their values while a checkpoint reads them, and calls with a permit to replace values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Freeze:
 
 
 class Frozen:
-    """Freezes and leaves, by the call that began each. A leave: values may be replaced until its write is settled."""
+    """Freezes and permits, by the call that began each. A permit allows replacing values until its write ends."""
 
     def __init__(self) -> None:
         self._freezes: dict[CallKey, _Freeze] = {}
@@ -50,7 +50,7 @@ class Frozen:
         return self.keep(kept[np.diff(kept, prepend=-1) > 0])
 
     def keep(self, cleared: Indexes) -> Indexes:
-        """Those of cleared samples whose values may be deleted now; the others are told by ``end``."""
+        """Return the cleared samples that may lose their values now; ``end`` returns the others."""
         for freeze in self._freezes.values():
             held = freeze.holds(cleared)
             if held.any():
@@ -72,7 +72,7 @@ class Frozen:
         """Freezes of each client."""
         return Counter(client for client, _ in self._freezes)
 
-    # ---- leave to replace values ----
+    # ---- permits to replace values ----
 
     @property
     def has_leaves(self) -> bool:
@@ -82,9 +82,9 @@ class Frozen:
         self._leaves.add((client, call))
 
     def end_leave(self, client: str, call: int) -> None:
-        """The samples hold what they will hold."""
+        """The write has ended."""
         self._leaves.discard((client, call))
 
     def leaves_by_client(self) -> Counter[str]:
-        """Leaves of each client."""
+        """Permits of each client."""
         return Counter(client for client, _ in self._leaves)

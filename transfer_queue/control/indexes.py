@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands out global indexes, contiguous per call, ascending, never reused; and counts those that hold a place."""
+"""Allocates global indexes, contiguous per call, ascending, never reused; and counts those in use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 from transfer_queue.protocol import Indexes
 
 MAX_INDEX = 2**62
-"""Never reached by counting; what a checkpoint brings must stay below."""
+"""Never reached by counting; indexes from a checkpoint must stay below."""
 
 
 class IndexAllocator:
-    """The one counter of the queue.
+    """The only index counter of the queue.
 
-    ``num_used``: samples and reservations of all partitions, what a capacity counts; partitions keep it up to date.
+    ``num_used``: samples and reservations of all partitions, which count towards the capacity. Partitions update it.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -22,6 +22,6 @@ class IndexAllocator:
         self.num_used = 0
 
     def allocate(self, count: int) -> Indexes:
-        """``count`` new contiguous indexes."""
+        """Allocate ``count`` new contiguous indexes."""
         start, self.next_index = self.next_index, self.next_index + count
         return np.arange(start, start + count, dtype=np.int64)

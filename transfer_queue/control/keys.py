@@ -15,14 +15,14 @@ class KeyMap:
     def __init__(self) -> None:
         self._index_of: dict[str, int] = {}
         self._key_of: dict[int, str] = {}
-        self._order: list[int] = []  # indexes in order of insertion, which is ascending; some may be gone
+        self._order: list[int] = []  # indexes in order of insertion, which is ascending; some may be deleted
         self._num_gone = 0
 
     def __len__(self) -> int:
         return len(self._index_of)
 
     def bind(self, key: str, index: int) -> None:
-        """Name a sample. The key must be unknown, and the sample newer than those named before."""
+        """Name a sample. The key must be unknown, and the sample newer than all named ones."""
         self._index_of[key] = index
         self._key_of[index] = key
         self._order.append(index)
@@ -34,7 +34,7 @@ class KeyMap:
         return self._key_of.get(index)
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """These samples are gone, and so are their names."""
+        """Delete the keys of these samples."""
         for index in indexes:
             key = self._key_of.pop(index, None)
             if key is not None:
@@ -44,7 +44,7 @@ class KeyMap:
             self._order, self._num_gone = list(self._key_of), 0
 
     def shrink(self, count: int) -> bool:
-        """Free so many keys, the last ones first, of a partition that is gone. Returns whether there are more."""
+        """Free up to ``count`` keys of a deleted partition, the last ones first. Returns whether there are more."""
         for _ in range(min(count, len(self._index_of))):
             self._index_of.popitem()
             self._key_of.popitem()
@@ -52,9 +52,9 @@ class KeyMap:
         return bool(self._index_of)
 
     def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
-        """The first keys behind this one, with their indexes, and whether there are more.
+        """The first keys after this one with their indexes, and whether there are more.
 
-        They are the first ones of all where that key is gone.
+        If the key was deleted, the page starts at the beginning.
         """
         last = None if after is None else self._index_of.get(after)
         found: list[tuple[str, int]] = []
@@ -68,7 +68,7 @@ class KeyMap:
         return found, False
 
     def is_ascending(self) -> bool:
-        """Are all keys in the order of their samples? For tests, and for what a checkpoint brings."""
+        """Whether all keys are in the order of their samples. For tests, and to check a checkpoint."""
         named = list(self._key_of)
         return named == sorted(named) == list(self._index_of.values()) == [i for i in self._order if i in self._key_of]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each (dp_rank, batch_index) of one task in one partition was given, until it is settled."""
+"""What each (dp_rank, batch_index) of one task in one partition was given, until it is acknowledged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BatchKey = tuple[int | None, int]
 """(dp_rank, batch_index)"""
 
 _MAX_DIGITS = 20
-"""A token comes from outside: longer numbers are no token of ours, and Python refuses to read very long ones."""
+"""Clients send tokens: a longer number can't be ours, and Python refuses to parse very long ones."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One batch. ``consumes``: those of its samples that nobody else gets; ``owned`` counts those not cleared yet.
+    """One batch. ``consumes``: its samples that no other batch gets; ``owned`` counts those not cleared yet.
 
-    ``dp_size``: of the round it is a share of, None where its rank drew alone.
+    ``dp_size``: of the round that it is a share of; None if its rank drew alone.
     """
 
     key: BatchKey
@@ -38,7 +38,7 @@ class Entry:
 
 
 class Ledger:
-    """Entries by batch and by number. A settled batch stays known as drawn, which takes no room: runs of numbers."""
+    """Entries by batch and by number. Acknowledged batches stay known as drawn, compactly, as runs of numbers."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,42 +64,42 @@ class Ledger:
         return key not in self._entries and self.holds(key)
 
     def holds(self, key: BatchKey) -> bool:
-        """Was this batch drawn, settled or not?"""
+        """Whether this batch was drawn, acknowledged or not."""
         drawn = self._drawn.get(key[0])
         return drawn is not None and key[1] in drawn
 
     def first_undrawn(self, key: BatchKey, first: int) -> int:
-        """Where the rank's batches before this one begin, ``first`` at the earliest, that follow the last one drawn."""
+        """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
         drawn = self._drawn.get(key[0])
         return first if drawn is None else max(first, drawn.below(key[1]))
 
     def next_index(self, dp_rank: int | None) -> int:
-        """What a fetch of this rank means that names no batch_index: the batch after the last one it was given."""
+        """The batch for a fetch without batch_index: the one after the last batch that this rank was given."""
         missed = [at for at in self._missed.get(dp_rank, ()) if (dp_rank, at) in self._entries]
         if missed:
             return min(missed)
         index = start = self._next_index.get(dp_rank, 0)
-        while self.is_settled((dp_rank, index)):  # cleared before this rank came to ask
+        while self.is_settled((dp_rank, index)):  # cleared before this rank fetched them
             index += 1
         if index != start:
-            self._next_index[dp_rank] = index  # they stay settled: nobody walks over them again
+            self._next_index[dp_rank] = index  # they stay acknowledged, so they need not be visited again
         return index
 
     def took(self, key: BatchKey) -> None:
-        """The rank has been given this batch, so its next unnamed one is a later one."""
+        """The rank was given this batch, so its next fetch without batch_index gets a later one."""
         self._next_index[key[0]] = max(self._next_index.get(key[0], 0), key[1] + 1)
         if key[0] in self._missed:
             self._missed[key[0]].discard(key[1])
 
     def missed(self, key: BatchKey) -> None:
-        """The rank never got this batch: its next unnamed one is this."""
+        """The rank never received this batch, so its next fetch without batch_index gets it."""
         self._missed.setdefault(key[0], set()).add(key[1])
 
     def write(
         self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,
         dp_size: int | None = None,
     ) -> Entry:  # fmt: skip
-        """A new entry. The key must be free."""
+        """Add an entry. The key must be free."""
         self._count += 1
         entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
         self._entries[key] = self._by_number[entry.number] = entry
@@ -116,9 +116,9 @@ class Ledger:
         return f"{self._name}/{self._resets}#{number}"
 
     def ack(self, tokens: Iterable[str], earlier: bool = False) -> int:
-        """Settle the batches of these tokens; unknown or late ones settle nothing. Returns how many were settled.
+        """Acknowledge the batches of these tokens; unknown or old tokens are ignored. Returns the number of batches.
 
-        ``earlier``: settle those before them of the same rank, too, for which no ack may have come.
+        ``earlier``: also acknowledge earlier batches of the same rank, if their acks are missing.
         """
         settled = 0
         for token in tokens:
@@ -135,23 +135,23 @@ class Ledger:
         return [entry for at, entry in self._entries.items() if at[0] == key[0] and at[1] <= key[1]]
 
     def first_open(self) -> int:
-        """Where a reader that knows of no place begins: at the first batch that no rank has settled, nor one after."""
+        """Where a reader without a position begins: after all batches that every rank has acknowledged."""
         return max((self._first_open(rank) for rank in self._drawn), default=0)
 
     def _first_open(self, rank: int | None) -> int:
         return min((key[1] for key in self._entries if key[0] == rank), default=self._drawn[rank].end())
 
     def open_indexes(self) -> Indexes:
-        """Samples that some open batch names, those that only pad it included."""
+        """Samples of open batches, including padding."""
         named = [entry.indexes for entry in self._entries.values()]
         return np.concatenate(named) if named else np.empty(0, dtype=np.int64)
 
     def num_open_samples(self) -> int:
-        """Samples that open batches consume and that aren't cleared."""
+        """The number of samples that open batches consume and that aren't cleared."""
         return sum(entry.owned for entry in self._entries.values())
 
     def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
-        """Samples of these entries were cleared, one number per sample; an entry with none left is settled."""
+        """Samples of these entries were cleared, one number per sample; an entry without samples is acknowledged."""
         if not self._by_number:
             return
         given, counts = np.unique(numbers[numbers > 0], return_counts=True)
@@ -164,21 +164,22 @@ class Ledger:
                 self.settle(entry)
 
     def settle(self, entry: Entry) -> None:
-        """Nobody will ask for it any more."""
+        """Delete the entry, which no client will request again."""
         del self._entries[entry.key]
         del self._by_number[entry.number]
 
     def reset(self) -> list[int]:
-        """After a reset of consumption settled batch indexes may be drawn anew. Returns the numbers of what stays.
+        """After a reset of consumption, acknowledged batches may be drawn again. Returns the numbers of the remaining
+        entries.
 
-        A round that is settled for some ranks goes whole: it could only be drawn anew for all of them.
+        A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks.
         """
         for entry in [entry for entry in self._entries.values() if self._is_torn(entry)]:
             self.settle(entry)
         self._drawn.clear()
         self._next_index.clear()
         self._missed.clear()
-        self._resets += 1  # an ack under way from before means the earlier reading
+        self._resets += 1  # acks from before the reset must not match
         for key, entry in self._entries.items():
             self._mark_drawn(key)
             entry.token = self._token(entry.number)
@@ -199,7 +200,7 @@ class Ledger:
         return SavedLedger(entries, ranks, self._count, self._resets)
 
     def load(self, saved: SavedLedger, shift: int) -> None:
-        """Become what was saved, the samples' indexes greater by ``shift``. The ledger must be new."""
+        """Load a saved state into a new ledger, with ``shift`` added to the samples' indexes."""
         self._count, self._resets = saved.count, saved.resets
         for rank in saved.ranks:
             self._drawn[rank.rank] = Runs.of_edges(rank.starts, rank.stops)

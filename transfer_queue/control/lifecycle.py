@@ -15,7 +15,9 @@ from transfer_queue.errors import InvalidRequestError
 
 
 def create(state: PlaneState, request: p.CreatePartition) -> p.Reply:
-    """False when it exists; ``num_samples`` counts all the same, for a producer may have come first."""
+    """Create a partition, or return False if it exists. ``num_samples`` applies either way, as a producer may have come
+    first.
+    """
     wanted = request.num_samples
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"num_samples must be at least 1 or None, got {wanted}.")
@@ -36,14 +38,14 @@ def create(state: PlaneState, request: p.CreatePartition) -> p.Reply:
 
 
 def seal(state: PlaneState, request: p.SealPartition) -> p.Reply:
-    """A partition that nobody used yet is made, so that its consumers are told."""
+    """Seal a partition. An unused partition is created first, so that its consumers get the end of stream."""
     state.get_or_create(request.partition).seal()
     state.touch(request.partition)
     return p.Done(request.id)
 
 
 def set_tags(state: PlaneState, request: p.SetTags) -> p.Reply:
-    """Unknown partitions and samples are ignored."""
+    """Set tags. Unknown partitions and samples are ignored."""
     for name, tags in request.tags.items():
         partition = state.partitions.get(name)
         if partition is not None:
@@ -53,7 +55,7 @@ def set_tags(state: PlaneState, request: p.SetTags) -> p.Reply:
 
 
 class Clearing(Record):
-    """Samples that were cleared: the caller deletes their values, unless it never learns of them."""
+    """Samples that were cleared. The caller deletes their values; if it never gets the answer, the plane does."""
 
     __slots__ = ("_state", "indexes")
 
@@ -67,7 +69,7 @@ class Clearing(Record):
 
 
 def cleared(state: PlaneState, client: str, request: p.Request, indexes: p.Indexes) -> p.Cleared:
-    """The reply that names samples whose values may be deleted, and its record."""
+    """Reply with the samples that may lose their values, and record the reply."""
     reply = p.Cleared(request.id, p.pack_indexes(indexes))
     if len(indexes):
         state.calls.add(client, request.id, Clearing(state, type(request), reply, indexes))
@@ -75,7 +77,7 @@ def cleared(state: PlaneState, client: str, request: p.Request, indexes: p.Index
 
 
 def clear_samples(state: PlaneState, client: str, request: p.ClearSamples) -> p.Reply:
-    """Unknown samples are ignored; an empty partition stays."""
+    """Clear samples. Unknown ones are ignored; an empty partition stays."""
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
@@ -85,11 +87,11 @@ def clear_samples(state: PlaneState, client: str, request: p.ClearSamples) -> p.
 
 
 MOST_PER_CLEAR = 10_000
-"""Samples that one request clears: more would hold up other clients for too long."""
+"""Samples that one request clears; more would block other clients for too long."""
 
 
 def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> p.Reply:
-    """Nothing while one of the tasks that must be done hasn't begun."""
+    """Clear what all tasks consumed; nothing while one of the required tasks hasn't begun."""
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
@@ -101,11 +103,11 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     if len(gone):
         state.touch(request.partition)
     reply = cleared(state, client, request, state.frozen.keep(gone))
-    told = _explained(reply, partition, request.tasks, being_read, more=len(done) > MOST_PER_CLEAR)
+    complete = _explained(reply, partition, request.tasks, being_read, more=len(done) > MOST_PER_CLEAR)
     record = state.calls.get(client, request.id)
     if record is not None:
-        record.reply = told
-    return told
+        record.reply = complete
+    return complete
 
 
 def _explained(
@@ -120,12 +122,12 @@ def _explained(
 
 
 def _being_read(state: PlaneState, partition: Partition) -> list[Taken]:
-    """Batches that their readers may not have read yet, for they haven't said that they have them."""
+    """Batches that may be unread, because their readers have not confirmed receipt."""
     return [record for record in state.calls if isinstance(record, Taken) and record.serial == partition.serial]
 
 
 def _held_by(partition: Partition, being_read: list[Taken]) -> dict[str, int]:
-    """By task: samples that it has not consumed, or has in flight."""
+    """By task: the number of samples that it has not consumed or has in flight."""
     counts = {
         task: consumer.num_unconsumed + consumer.ledger.num_open_samples()
         for task, consumer in partition.consumers.items()
@@ -137,10 +139,10 @@ def _held_by(partition: Partition, being_read: list[Taken]) -> dict[str, int]:
 
 
 def forget_task(state: PlaneState, request: p.ForgetTask) -> p.Reply:
-    """No partition knows it, and its parked fetches are cut off. Should it come again, it reads from the start."""
+    """Delete a task in all partitions and end its parked fetches. If it comes again, it reads from the start."""
     known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
     for partition in known:
-        state.touch(partition.name)  # a writer may wait for the room, a reader for none
+        state.touch(partition.name)  # a writer may wait for room, and a reader for its end
     state.tasks.forget(request.task)
     for parked in state.waiters.all():
         if isinstance(parked.request, p.Fetch) and parked.request.task == request.task:
@@ -150,7 +152,7 @@ def forget_task(state: PlaneState, request: p.ForgetTask) -> p.Reply:
 
 
 def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -> p.Reply:
-    """Fetches that wait on it are told that it is gone."""
+    """Clear a partition. Fetches that wait for it get the end of stream."""
     if request.partition not in state.partitions:
         return p.Cleared(request.id, b"")
     for sampler in state.tasks.samplers():

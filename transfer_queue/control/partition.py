@@ -24,9 +24,9 @@ _serials = itertools.count(1)
 
 
 class Partition:
-    """Mutated by the plane only. ``preallocate``: least number of samples its first insert makes room for.
+    """Only the plane changes it. ``preallocate``: the fewest samples that its first insert makes room for.
 
-    ``restored``: number of the restore that made it, which its new tokens bear.
+    ``restored``: the number of the restore that made it, which is part of its new tokens.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Partition:
         self.num_puts = 0
         self.preallocate = preallocate
         self.incarnation = incarnation
-        self.serial = next(_serials)  # of this very object; a restored partition has the incarnation that was saved
+        self.serial = next(_serials)  # of this object; a restored partition keeps the saved incarnation
         self._restored = restored
         self._num_forgotten = 0
         self._allocator = allocator
 
     @property
     def num_used(self) -> int:
-        """Samples and reservations: what a capacity counts."""
+        """Samples and reservations, which count towards the capacity."""
         return self.table.size - self.table.num_dead - self.num_free
 
     # ---- writers ----
 
     def check_open(self, count: int) -> None:
-        """Raises InvalidRequestError when the partition takes no new samples."""
+        """Raises InvalidRequestError if the partition takes no new samples."""
         if self.sealed:
             raise InvalidRequestError(
                 f"partition {self.name!r} is sealed after {self.num_published} samples, {count} more were put. "
@@ -71,7 +71,7 @@ class Partition:
             )
 
     def hold(self, count: int) -> Rows:
-        """Rows for one put: pre-allocated ones first, lowest first, then new ones."""
+        """Reserve rows for one put: pre-allocated ones first, lowest first, then new ones."""
         self.check_open(count)
         if self.preallocate > 1 and not self.num_free and not self._has_begun():
             self.make_free(self.preallocate)
@@ -82,7 +82,7 @@ class Partition:
             at = rows = np.concatenate([rows, self.table.append(missing, RowState.HELD)])
         else:
             rows = self.table.append(self._allocator.allocate(count), RowState.HELD)
-            at = slice(self.table.size - count, self.table.size)  # the same, faster to write to
+            at = slice(self.table.size - count, self.table.size)  # the same rows, as a faster slice
         self.num_held += count
         self._allocator.num_used += count
         self.table.column("put_offset")[at] = np.arange(count)
@@ -95,7 +95,7 @@ class Partition:
         return bool(self.table.size or self.num_published)
 
     def make_free(self, count: int) -> None:
-        """Pre-allocate samples: the next inserts take them."""
+        """Pre-allocate samples for the next inserts."""
         self.table.append(self._allocator.allocate(count), RowState.FREE)
         self.num_free += count
 
@@ -113,7 +113,7 @@ class Partition:
         return taken
 
     def rows_of(self, indexes: Indexes) -> Rows:
-        """Rows of indexes that must be there. Raises SampleClearedError naming those that aren't."""
+        """Rows of indexes that must exist. Raises SampleClearedError that names missing ones."""
         rows, found = self.table.find(indexes)
         if not all_of(found):
             missing = indexes[~found]
@@ -124,7 +124,7 @@ class Partition:
         return rows
 
     def publish(self, indexes: Indexes, specs: Mapping[str, FieldSpec], tags: Mapping[int, Tags], now: float) -> Rows:
-        """Fields become readable; held rows become samples, in the rows returned. All or nothing."""
+        """Make fields readable; reserved rows become samples. Returns the rows. All or nothing."""
         rows = self.rows_of(indexes)
         self._check_published(rows)
         self.schema.check(specs, self.name, len(rows))
@@ -142,11 +142,11 @@ class Partition:
             raise InvalidRequestError(f"partition {self.name!r}: pre-allocated samples must be inserted before a put.")
 
     def make_live(self, rows: Rows) -> None:
-        """Held rows become samples; the partition seals itself at its declared number."""
+        """Reserved rows become samples; the partition seals itself at its declared number."""
         state = self.table.column("state")
         fresh = rows[state[rows] != RowState.LIVE]
         if len(fresh):
-            fresh = ascending(fresh)  # a row named twice is one sample
+            fresh = ascending(fresh)  # a repeated row is one sample
             self.num_held -= int(np.count_nonzero(_HELD[state[fresh]]))
             state[fresh] = RowState.LIVE
             self.num_live += len(fresh)
@@ -160,24 +160,24 @@ class Partition:
             self.seal()
 
     def seal(self) -> None:
-        """No more samples. Writes under way may still publish; pre-allocated rows that nobody took are dropped."""
+        """Allow no more samples. Active writes may still publish; unused pre-allocated rows are deleted."""
         self.sealed = True
         if self.num_free:
             self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
 
     def give_back(self, rows: Rows) -> Indexes:
-        """Held rows whose write won't be published. Returns their indexes; live rows are left alone."""
+        """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
         state = self.table.column("state")
         held = ascending(rows[_HELD[state[rows]]])
         missing = int(np.count_nonzero(state[held] == RowState.HELD_FREE))
         indexes = self._release(held)
         if missing and not self.sealed:
-            self.make_free(missing)  # another index: a late write of the old one must not turn up as a new sample
+            self.make_free(missing)  # new indexes, so that a late write of the old ones can't create samples
         self._compact_if_due()
         return indexes
 
     def uninsert(self, indexes: Indexes) -> None:
-        """Forget inserted samples, but for those that got values or tags meanwhile."""
+        """Delete inserted samples, except those that got values or tags meanwhile."""
         rows, found = self.table.find(indexes)
         rows = rows[found]
         bare = ~self.tags.tagged(rows)
@@ -187,7 +187,7 @@ class Partition:
         self.clear(indexes[found][bare])
 
     def _release(self, rows: Rows) -> Indexes:
-        """Row numbers stay valid: callers compact when they are done with theirs."""
+        """Release rows. Row numbers stay valid until the caller compacts."""
         state = self.table.column("state")[rows]
         num_free = int(np.count_nonzero(state == RowState.FREE))
         self.num_free -= num_free
@@ -211,7 +211,7 @@ class Partition:
     # ---- tags ----
 
     def set_tags(self, tags: Mapping[int, Tags], merge: bool) -> None:
-        """Per sample a whole new dict, or only the keys named; samples that aren't here are ignored."""
+        """Replace each sample's tags, or merge them; samples that aren't here are ignored."""
         if not tags:
             return
         indexes = np.fromiter(tags, dtype=np.int64, count=len(tags))
@@ -225,7 +225,7 @@ class Partition:
         consumer = self.consumers.get(task)
         if consumer is None:
             made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
-            tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task has given such ones
+            tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task used this prefix
             consumer = Consumer(task, tokens, self.table, self.schema)
             self.consumers[task] = consumer
         return consumer
@@ -234,11 +234,11 @@ class Partition:
         return f"{self.name}/{task}/{self.incarnation}"
 
     def gave(self, token: str, task: str) -> bool:
-        """Is it the token of a batch of this very partition, also from before a restore?"""
+        """Whether this is the token of a batch of this partition, also from before a restore."""
         return token.startswith((f"{self._tokens(task)}/", f"{self._tokens(task)}."))
 
     def page(self, after: int | None, limit: int) -> tuple[Rows, bool]:
-        """The first rows behind this index that status calls report, and whether there are more.
+        """The first rows after this index that status calls report, and whether there are more.
 
         These are samples and pre-allocated ones.
         """
@@ -253,14 +253,14 @@ class Partition:
         return together[:limit], len(together) > limit
 
     def common_fields(self) -> list[str]:
-        """Written fields that all rows have which status calls report; none without any."""
+        """Written fields that every row has that status calls report; none if there are no such rows."""
         other = ~_COUNTED[self.table.column("state")]
         if all_of(other):
             return []
         return [name for name in self.schema.written() if all_of(self.schema.has(name) | other)]
 
     def forget_task(self, task: str) -> bool:
-        """As if the task had never read here. Returns whether it has."""
+        """Delete everything about a task. Returns whether it has read here."""
         consumer = self.consumers.pop(task, None)
         if consumer is None:
             return False
@@ -269,21 +269,21 @@ class Partition:
         return True
 
     def lacks_inserts(self) -> bool:
-        """Were samples pre-allocated that haven't come yet?"""
+        """Whether some pre-allocated samples haven't been inserted yet."""
         return bool(self.num_free or (self.num_held and (self.table.column("state") == RowState.HELD_FREE).any()))
 
     def is_exhausted(self, consumer: Consumer) -> bool:
-        """Some samples, none pre-allocated or under way, and all of them consumed by the task."""
+        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all of them."""
         return bool(self.num_live) and not (self.num_free or self.num_held or consumer.num_unconsumed)
 
     def all_inserted(self) -> bool:
-        """More than one sample was pre-allocated, and every one of them has come."""
+        """Whether several samples were pre-allocated, and every one of them was inserted."""
         return self.preallocate > 1 and self.num_published >= self.preallocate
 
     def done_with(self, tasks: Iterable[str], being_read: Iterable[Indexes] = ()) -> Indexes:
-        """Samples that every task here, and each of ``tasks``, has consumed, and that no open batch names.
+        """Samples that every task here and each of ``tasks`` has consumed, and that are in no open batch.
 
-        ``being_read``: samples to leave out, for a reader has yet to read them.
+        ``being_read``: samples to leave out, because a reader has yet to read them.
         """
         indexes: Indexes = self.table.column("index")
         if not self.consumers or not self.consumers.keys() >= set(tasks):
@@ -300,7 +300,7 @@ class Partition:
         return cleared
 
     def clear(self, indexes: Indexes) -> Indexes:
-        """Forget samples; returns the indexes that were here. Unknown ones are ignored."""
+        """Delete samples. Returns the indexes that were here; unknown ones are ignored."""
         rows, found = self.table.find(indexes)
         rows = ascending(rows[found])
         for consumer in self.consumers.values():
@@ -310,21 +310,21 @@ class Partition:
         return cleared
 
     def drop(self) -> Indexes:
-        """The partition goes as a whole. Returns every index that may have values in storage."""
+        """Delete the whole partition. Returns every index that may have values in storage."""
         self._allocator.num_used -= self.num_used
         indexes: Indexes = self.table.column("index")[self.table.column("state") != RowState.DEAD]
         return indexes
 
     def has_objects(self) -> bool:
-        """Does it keep Python objects per sample: keys, tags?"""
+        """Whether it has Python objects per sample: keys or tags."""
         return bool(len(self.keys) or self.tags.has_any())
 
     def shrink(self, count: int) -> bool:
-        """The partition is gone: free a slice of its keys and tags. Returns whether there are more."""
+        """Free a slice of a deleted partition's keys and tags. Returns whether there are more."""
         return any([self.keys.shrink(count), self.tags.shrink(count)])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree; for tests."""
+        """Raise AssertionError if the records disagree; for tests."""
         index, state = self.table.column("index"), self.table.column("state")
         assert (np.diff(index) > 0).all(), "indexes ascend"
         assert int((state == RowState.LIVE).sum()) == self.num_live, "live rows are counted"

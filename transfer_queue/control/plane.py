@@ -35,7 +35,7 @@ Verb = Callable[[str, Any, float], p.Reply | None]
 
 
 class ControlPlane:
-    """State of the whole queue but for the values. ``now`` is any monotonic clock's seconds, passed in."""
+    """The state of the whole queue except the values. ``now`` is seconds of any monotonic clock, passed in."""
 
     def __init__(self, config: PlaneConfig | None = None) -> None:
         self._state = state = PlaneState(config or PlaneConfig())
@@ -78,12 +78,12 @@ class ControlPlane:
     def state(self) -> PlaneState:
         return self._state
 
-    # ---- the machine ----
+    # ---- entry points ----
 
     def handle(self, client: str, request: p.Request, now: float) -> list[To]:
-        """Carry out one request. Returns its reply, unless it is parked, and those of the requests it decides.
+        """Serve one request. Returns its reply, unless it is parked, and replies to requests that it decides.
 
-        A call that was answered and not yet received gets the same answer; one that is parked already gets none.
+        An answered but not received call gets the same answer again; a call that is already parked gets none.
         """
         if self._state.waiters.find(client, request.id) is not None:
             return []
@@ -102,24 +102,24 @@ class ControlPlane:
 
     @property
     def running(self) -> str | None:
-        """The sampler that runs right now, and for which task: for a watchdog in another thread."""
+        """The sampler that is running and its task, for a watchdog in another thread."""
         return running()
 
     def received(self, client: str, calls: Iterable[int]) -> None:
-        """The client has the answers of these calls, or no longer needs them: no cancel will undo them."""
+        """The client has these calls' answers or no longer needs them: no cancel will undo them."""
         self._state.calls.received(client, calls)
 
     def settle(self, client: str, call: int) -> None:
-        """What this call asked of its caller is done for it: values that it cleared are deleted."""
+        """The caller's remaining work for this call is done: values that it cleared are deleted."""
         self._state.calls.received(client, [call])
 
     def answered(self, client: str, call: int) -> p.Reply | None:
-        """What this call was answered, while the client hasn't said that it has the answer."""
+        """This call's answer, until the client has confirmed receipt."""
         record = self._state.calls.get(client, call)
         return None if record is None else record.reply
 
     def expire(self, now: float) -> list[To]:
-        """Answer parked requests whose deadline has come, and those whose producers are lost; tidy up a little."""
+        """Answer parked requests past their deadline or with lost producers, and free a little memory."""
         replies = []
         self._state.tidy()
         for parked in self._state.waiters.expired(now):
@@ -134,7 +134,7 @@ class ControlPlane:
         return replies + self._settle(now)
 
     def next_deadline(self) -> float | None:
-        """When ``expire`` has something to do: minus infinity for at once, None for never."""
+        """When ``expire`` has work: minus infinity for at once, None for never."""
         return self._next_due() if self._state.is_tidy else -math.inf
 
     def _next_due(self) -> float | None:
@@ -145,7 +145,7 @@ class ControlPlane:
         return verdict if parked is None else min(parked, verdict)
 
     def client_gone(self, client: str, now: float, died: bool = True) -> list[To]:
-        """The session has ended: its parked calls are removed, and its answered ones undone, as far as not received.
+        """The session has ended: its parked calls are removed, and its answered but not received calls are undone.
 
         A death may leave consumers without a producer.
         """
@@ -166,29 +166,29 @@ class ControlPlane:
         self._make_way(parked)
 
     def _touch_all(self, task: str | None = None) -> None:
-        """Whoever waits for samples is looked at again, of this task or of all."""
+        """Examine all fetches again, of this task or of all tasks."""
         for lane in self._state.waiters.lanes():
             if not lane.startswith("\0"):
                 self._state.touch(lane, task)
 
     def _make_way(self, parked: Parked) -> None:
-        """One that waited has left: those behind it may be served now. Writers are looked at after every request."""
+        """Examine the requests behind a removed one. Writers are examined after every request anyway."""
         if isinstance(parked.request, p.Fetch):
             self._state.touch(parked.lane, parked.request.task)
         elif parked.lane == writing.WRITERS:
             self._state.writers.remove(parked)
 
     def take_chores(self) -> list[Chore]:
-        """Values that belong to nobody any more since the last call of this."""
+        """Return the values that became unused since the last call and must be deleted."""
         chores, self._state.chores = self._state.chores, []
         return chores
 
     def held_up_by(self) -> str:
-        """Which tasks keep the queue full, in a sentence; empty: none does."""
+        """A sentence that names the tasks that keep the queue full; empty if there are none."""
         return writing.held_up_by(self._state).rstrip()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the books disagree; for tests."""
+        """Raise AssertionError if the records disagree; for tests."""
         seen = [partition.table.column("index") for partition in self._state.partitions.values()]
         together = np.concatenate(seen) if seen else np.empty(0)
         assert len(np.unique(together)) == len(together), "an index belongs to one partition"
@@ -199,15 +199,15 @@ class ControlPlane:
         assert not self._state.touched, "every touched lane was served"
 
     def _settle_all(self, now: float) -> list[To]:
-        """Also what is due at once: a request that doesn't want to wait, or producers that were lost long ago."""
+        """Also serve what is due at once: requests that don't wait, or producers that were lost long ago."""
         replies = self._settle(now)
         due = self._next_due()
         return replies if due is None or due > now else replies + self.expire(now)
 
     def _settle(self, now: float) -> list[To]:
-        """End the fetches of a cleared partition, give room to parked writers, serve every lane that was touched.
+        """End fetches of a cleared partition, admit parked writers, and serve every dirty partition.
 
-        Only the first concerns anybody where nobody waits.
+        Without parked requests, only the first applies.
         """
         state = self._state
         replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in state.cut_off]
@@ -237,7 +237,7 @@ class ControlPlane:
     # ---- consumers ----
 
     def _fetch(self, client: str, fetch: p.Fetch, now: float) -> p.Reply | None:
-        """Looked at once, and those that wait already only where this one's answer may change theirs."""
+        """Try to answer at once. Waiting fetches are examined only if this answer may affect them."""
         state, lane, task = self._state, fetch.partition, fetch.task
         check_fetch(fetch, state.tasks.get(task))
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
@@ -246,7 +246,7 @@ class ControlPlane:
         settled = fetch.acks and partition is not None and partition.consumer(task).ledger.ack(fetch.acks)
         if settled and not state.waiters.is_first(lane, task, _LAST):
             state.waiters.park(client, fetch, now, deadline, lane, order)
-            state.touch(lane, task)  # those in front go first: they may have waited for a batch that is settled now
+            state.touch(lane, task)  # earlier fetches may have waited for a batch that is acknowledged now
             return None
         due = deadline <= now
         reply = self._answer(client, fetch, now, state.waiters.is_first(lane, task, (order, math.inf)), waited=due)
@@ -259,7 +259,7 @@ class ControlPlane:
         return reply
 
     def _serve(self, lane: str, only: str | None, now: float) -> list[To]:
-        """Answer what can be answered; within a task nobody draws past one who waits in front."""
+        """Answer what can be answered. Within a task no fetch draws past an earlier one that still waits."""
         replies = []
         waiting: set[str] = set()
         for parked in self._state.waiters.lane(lane):
@@ -272,7 +272,7 @@ class ControlPlane:
                 waiting.add(task)
                 continue
             if task in waiting:
-                # A batch given again may have been the last one that those in front waited for.
+                # A repeated batch may have been the last one that the earlier fetches waited for.
                 self._state.touch(lane, task)
             self._state.waiters.remove(parked)
             replies.append(To(parked.client, reply))
@@ -305,11 +305,11 @@ class ControlPlane:
         task = self._state.tasks.get(fetch.task)
         if partition is None:
             return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
-        told = Service(fetch, partition, task).not_ready(now)
+        reply = Service(fetch, partition, task).not_ready(now)
         if not partition.num_held:
-            return told
+            return reply
         owed_by = writing.writers_of(self._state, partition)[:_MOST_NAMED]
-        return msgspec.structs.replace(told, reserved=partition.num_held, owed_by=owed_by)
+        return msgspec.structs.replace(reply, reserved=partition.num_held, owed_by=owed_by)
 
     # ---- sessions ----
 
@@ -342,7 +342,7 @@ class ControlPlane:
         consumer = None if partition is None else partition.consumers.get(request.task)
         settled = 0 if consumer is None else consumer.ledger.ack(request.tokens, request.earlier)
         if settled:
-            self._state.touch(request.partition, request.task)  # a peer may wait for fields of a batch settled now
+            self._state.touch(request.partition, request.task)  # a reader may wait for fields of this batch
         return p.Done(request.id, settled)
 
     def _reset_consumption(self, client: str, request: p.ResetConsumption, now: float) -> p.Reply:
@@ -363,7 +363,7 @@ class ControlPlane:
     # ---- producers ----
 
     def _write(self, client: str, request: writing.Writer, now: float) -> p.Reply | None:
-        """Carried out at once where nobody waits in front, or no room is needed; else looked at with those that do."""
+        """Serve a writer at once if no other waits or it needs no room; otherwise park it."""
         state, count = self._state, writing.count_of(self._state, request)
         reply = None
         if count and len(state.writers):
@@ -376,13 +376,13 @@ class ControlPlane:
         return reply
 
     def _admit_writers(self, now: float) -> list[To]:
-        """Those for which there is room, as the queue of writers allows; and those that can't succeed any more."""
+        """Answer writers that fit, as the wait queue allows, and writers that can no longer succeed."""
         state, replies = self._state, []
         for parked in state.writers.items():
             refused = _guarded(parked.request.id, partial(writing.check, state, parked.request))
             if refused is not None:
                 replies.append(self._answer_writer(parked, refused))
-            elif isinstance(parked.request, p.ResolveKeys):  # others may have made or cleared some of its keys
+            elif isinstance(parked.request, p.ResolveKeys):  # its keys may have been created or cleared
                 state.writers.resize(parked, writing.count_of(state, parked.request))
         room = state.room()
         admitted = state.writers.admit(2**62 if room is None else room)
@@ -400,7 +400,7 @@ class ControlPlane:
     # ---- checkpoints ----
 
     def _admit_freezers(self, now: float) -> list[To]:
-        """Freezes that waited for writers that are done now."""
+        """Answer freezes once their writers are done."""
         state, replies = self._state, []
         while not state.frozen.has_leaves and (parked := state.waiters.first_come(checkpoints.FREEZERS)) is not None:
             state.waiters.remove(parked)
@@ -417,7 +417,7 @@ class ControlPlane:
         return self._write(client, request, now)
 
     def _admit_rewriters(self, now: float) -> list[To]:
-        """Whoever waits no longer for a checkpoint is carried out, and may then wait for room."""
+        """Serve writers that no longer wait for a checkpoint; they may then wait for room."""
         replies = []
         for client, request in checkpoints.take_rewriters(self._state):
             reply = _guarded(request.id, partial(self._rewrite, client, request, now))
@@ -427,15 +427,15 @@ class ControlPlane:
 
 
 def _guarded(call: int, answer: Callable[[], p.Reply | None]) -> p.Reply | None:
-    """Whatever goes wrong with one request is its own answer, and nobody else's."""
+    """An error of one request is the answer to that request only."""
     try:
         return answer()
-    except Exception as error:  # the one place: neither a user's code nor a bug of ours takes the queue down
+    except Exception as error:  # the only place: neither user code nor a bug of ours may end the queue
         return p.Failed(call, *to_wire(error))
 
 
 def _completes(known: Record, request: p.Request) -> bool:
-    """Is it the last step of a call that was answered at its first step?"""
+    """Whether this is the last step of a call with an answered first step."""
     return isinstance(request, p.Publish) and request.begun == request.id and known.kind is not p.Publish
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sessions produce which field, in whatever partition, and whether one of them is left.
+"""Which sessions produce which field, in any partition, and whether any of them is left.
 
-The producers of a field are lost when all of these hold: no session that published it, or asked to, is left; the last
-of these sessions to end died, and did not leave on purpose; the grace time since that death has passed.
+The producers of a field are lost if three conditions hold. No session that published the field, or asked to, is left.
+The last of these sessions died rather than left. The grace time since that death has passed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Field:
-    """``alive``: sessions, and whether each has published the field. ``died_at``: when the last one to end died."""
+    """``alive``: sessions, and whether each has published the field. ``died_at``: the death of the last one to end."""
 
     alive: dict[str, bool] = field(default_factory=dict)
     died_at: float | None = None
 
 
 class Producers:
-    """A consumer that waits for a field whose producers are lost would wait for ever; this file knows which are."""
+    """Detects lost producers, because a consumer that waits for their fields would wait forever."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._fields: dict[str, _Field] = {}
 
     def began(self, client: str, fields: Iterable[str]) -> None:
-        """The session has asked to write these fields: it is alive, though it may never publish them."""
+        """The session has asked to write these fields. It counts as alive, although it may never publish them."""
         for name in fields:
             self._of(name).alive.setdefault(client, False)
 
@@ -43,9 +43,9 @@ class Producers:
         return found
 
     def gone(self, client: str, died: bool, now: float) -> set[float]:
-        """The session left, or died. Returns when the producers of some field are lost, unless others come.
+        """The session left or died. Returns when the producers of some fields are lost, unless new ones come.
 
-        A session that leaves and never published a field says nothing about the others that did.
+        A session that leaves without publishing a field doesn't affect the field's other producers.
         """
         verdicts = set()
         for name, producers in list(self._fields.items()):
@@ -63,7 +63,7 @@ class Producers:
         return verdicts
 
     def missing(self, fields: Sequence[str], now: float) -> str | None:
-        """A field whose producers are lost, None when there is none."""
+        """A field with lost producers, or None."""
         for name in fields:
             producers = self._fields.get(name)
             if (

@@ -20,13 +20,13 @@ from transfer_queue.control.writing import WRITERS, Reservation
 from transfer_queue.errors import TransferQueueError
 
 MOST_OF_A_PAGE = 5_000
-"""Samples or keys of one reply: what takes a few milliseconds, so that a long list holds up nobody."""
+"""Samples or keys per reply. A page takes a few milliseconds, so a long list blocks no other client."""
 MOST_STATUS = 200_000
-"""Samples of one reply that is made of arrays alone."""
+"""Samples per reply that consists of arrays only."""
 
 
 def describe(state: PlaneState, request: p.Describe) -> p.Reply:
-    """Metadata of samples, consumed or not; a page of all that the partition counts when none are named."""
+    """Metadata of samples, consumed or not; without indexes, a page of all samples that the partition reports."""
     partition, more, fields = state.get(request.partition), False, request.fields
     if request.indexes is None:
         rows, more = partition.page(request.after, _page(request.limit))
@@ -47,7 +47,7 @@ def _page(limit: int, most: int = MOST_OF_A_PAGE) -> int:
 
 
 def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
-    """One int8 per sample; zeros for a task never seen."""
+    """One int8 per sample; zeros for an unknown task."""
     partition = state.partitions.get(request.partition)
     if request.summary:
         return p.Done(request.id, partition is not None and _all_consumed(partition, request.task))
@@ -61,7 +61,7 @@ def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Rep
 
 
 def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply:
-    """[samples, fields] int8, columns in order of registration; unknown when a field is."""
+    """[samples, fields] int8, columns in order of registration; unknown if a field is."""
     partition = state.partitions.get(request.partition)
     if partition is None or not request.fields or not set(request.fields) <= set(partition.schema.names):
         return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
@@ -75,7 +75,7 @@ def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply
 
 
 def _all_consumed(partition: Partition, task: str) -> bool:
-    """Of the rows that status calls report there are some, and the task has consumed every one of them."""
+    """Whether there are rows that status calls report, and the task has consumed all of them."""
     consumer = partition.consumers.get(task)
     return bool(consumer and partition.num_live and not consumer.num_unconsumed and not partition.lacks_inserts())
 
@@ -86,13 +86,13 @@ def _all_produced(partition: Partition, fields: list[str]) -> bool:
 
 
 def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
-    """None for a sample without a key."""
+    """Keys of samples; None for a sample without a key."""
     partition = state.get(request.partition)
     return p.Names(request.id, [partition.keys.key_of(i) for i in p.unpack_indexes(request.indexes).tolist()])
 
 
 def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
-    """A page of the keys of published samples and their tags; unknown partition: nothing."""
+    """A page of the keys of published samples and their tags; empty for an unknown partition."""
     names = list(state.partitions) if request.partition is None else [request.partition]
     room, more, last = _page(request.limit), False, request.after
     keys: dict[str, dict[str, p.Tags]] = {}
@@ -120,9 +120,9 @@ def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[
 
 
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
-    """Numbers of every partition, task and client, and which requests wait for what since when.
+    """Statistics of every partition, task and client, and the waiting requests with what they wait for.
 
-    ``abandoned``: a field of the partition whose producers are lost.
+    ``abandoned``: a field of the partition with lost producers.
     """
     waiting = [
         {
@@ -143,7 +143,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
 
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
-    """What each session holds. ``unreceived``: answers that its client hasn't said to have."""
+    """What each session holds. ``unreceived``: answers that its client has not confirmed."""
     freezes, leaves = state.frozen.by_client(), state.frozen.leaves_by_client()
     parked = Counter(each.client for each in state.waiters.all())
     clients = {}
@@ -159,7 +159,7 @@ def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
 
 
 def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any]:
-    """What a parked request waits for: of the samples that a fetch has still to get, ``lacking`` counts by field."""
+    """What a parked request waits for: ``lacking`` counts, by field, the undrawn samples without it."""
     if isinstance(request, p.ResolveKeys):
         return {"wanted": len(request.keys)}
     if not isinstance(request, p.Fetch):
@@ -167,12 +167,12 @@ def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
     try:
         if partition is None:
-            told = p.NotReady(request.id, task.needed(request), 0, 0)
+            missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            told = Service(request, partition, task).not_ready(now)
-    except TransferQueueError as error:  # decided by the next request of its task; others want their numbers anyway
+            missing = Service(request, partition, task).not_ready(now)
+    except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
-    return {"fields": request.fields, "wanted": told.wanted, "ready": told.ready, "lacking": told.lacking}
+    return {"fields": request.fields, "wanted": missing.wanted, "ready": missing.ready, "lacking": missing.lacking}
 
 
 def _partition_stats(partition: Partition) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples ready for one (task, fields): kept by each publish, read in O(batch), never rescanned."""
+"""Ready samples for one (task, fields): updated by each publish, read in O(batch), never rescanned."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transfer_queue.control.rows import Rows, ascending
 
 _BLOCK = 1024
 _AHEAD = 64
-"""Blocks whose counts are looked at together."""
+"""Blocks with counts that are examined together."""
 
 
 class ReadySet:
-    """A bit per row and a count per block of rows, so that finding the first ready ones skips empty blocks."""
+    """A bit per row and a count per block of rows, so that a search for ready rows skips empty blocks."""
 
     def __init__(self, ready: npt.NDArray[np.bool_] | None = None) -> None:
-        """``ready``: which rows are so from the start."""
+        """``ready``: the rows that are ready from the start."""
         given = 0 if ready is None else len(ready)
         num_blocks = given // _BLOCK + 1
         self._mask = np.zeros(num_blocks * _BLOCK, dtype=np.bool_)
@@ -28,11 +28,11 @@ class ReadySet:
             self._mask[:given] = ready
         self._counts = np.add.reduce(self._mask.reshape(num_blocks, _BLOCK), axis=1, dtype=np.int64)
         self.count = int(self._counts.sum())
-        self._first_block = 0  # those below are empty
+        self._first_block = 0  # blocks below it are empty
         self._hidden: list[Rows] = []
 
     def add(self, rows: Rows) -> None:
-        """Rows become ready; those that are already, stay so. A row named twice counts once."""
+        """Make rows ready. Ready rows stay ready, and repeated rows count once."""
         if not len(rows):
             return
         rows = ascending(rows)
@@ -41,11 +41,11 @@ class ReadySet:
         self._change(rows[~self._mask[rows]], present=True)
 
     def discard(self, rows: Rows) -> None:
-        """Rows are no longer ready; those that weren't, stay so."""
+        """Make rows not ready."""
         self._change(self._those_ready(rows), present=False)
 
     def hide(self, rows: Rows) -> None:
-        """Discard rows until ``unhide``: promised to one rank while the others' shares are drawn."""
+        """Make rows not ready until ``unhide``: they are one rank's share while the other shares are drawn."""
         hidden = self._those_ready(rows)
         self._change(hidden, present=False)
         self._hidden.append(hidden)
@@ -95,9 +95,9 @@ class ReadySet:
 
 
 class ReadyView(Sequence[int]):
-    """What a sampler sees: the global indexes that are ready, ascending. Cheap at its front.
+    """What a sampler sees: the global indexes that are ready, ascending. Access near the front is cheap.
 
-    Valid while the sampler runs.
+    It is valid while the sampler runs.
     """
 
     def __init__(self, ready: ReadySet, index_column: npt.NDArray[np.int64]) -> None:

@@ -15,19 +15,19 @@ _MIN_ROWS = 64
 
 
 class RowState:
-    """Life of a row. Status calls count FREE, HELD_FREE and LIVE rows; only LIVE ones can be fetched."""
+    """The states of a row. Status calls count FREE, HELD_FREE and LIVE rows; only LIVE rows can be fetched."""
 
     # Plain ints: NumPy takes 2 us to compare a column with a member of an Enum.
 
-    FREE = 0  # pre-allocated, taken by the next insert
+    FREE = 0  # pre-allocated for the next insert
     HELD = 1  # reserved by a writer
-    HELD_FREE = 2  # reserved by a writer, out of the pre-allocated ones
+    HELD_FREE = 2  # reserved by a writer, from the pre-allocated ones
     LIVE = 3  # a sample
-    DEAD = 4  # cleared, or given back; dropped at the next compaction
+    DEAD = 4  # cleared or released; removed by the next compaction
 
 
 def one_of(*states: int) -> npt.NDArray[np.bool_]:
-    """To be indexed by a state column: True where the row is in one of these states."""
+    """A table to be indexed by a state column: True for these states."""
     table = np.zeros(RowState.DEAD + 1, dtype=np.bool_)
     table[list(states)] = True
     return table
@@ -39,15 +39,15 @@ def ascending(rows: Rows) -> Rows:
 
 
 def all_of(mask: npt.NDArray[np.bool_]) -> bool:
-    """``mask.all()``, which costs a request of one sample several times as much."""
+    """``mask.all()``, which is several times as expensive for a request of one sample."""
     return int(np.count_nonzero(mask)) == len(mask)
 
 
 class RowTable:
-    """Named columns of equal length that grow together, and shrink when half the rows are dead.
+    """Named columns of equal length that grow together, and shrink once half of the rows are dead.
 
-    Row numbers are internal and change when ``compact`` says so; global indexes are what leaves this file. What a
-    column holds beyond the used rows is its fill, so that new rows need no writing.
+    Row numbers are internal and change in ``compact``; other files store global indexes. Beyond the used rows, a
+    column contains its fill value, so that new rows need no writing.
     """
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class RowTable:
         return len(self._columns["index"]) if self._columns else _MIN_ROWS
 
     def add_column(self, name: str, dtype: Any, fill: Any = 0, width: int | None = None) -> None:
-        """A new column, ``fill`` in every present and future row."""
+        """Add a column with ``fill`` in every present and future row."""
         shape = (self.capacity,) if width is None else (self.capacity, width)
         self._columns[name] = _filled(shape, dtype, fill)
         self._fill[name] = fill
 
     def drop_column(self, name: str) -> None:
-        """Forget a column."""
+        """Delete a column."""
         self._columns.pop(name, None)
         self._fill.pop(name, None)
 
@@ -80,11 +80,11 @@ class RowTable:
         return name in self._columns
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """View of the used rows: valid until the next ``append`` or ``compact``."""
+        """View of the used rows, valid until the next ``append`` or ``compact``."""
         return self._columns[name][: self.size]
 
     def append(self, indexes: Indexes, state: int) -> Rows:
-        """New rows at the end. ``indexes`` must be larger than all before: the allocator only counts up."""
+        """Add rows at the end. ``indexes`` must be larger than all existing ones; the allocator only counts up."""
         count = len(indexes)
         start, stop = self.size, self.size + count
         if stop > self.capacity:
@@ -102,7 +102,7 @@ class RowTable:
             self._columns[name] = grown
 
     def find(self, indexes: Indexes) -> tuple[Rows, npt.NDArray[np.bool_]]:
-        """(rows, found): found is False where the partition has no such row, or it is dead; that row is then 0."""
+        """(rows, found): found is False if the partition has no such live row; its row number is then 0."""
         own = self.column("index")
         if not self.size:
             return np.zeros(len(indexes), dtype=np.intp), np.zeros(len(indexes), dtype=np.bool_)
@@ -116,12 +116,12 @@ class RowTable:
         return rows, found
 
     def spans(self, first: int, last: int) -> bool:
-        """May some of the indexes from ``first`` to ``last`` be here?"""
+        """Whether some indexes from ``first`` to ``last`` may be here."""
         own = self._columns["index"]
         return bool(self.size) and own.item(0) <= last and own.item(self.size - 1) >= first
 
     def mark_dead(self, rows: Rows) -> None:
-        """The rows' samples are gone. ``rows`` must not be dead yet."""
+        """Mark rows as dead. They must not be dead yet."""
         self.column("state")[rows] = RowState.DEAD
         self.num_dead += len(rows)
 
@@ -129,7 +129,7 @@ class RowTable:
         return self.num_dead > _MIN_ROWS and self.num_dead * 2 > self.size
 
     def compact(self) -> None:
-        """Drop dead rows. Every row number known outside is void afterwards."""
+        """Remove dead rows. All row numbers become invalid."""
         alive = self.column("state") != RowState.DEAD
         size = int(np.count_nonzero(alive))
         capacity = max(_MIN_ROWS, size + size // 4)
@@ -141,7 +141,7 @@ class RowTable:
 
 
 def _filled(shape: tuple[int, ...], dtype: Any, fill: Any) -> npt.NDArray[Any]:
-    """Memory full of zeros takes no pages before it is written."""
+    """Zero-filled memory takes no pages until it is written."""
     array = np.zeros(shape, dtype=dtype)
     if isinstance(fill, np.ndarray) or fill:
         array[:] = fill

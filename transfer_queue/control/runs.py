@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A set of whole numbers kept as runs: as small as the number of its gaps, however many numbers it holds."""
+"""A set of whole numbers stored as runs: its size depends on the number of gaps, not of members."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import pairwise
 
 
 class Runs:
-    """Numbers from 0 on. Disjoint runs [start, stop), ascending and not touching each other."""
+    """Numbers from 0 on, as disjoint runs [start, stop), ascending and not touching."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
 
     def __len__(self) -> int:
-        """How many runs."""
+        """The number of runs."""
         return len(self._starts)
 
     def __contains__(self, number: int) -> bool:
@@ -24,22 +24,22 @@ class Runs:
         return at >= 0 and number < self._stops[at]
 
     def below(self, number: int) -> int:
-        """One more than the largest member below ``number``, 0 when there is none."""
+        """One more than the largest member below ``number``; 0 if there is none."""
         at = bisect_right(self._starts, number - 1) - 1
         return 0 if at < 0 else min(number, self._stops[at])
 
     def end(self) -> int:
-        """One more than the largest member, 0 without any."""
+        """One more than the largest member; 0 if there is none."""
         return self._stops[-1] if self._stops else 0
 
     @property
     def edges(self) -> tuple[list[int], list[int]]:
-        """(starts, stops): what ``of_edges`` takes."""
+        """(starts, stops), as ``of_edges`` takes them."""
         return list(self._starts), list(self._stops)
 
     @classmethod
     def of_edges(cls, starts: Sequence[int], stops: Sequence[int]) -> Runs:
-        """Raises ValueError unless the runs are disjoint, ascending, and don't touch each other."""
+        """Raises ValueError unless the runs are disjoint, ascending and not touching."""
         edges = [edge for run in zip(starts, stops, strict=True) for edge in run]
         if edges and (edges[0] < 0 or any(left >= right for left, right in pairwise(edges))):
             raise ValueError(f"runs of numbers must ascend, got {edges[:10]}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The saved form of a control plane: plain data. Arrays are raw little-endian bytes, one entry per row.
 
-It lies in checkpoints: add fields with a default, never rename or renumber.
+Checkpoints contain it: add fields with a default, never rename or renumber.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SavedBatch(msgspec.Struct):
 
 
 class SavedRank(msgspec.Struct):
-    """Batches drawn for a rank, settled or not, as runs [start, stop); and which one an unnamed fetch means."""
+    """Batches drawn for a rank, as runs [start, stop), and the next one for a fetch without batch_index."""
 
     rank: int | None
     starts: list[int]
@@ -58,7 +58,7 @@ class SavedConsumer(msgspec.Struct):
 
 
 class SavedField(msgspec.Struct):
-    """``has`` bool per row; ``shapes`` int32 [rows, ndim], where rows differ. ``written`` False: only asked for."""
+    """``has`` bool per row; ``shapes`` int32 [rows, ndim] if rows differ. ``written`` False: only expected."""
 
     name: str
     written: bool
@@ -73,9 +73,9 @@ class SavedField(msgspec.Struct):
 
 
 class SavedPartition(msgspec.Struct):
-    """Rows are samples and pre-allocated ones (``state`` uint8). What a writer had reserved is not among them;
+    """Rows are samples and pre-allocated ones (``state`` uint8), without the rows that writers had reserved.
 
-    ``missing_free`` counts those of its rows that were pre-allocated.
+    ``missing_free`` counts the reserved rows that were pre-allocated.
     """
 
     name: str
@@ -101,14 +101,14 @@ class SavedPartition(msgspec.Struct):
 
 
 class SavedSampler(msgspec.Struct):
-    """What a sampler remembers; ``kind`` is its class."""
+    """A sampler's state; ``kind`` is its class."""
 
     kind: str
     state: dict[str, Any]
 
 
 class SavedTask(msgspec.Struct):
-    """``sampler`` None: the task draws with the queue's own."""
+    """``sampler`` None: the task uses the queue's default sampler."""
 
     name: str
     spec: Any = None

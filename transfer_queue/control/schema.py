@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of one partition: dtype, shape of a row, and the shapes row by row where they differ."""
+"""The fields of one partition: dtype, shape of a row, and one shape per row if they differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_SIZE = 2**31 - 1
 
 @dataclass(slots=True)
 class _Field:
-    """``shape`` None: rows differ; ``ndim`` is their rank once shapes are kept; ``mixed``: even the rank differs."""
+    """``shape`` None: rows differ; ``ndim``: the rank, if shapes are stored per row; ``mixed``: ranks differ, too."""
 
     dtype: str | None
     shape: tuple[int, ...] | None
@@ -34,7 +34,7 @@ def _kind(dtype: str | None) -> str:
 
 
 class Schema:
-    """Which field of which row is there, and what it looks like. Field columns live in the partition's table."""
+    """Which rows have which field, with its dtype and shapes. Field columns are in the partition's table."""
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
@@ -42,18 +42,18 @@ class Schema:
 
     @property
     def names(self) -> list[str]:
-        """Fields in order of registration, asked-for but never written ones included."""
+        """Fields in order of registration, including expected ones without values."""
         return list(self._fields)
 
     def written(self) -> list[str]:
-        """Fields that hold values in some row, in order of registration."""
+        """Fields that some row has, in order of registration."""
         return [name for name, field in self._fields.items() if field is not None]
 
     def dtypes(self) -> dict[str, str | None]:
         return {name: field.dtype for name, field in self._fields.items() if field is not None}
 
     def knows(self, name: str) -> bool:
-        """Was the field written or asked for?"""
+        """Whether the field was written or expected."""
         return name in self._fields
 
     def expect(self, name: str) -> None:
@@ -63,13 +63,13 @@ class Schema:
             self._table.add_column(_has(name), np.bool_, False)
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
-        """[rows] is the field there? False everywhere for an unknown field."""
+        """[rows] Which rows have the field. All False for an unknown field."""
         if name not in self._fields:
             return np.zeros(self._table.size, dtype=np.bool_)
         return self._table.column(_has(name))
 
     def complete(self, rows: Rows, names: Iterable[str]) -> npt.NDArray[np.bool_]:
-        """[len(rows)] are all the named fields there?"""
+        """[len(rows)] Which of these rows have all the named fields."""
         result: npt.NDArray[np.bool_] | None = None
         for name in names:
             if name not in self._fields:
@@ -83,9 +83,9 @@ class Schema:
         return [name for name in self.written() if all_of(self.has(name)[rows])]
 
     def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
-        """Raises SchemaConflictError where a dtype differs from what the field already holds.
+        """Raises SchemaConflictError if a dtype differs from the field's existing one.
 
-        ``num_rows``: of the put that the shapes per row are about.
+        ``num_rows``: of the put with these per-row shapes.
         """
         for name, spec in specs.items():
             known = self._fields.get(name)
@@ -98,7 +98,9 @@ class Schema:
                 _check_shapes(spec, num_rows, name)
 
     def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> dict[str, Rows]:
-        """The rows have these fields now; returns those that hadn't, each once. Call ``check`` first."""
+        """Record that the rows have these fields now. Returns, by field, the rows that did not, each once. Call
+        ``check`` first.
+        """
         news = {}
         for name, spec in specs.items():
             self.expect(name)
@@ -118,7 +120,7 @@ class Schema:
         return news
 
     def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
-        """Keep a shape per row from now on; give that up where the rank differs too."""
+        """Store a shape per row from now on, unless ranks differ, too."""
         before, field.shape, field.is_nested = field.shape, None, True
         if field.mixed:
             return
@@ -134,7 +136,7 @@ class Schema:
     # ---- checkpoints ----
 
     def save(self, rows: Rows) -> list[SavedField]:
-        """Every field as these rows have it, in order of registration."""
+        """Save every field for these rows, in order of registration."""
         return [self._save(name, rows) for name in self._fields]
 
     def _save(self, name: str, rows: Rows) -> SavedField:
@@ -148,7 +150,7 @@ class Schema:
         )  # fmt: skip
 
     def load(self, fields: Iterable[SavedField]) -> None:
-        """Become what was saved. The schema must be new, the table's rows those that were saved."""
+        """Load a saved state into a new schema; its table must have exactly the saved rows."""
         for saved in fields:
             self.expect(saved.name)
             self._table.column(_has(saved.name))[:] = np.frombuffer(saved.has, dtype=np.bool_)
@@ -157,13 +159,13 @@ class Schema:
             field = _Field(saved.dtype, saved.shape, saved.is_nested, saved.is_non_tensor, saved.ndim, saved.mixed)
             self._fields[saved.name] = field
             if saved.ndim is not None:
-                # Rows without the field show its fill, as they do where it was never saved.
+                # Rows without the field have its fill value, as if it was never saved.
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(self._table.size, saved.ndim)
                 self._table.add_column(_shapes(saved.name), np.int32, width=saved.ndim)
                 self._table.column(_shapes(saved.name))[:] = shapes
 
     def spec(self, name: str, rows: Rows) -> FieldSpec:
-        """The field as these rows have it; a field without values is a placeholder."""
+        """Describe the field for these rows; a field without values is a placeholder."""
         field = self._fields.get(name)
         if field is None:
             return FieldSpec(None, None)
@@ -182,7 +184,7 @@ def _shapes(name: str) -> str:
 
 
 def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:
-    """Raises InvalidRequestError for shapes that can't be those of so many rows."""
+    """Raises InvalidRequestError for shapes that don't fit this number of rows."""
     if spec.row_shapes is not None:
         if len(spec.row_shapes) % (4 * count) if count else spec.row_shapes:
             raise InvalidRequestError(
@@ -194,7 +196,7 @@ def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:
 
 
 def _row_shapes(spec: FieldSpec, count: int) -> npt.NDArray[np.int32] | None:
-    """[count, ndim], None where nobody told."""
+    """[count, ndim]; None if the shapes are unknown."""
     if spec.row_shapes is not None:
         return np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, -1 if spec.row_shapes else 0)
     if spec.shape is None:

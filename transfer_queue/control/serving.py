@@ -21,14 +21,14 @@ from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
 
 QUIET_S = 2.0
-"""A finite stream that nobody sealed ends with a short batch once nothing was published for so long."""
+"""A finite unsealed stream ends with a short batch once nothing was published for this long."""
 
 _ALL_RANKS = -1
 _FROM_0 = ("dp_rank", "batch_index", "first_index", "skip", "pass_start")
 
 
 def check_fetch(fetch: Fetch, task: Task) -> None:
-    """Raises InvalidRequestError for what can't be right whatever is ready, before anything is consumed."""
+    """Raises InvalidRequestError for a fetch that can never succeed, before anything is consumed."""
     if not fetch.fields:
         raise InvalidRequestError("a fetch must name at least one field, got data_fields=[].")
     if fetch.batch_size < 1:
@@ -52,7 +52,7 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
 
 
 class Taken(Record):
-    """A batch of a fetch that named none: ``drawn`` without a ledger, or the rank's next one of it, ``batch``."""
+    """The batch of a fetch without batch_index: ``drawn`` samples without a ledger, or ledger entry ``batch``."""
 
     __slots__ = ("_packed", "_state", "batch", "consumer", "drawn", "num_resets", "partition", "serial", "task")
 
@@ -63,7 +63,7 @@ class Taken(Record):
         super().__init__(Fetch, reply)
         self._state = state
         self.partition, self.serial, self.task = partition.name, partition.serial, consumer.task
-        self.consumer = consumer  # itself: the task may be forgotten and come again
+        self.consumer = consumer  # the object itself, because the task may be deleted and created again
         self.num_resets = consumer.ledger.num_resets
         self.drawn, self.batch = drawn, batch
         self._packed = reply.indexes
@@ -82,7 +82,7 @@ class Taken(Record):
 
 
 def _give_back(partition: Partition, taken: Taken) -> None:
-    """The batch came to nobody: its samples are drawn again, or the rank's share of a round is its next one again."""
+    """Undo a batch that no client received: its samples are drawn again, or its rank gets the same share again."""
     consumer = partition.consumers.get(taken.task)
     if consumer is not taken.consumer or consumer.ledger.num_resets != taken.num_resets:
         return  # it may be drawn again already
@@ -102,7 +102,7 @@ def _give_back(partition: Partition, taken: Taken) -> None:
 
 
 class Service:
-    """One fetch against one partition. ``answer`` may be asked again and again until it is not None."""
+    """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
     def __init__(self, fetch: Fetch, partition: Partition, task: Task) -> None:
         self._fetch = fetch
@@ -119,7 +119,7 @@ class Service:
         return None if self._rank is None else self._consumer.ledger.next_index(self._rank)
 
     def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | None:
-        """None: nothing to say yet. ``waited``: the fetch's deadline has come."""
+        """The answer, or None if it is not decided yet. ``waited``: the fetch's deadline has passed."""
         batch_index = self._batch_index()
         if self._is_past_end(batch_index):
             return Ended(self._fetch.id, "consumed")
@@ -132,17 +132,17 @@ class Service:
                 reply = Service(fetch, self._partition, self._task).answer(now, may_draw, waited)
                 if not isinstance(reply, Batch):
                     return reply
-        told = self._told_before(batch_index)
-        if told is not None or not may_draw:
-            return told
+        known_end = self._known_end(batch_index)
+        if known_end is not None or not may_draw:
+            return known_end
         draw = self._draw(batch_index)
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
         return self._end(draw, now, waited)
 
-    def _told_before(self, batch_index: int | None) -> Ended | None:
-        """The end, where that was decided by an earlier fetch."""
+    def _known_end(self, batch_index: int | None) -> Ended | None:
+        """The end of stream, if an earlier fetch decided it."""
         if self._consumer.ended is not None:
             return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
         if self._consumer.is_over(batch_index):
@@ -152,12 +152,12 @@ class Service:
         return None
 
     def taken(self, state: PlaneState, batch: Batch) -> Taken:
-        """What this batch, which the fetch didn't name, took from those that come after it."""
+        """Record what this batch took, for a fetch that did not name it."""
         key = None if batch.batch_index is None else (self._rank, batch.batch_index)
         return Taken(state, batch, self._partition, self._consumer, self._drawn, key)
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
-        """Was this round a tail that ran out before it came to this rank?"""
+        """Whether this round was a tail that did not reach this rank."""
         ranks = range(self._dp_size or 1)
         if batch_index is None or len(ranks) == 1 or self._task.tail_policy(self._dp_size) != "uneven_ok":
             return False
@@ -168,7 +168,7 @@ class Service:
         return any(entry is not None and entry.dp_size == self._dp_size for entry in entries)
 
     def _skipped(self, key: BatchKey) -> range:
-        """Batches before this one that weren't drawn yet: drawn later they could starve, its samples being gone."""
+        """Earlier batches that were not drawn yet. They must go first, because this batch could take their samples."""
         if self._fetch.first_index is None:
             return range(0)
         return range(self._consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
@@ -195,7 +195,7 @@ class Service:
         )  # fmt: skip
 
     def _check_free(self, batch_index: int | None) -> None:
-        """A round is drawn for all ranks, so none of them may have its batch of it already."""
+        """A round is drawn for all ranks, so none of them may already have this batch."""
         ledger, ranks = self._consumer.ledger, range(self._dp_size or 0)
         taken = [] if batch_index is None else [rank for rank in ranks if ledger.holds((rank, batch_index))]
         if taken:
@@ -206,7 +206,7 @@ class Service:
             )
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
-        """Write the round down, then answer the rank that asked."""
+        """Write the round to the ledger, and answer the requesting rank."""
         draw.forget()
         if draw.batch_index is None:
             fresh = shares[0].consumed[self._consumer.given[shares[0].consumed] == 0]
@@ -223,11 +223,11 @@ class Service:
             entry.owned = self._consumer.give(share.consumed, entry.number)
             if rank == self._rank:
                 reply = self._entry_batch(entry, share.rows)
-        # None: a tail that didn't reach this rank.
+        # None: a tail that did not reach this rank.
         return reply or Ended(self._fetch.id, self._consumer.ended or "consumed", self._consumer.dropped)
 
     def _over(self, batch_index: int | None, dropped: int = 0) -> Ended:
-        """The end, for now, of a stream that nobody sealed."""
+        """The current end of an unsealed stream."""
         start = self._fetch.pass_start
         if batch_index is not None and start is not None and start < batch_index:
             self._consumer.end_pass(self._readers(), batch_index)
@@ -236,18 +236,18 @@ class Service:
         return Ended(self._fetch.id, "consumed", dropped)
 
     def _readers(self) -> int | None:
-        """What shares a pass: all ranks where rounds are drawn, else a rank's own readers."""
+        """The readers that share a pass: all ranks if rounds are drawn, else a rank's own readers."""
         return self._rank if self._dp_size is None else _ALL_RANKS
 
     def _is_past_end(self, batch_index: int | None) -> bool:
-        """Before the ledger is looked at: a reader of the next pass may have drawn this batch already."""
+        """Checked before the ledger, because a reader of the next pass may have drawn this batch already."""
         start = self._fetch.pass_start
         if not self._fetch.finite or start is None or batch_index is None:
             return False
         return self._consumer.is_past_end(self._readers(), start, batch_index)
 
     def _from_ledger(self, entry: Entry) -> Batch | None:
-        """None while its samples lack fields: it was drawn by a fetch that asked for others."""
+        """None while its samples lack fields, because the fetch that drew it asked for others."""
         if self._fetch.skip:
             return self._rest(entry, self._fetch.skip)
         rows = self._partition.rows_of(entry.indexes)
@@ -259,7 +259,7 @@ class Service:
         return self._entry_batch(entry, rows)
 
     def _rest(self, entry: Entry, skip: int) -> Batch | None:
-        """The rows of a batch behind the first ones, which may be cleared."""
+        """The remaining rows of a batch; the skipped ones may be cleared."""
         indexes, padding = entry.indexes[skip:], entry.padding
         rows = self._partition.rows_of(indexes)
         if not all_of(self._partition.schema.complete(rows, self._fetch.fields)):
@@ -273,13 +273,13 @@ class Service:
         return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
 
     def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
-        """The round can't be filled now: is that final?"""
+        """Decide whether a round that can't be filled now will ever be."""
         if self._fetch.finite and self._partition.is_exhausted(self._consumer):
             return self._over(draw.batch_index)
         if not self._is_closed(now, waited):
             return None
         ready = self._consumer.ready(draw.fields).count
-        coming = self._partition.num_held + self._consumer.num_undrawn - ready  # under way, or lacking fields
+        coming = self._partition.num_held + self._consumer.num_undrawn - ready  # reserved, or lacking fields
         policy = self._task.tail_policy(self._dp_size)
         if coming and (policy != "drop" or ready + coming >= draw.needed()):
             return None
@@ -312,7 +312,7 @@ class Service:
         )  # fmt: skip
 
     def not_ready(self, now: float) -> NotReady:
-        """Why there is no batch yet, in numbers: of the samples still to draw, or of a batch that lacks fields."""
+        """Why there is no batch yet, in numbers of undrawn samples, or of a batch that lacks fields."""
         partition, fetch = self._partition, self._fetch
         batch_index = self._batch_index()
         entry = None if batch_index is None else self._consumer.ledger.get((self._rank, batch_index))
@@ -336,7 +336,7 @@ def describe(
     request_id: int, partition: Partition, indexes: Indexes, fields: list[str], rows: Rows, *, token: str | None = None,
     batch_index: int | None = None, padding: npt.NDArray[np.uint8] | None = None, keys: list[str] | None = None,
 ) -> Batch:  # fmt: skip
-    """What is known of these samples, which lie in these rows; fields that the partition doesn't know are left out."""
+    """Describe these samples, which have these rows. Fields that the partition doesn't know are left out."""
     schema = partition.schema
     status = schema.complete(rows, fields)
     return Batch(

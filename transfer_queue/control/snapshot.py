@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a control plane as plain data, and back: what a checkpoint holds besides the values."""
+"""Converts the state of a control plane to plain data and back, for checkpoints."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _Format(msgspec.Struct):
 
 
 def snapshot(state: PlaneState, now: float) -> bytes:
-    """Everything that decides about later requests, but for sessions: what they wait for, reserved, or produce.
+    """Save everything that affects later requests, except the state of sessions (waits, reservations, producers).
 
     Raises:
-        CheckpointError: what a sampler remembers is no plain data.
+        CheckpointError: a sampler's state is not plain data.
     """
     saved = SavedQueue(
         FORMAT, state.allocator.next_index, state.incarnations,
@@ -102,7 +102,7 @@ def _kind(sampler: BaseSampler) -> str:
 
 
 def decode(data: bytes) -> SavedQueue:
-    """Raises CheckpointError for what is no saved state, or one of a newer version."""
+    """Raises CheckpointError for data that is not a saved state, or has a newer version."""
     try:
         found = msgspec.msgpack.decode(data, type=_Format).format
         if found == FORMAT:
@@ -116,24 +116,25 @@ def decode(data: bytes) -> SavedQueue:
 
 
 def saved_indexes(saved: SavedQueue) -> Indexes:
-    """All indexes that the saved rows have."""
+    """All indexes of the saved rows."""
     return np.concatenate([np.empty(0, np.int64), *(unpack_indexes(each.index) for each in saved.partitions)])
 
 
 class Restored:
-    """What a saved state makes of a plane: built aside, so that nothing has changed where that fails."""
+    """A plane's new state, built separately, so that nothing has changed if that fails."""
 
     def __init__(self, saved: SavedQueue, state: PlaneState, shift: int, now: float) -> None:
-        """
+        """Build the new state.
+
         Raises:
-            CheckpointError: the saved state contradicts itself, or needs a sampler that isn't there.
+            CheckpointError: the saved state contradicts itself, or needs a missing sampler.
             StorageFullError: it holds more samples than the queue may.
         """
         first = max(state.allocator.next_index, saved.next_index + shift)
         if not 0 <= first < MAX_INDEX:
             raise CheckpointError(f"the saved state's next index is out of range: {saved.next_index}.")
         self.allocator = IndexAllocator(first)
-        # A number that no token bears: those that were handed out since the state was saved must settle nothing here.
+        # No token may contain this number yet: tokens issued since the save must not match.
         self.incarnations = max(state.incarnations, saved.incarnations) + 1
         self.tasks = _restore_tasks(saved, state, shift)
         self.partitions: dict[str, Partition] = {}
@@ -190,7 +191,7 @@ def _check(partitions: Mapping[str, Partition], allocator: IndexAllocator) -> No
 
 
 def _restore_tasks(saved: SavedQueue, state: PlaneState, shift: int) -> Tasks:
-    """Tasks as they were saved, and those that only this queue knows. Samplers are new objects."""
+    """The saved tasks, and those that only this queue has. Samplers are new objects."""
     default = _restore_sampler(_copy(state.tasks.default), saved.sampler, shift)
     tasks = Tasks(default, state.config.sampler_modules)
     for task in state.tasks:
@@ -208,7 +209,7 @@ def _sampler_of(saved: SavedTask, tasks: Tasks, state: PlaneState) -> BaseSample
     if saved.spec is not None:
         with foreign(f"the sampler of task {saved.name!r}"):
             return resolve(saved.spec, state.config.sampler_modules)
-    sampler = tasks.get(saved.name).sampler  # one that was given as an object can't be made anew
+    sampler = tasks.get(saved.name).sampler  # a sampler that was given as an object can't be rebuilt
     if saved.sampler is not None and _kind(sampler) != saved.sampler.kind:
         raise CheckpointError(
             f"task {saved.name!r} drew with a {saved.sampler.kind}, here it has {_kind(sampler)}. Give the task the "
@@ -223,7 +224,7 @@ def _copy(sampler: BaseSampler) -> BaseSampler:
 
 
 def _restore_sampler(sampler: BaseSampler, saved: SavedSampler, shift: int) -> BaseSampler:
-    """With the state that was saved, if it is of the same class: another one couldn't read it."""
+    """Load the saved state if the class is the same; another class couldn't read it."""
     if _kind(sampler) != saved.kind:
         return sampler
     with foreign(sampler):
@@ -242,14 +243,14 @@ def _is_bare(saved: Mapping[str, Any], fresh: Mapping[str, Any]) -> bool:
 
 
 def _leaves(value: Any) -> bool:
-    """Is there anything but empty containers?"""
+    """Whether it contains anything but empty containers."""
     if isinstance(value, Mapping):
         return any(map(_leaves, value.values()))
     return any(map(_leaves, value)) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else True
 
 
 def rows_with(saved: SavedPartition) -> tuple[Indexes, dict[str, Rows]]:
-    """Samples of a saved partition, and for each field the positions of those that have it."""
+    """Samples of a saved partition, and by field the positions of the samples that have it."""
     live = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
     has = {each.name: np.frombuffer(each.has, dtype=np.bool_)[live].nonzero()[0] for each in saved.fields}
     return unpack_indexes(saved.index)[live], {name: rows for name, rows in has.items() if len(rows)}

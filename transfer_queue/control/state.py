@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verbs of the plane share: partitions, tasks, sessions, parked requests, and partitions to look at again."""
+"""The state that the plane's verbs share: partitions, tasks, sessions, parked requests, dirty partitions."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from transfer_queue.sampler.sequential_sampler import SequentialSampler
 from transfer_queue.utils.wait_queue import WaitQueue
 
 _SLICE = 20_000
-"""Keys and tags that are freed at a time: a few milliseconds."""
+"""Keys and tags freed at a time, which takes a few milliseconds."""
 
 
 class Chore(NamedTuple):
-    """Values that may lie in storage and belong to nobody any more: to be deleted there."""
+    """Values that may be in storage and belong to no sample any more, to be deleted."""
 
     indexes: Indexes
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneConfig:
-    """What the plane must know at start.
+    """The plane's settings.
 
-    ``capacity``: most samples held at once, None unlimited. ``preallocate``: least room a new partition makes.
-    ``producer_grace_s``: how long a dead producer may be replaced before requests that wait for its fields are told.
+    ``capacity``: most samples stored at once, None unlimited. ``preallocate``: the fewest samples a new partition makes
+    room for.
+    ``producer_grace_s``: how long a dead producer may be replaced before fetches of its fields fail.
     """
 
     sampler: BaseSampler = field(default_factory=SequentialSampler)
@@ -62,7 +63,7 @@ def plane_config(config: QueueConfig, sampler: Any, preallocate: int) -> PlaneCo
 
 
 class PlaneState:
-    """Mutated by the verbs; only ``touched`` lanes are looked at again after a request."""
+    """The verbs change it. After a request, only dirty partitions (``touched``) are examined again."""
 
     def __init__(self, config: PlaneConfig) -> None:
         self.config = config
@@ -71,7 +72,7 @@ class PlaneState:
         self.allocator = IndexAllocator()
         self.waiters = Waiters()
         self.writers: WaitQueue[Parked] = WaitQueue()
-        """Those of the waiters that need room for samples."""
+        """The parked requests that need room for samples."""
         self.producers = Producers(config.producer_grace_s)
         self.touched: dict[str, str | None] = {}
         self.cut_off: list[Parked] = []
@@ -82,11 +83,11 @@ class PlaneState:
         self.calls = Calls()
 
     def touch(self, partition: str, task: str | None = None) -> None:
-        """Something in this partition may have decided a parked fetch, of this task (None: of any)."""
+        """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now."""
         self.touched[partition] = task if self.touched.get(partition, task) == task else None
 
     def get(self, name: str) -> Partition:
-        """Raises UnknownPartitionError naming those that exist."""
+        """Raises UnknownPartitionError that names the existing ones."""
         partition = self.partitions.get(name)
         if partition is None:
             known = ", ".join(map(repr, list(self.partitions)[:10])) or "none yet"
@@ -94,14 +95,14 @@ class PlaneState:
         return partition
 
     def create(self, name: str, num_samples: int | None = None) -> Partition:
-        """A new partition; the name must be free."""
+        """Create a partition; the name must be free."""
         self.incarnations += 1
         partition = Partition(name, self.incarnations, self.allocator, self.config.preallocate, num_samples)
         self.partitions[name] = partition
         return partition
 
     def find(self, name: str, serial: int) -> Partition | None:
-        """The very partition that was meant, None when it was cleared or replaced since."""
+        """The partition with this serial; None if it was cleared or replaced since."""
         partition = self.partitions.get(name)
         return partition if partition is not None and partition.serial == serial else None
 
@@ -109,12 +110,12 @@ class PlaneState:
         return self.partitions.get(name) or self.create(name)
 
     def discard(self, partition: Partition) -> None:
-        """The partition is gone. Many keys and tags are freed in slices, so that nobody waits for it."""
+        """Free a deleted partition. Many keys and tags are freed in slices, so that no client waits for it."""
         if partition.table.size > _SLICE and partition.has_objects():
             self._discarded.append(partition)
 
     def tidy(self) -> None:
-        """Free a slice of the partitions that are gone."""
+        """Free a slice of the deleted partitions."""
         if self._discarded and not self._discarded[-1].shrink(_SLICE):
             self._discarded.pop()
 
@@ -123,12 +124,12 @@ class PlaneState:
         return not self._discarded
 
     def delete(self, indexes: Indexes) -> None:
-        """Values of these samples, none of which is in a partition now, are to be deleted in storage."""
+        """Delete the values of these samples, none of which is in a partition now."""
         if len(indexes):
             self.chores.append(Chore(indexes))
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
-        """Which of the indexes some partition has."""
+        """Which of the indexes are in some partition."""
         found = np.zeros(len(indexes), dtype=np.bool_)
         if not len(indexes):
             return found
@@ -139,5 +140,5 @@ class PlaneState:
         return found
 
     def room(self) -> int | None:
-        """Samples that may still be inserted, None: unlimited."""
+        """The number of samples that may still be inserted; None: unlimited."""
         return None if self.config.capacity is None else self.config.capacity - self.allocator.num_used

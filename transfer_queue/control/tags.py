@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tags of one partition's samples, kept packed: a dict for each would take most of the controller's memory."""
+"""Tags of one partition's samples, stored packed: one dict each would take most of the controller's memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _list_decoder = msgspec.msgpack.Decoder(list[Tags])
 
 
 class TagStore(Mapping[int, Tags]):
-    """Global index -> tags, for samples that have some; they lie in the partition's table. What is read is a copy."""
+    """Global index -> tags, for samples with tags, in a column of the partition's table. Reads return copies."""
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self._num_freed = 0
 
     def put(self, row: int, tags: Tags, merge: bool) -> None:
-        """These are the row's tags now; ``merge`` keeps those that aren't named."""
+        """Set the row's tags; ``merge`` keeps other existing tags."""
         if not self._table.has_column(_COLUMN):
             self._table.add_column(_COLUMN, np.object_, None)
         column = self._table.column(_COLUMN)
@@ -35,24 +35,24 @@ class TagStore(Mapping[int, Tags]):
         column[row] = _encoder.encode(tags) if tags else None
 
     def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
-        """Those of the samples that have some; they lie in these rows."""
+        """The tags of those samples that have some; ``rows`` are the samples' rows."""
         if not self._table.has_column(_COLUMN):
             return {}
         packed = self._table.column(_COLUMN)[rows].tolist()
         return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
 
     def tagged(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """[len(rows)] does the row have tags?"""
+        """[len(rows)] Which of these rows have tags."""
         if not self._table.has_column(_COLUMN):
             return np.zeros(len(rows), dtype=np.bool_)
         return self._table.column(_COLUMN)[rows].astype(np.bool_)
 
     def has_any(self) -> bool:
-        """Has some sample had tags?"""
+        """Whether any sample has had tags."""
         return self._table.has_column(_COLUMN)
 
     def shrink(self, count: int) -> bool:
-        """Free the tags of so many rows, the last ones first. Returns whether there are more."""
+        """Free the tags of up to ``count`` rows, the last ones first. Returns whether there are more."""
         if not self._table.has_column(_COLUMN):
             return False
         column = self._table.column(_COLUMN)
@@ -61,7 +61,7 @@ class TagStore(Mapping[int, Tags]):
         return self._num_freed < len(column)
 
     def save(self, rows: Rows) -> tuple[Rows, list[bytes]]:
-        """Which of these rows have tags, by their position; and the tags, packed."""
+        """The positions of those rows that have tags, and their packed tags."""
         if not self._table.has_column(_COLUMN):
             return np.empty(0, dtype=np.intp), []
         packed = self._table.column(_COLUMN)[rows]
@@ -69,17 +69,17 @@ class TagStore(Mapping[int, Tags]):
         return tagged, packed[tagged].tolist()
 
     def load(self, rows: Rows, packed: Sequence[bytes]) -> None:
-        """Tags of these rows; the store must be new. Raises msgspec.DecodeError for what are none."""
+        """Load tags of these rows into a new store. Raises msgspec.DecodeError for invalid tags."""
         if not len(packed):
             return
-        _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # a msgpack array of them
+        _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # as one msgpack array
         self._table.add_column(_COLUMN, np.object_, None)
         column = self._table.column(_COLUMN)
         for row, own in zip(rows.tolist(), packed, strict=True):
             column[row] = own
 
     def forget(self, rows: Rows) -> None:
-        """These rows' samples are gone."""
+        """Delete the tags of these rows."""
         if self._table.has_column(_COLUMN):
             self._table.column(_COLUMN)[rows] = None
 

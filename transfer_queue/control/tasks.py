@@ -16,7 +16,7 @@ from transfer_queue.sampler.registry import resolve
 
 @dataclass(slots=True)
 class Task:
-    """Settings of one task; None where nobody said."""
+    """Settings of one task; None: not set."""
 
     name: str
     sampler: BaseSampler
@@ -38,18 +38,18 @@ class Task:
         return sizes.pop() if sizes else None
 
     def needed(self, fetch: Fetch) -> int:
-        """Ready samples that a round for this fetch takes, for all its ranks together."""
+        """The number of ready samples for a round of this fetch, for all ranks together."""
         dp_size = self.size_for(fetch) or 1
         with foreign(self.sampler, self.name):
             return self.sampler.samples_needed(fetch.batch_size, dp_size)
 
     def tail_policy(self, dp_size: int | None) -> str:
-        """As registered; else nothing is lost for a single consumer, and nobody is left alone in a collective."""
+        """The registered policy. By default one consumer loses nothing, and no rank is left alone in a collective."""
         return self.tail or ("uneven_ok" if (dp_size or 1) == 1 else "drop")
 
 
 class Tasks:
-    """Registered tasks; one that nobody registered draws with the queue's default sampler."""
+    """Registered tasks. An unregistered task uses the queue's default sampler."""
 
     def __init__(self, default: BaseSampler, allowed_modules: Sequence[str]) -> None:
         self.default = default
@@ -57,11 +57,11 @@ class Tasks:
         self._tasks: dict[str, Task] = {}
 
     def get(self, name: str) -> Task:
-        """Only what was registered is remembered: names cost nothing."""
+        """Unregistered tasks are not stored, so names cost nothing."""
         return self._tasks.get(name) or Task(name, self.default)
 
     def register(self, request: RegisterTask) -> None:
-        """Raises before anything changes. The same sampler spec again keeps the sampler and its state."""
+        """Raises before anything changes. An equal sampler spec keeps the sampler and its state."""
         if request.dp_size is not None and request.dp_size < 1:
             raise InvalidRequestError(f"dp_size must be at least 1, got {request.dp_size}.")
         if request.tail is not None and request.tail not in TAIL_POLICIES:
@@ -76,20 +76,20 @@ class Tasks:
         self._tasks[request.task] = task
 
     def set_sampler(self, name: str, sampler: BaseSampler) -> None:
-        """Use this very object: only for tasks of the process that the plane lives in."""
+        """Use this sampler object: only for tasks in the plane's own process."""
         self._tasks[name] = task = self.get(name)
         task.sampler, task.spec = sampler, None
 
     def add(self, task: Task) -> None:
-        """In place of the one of that name."""
+        """Add a task, replacing one of the same name."""
         self._tasks[task.name] = task
 
     def forget(self, name: str) -> None:
-        """The task draws as one that nobody registered."""
+        """Delete the task's settings."""
         self._tasks.pop(name, None)
 
     def __iter__(self) -> Iterator[Task]:
-        """The registered ones."""
+        """The registered tasks."""
         return iter(self._tasks.values())
 
     def samplers(self) -> list[BaseSampler]:

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Parked:
-    """One waiting request. ``rank`` orders requests of one lane: lower first, then by arrival."""
+    """One waiting request. ``rank`` orders requests of one wait queue: lower first, then by arrival."""
 
     client: str
     request: Any
@@ -25,7 +25,7 @@ class Parked:
 
 
 class Waiters:
-    """Parked requests by lane (a partition's name, or the queue of writers), and the earliest deadline of all."""
+    """Parked requests by wait queue (a partition's name, or a special queue), and the earliest deadline of all."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, dict[int, Parked]] = {}  # by arrival
@@ -38,7 +38,7 @@ class Waiters:
         return self._count
 
     def park(self, client: str, request: Any, now: float, deadline: float, lane: str, order: float) -> Parked:
-        """Add a request; it is found by ``lane`` until ``remove``."""
+        """Add a request; ``lane`` returns it until ``remove``."""
         arrival = next(self._arrivals)
         parked = Parked(client, request, now, deadline, lane, (order, arrival))
         self._lanes.setdefault(lane, {})[arrival] = parked
@@ -51,33 +51,33 @@ class Waiters:
         return parked
 
     def find(self, client: str, call: int) -> Parked | None:
-        """This call of the client, if it waits."""
+        """This call of the client, if it is parked."""
         return self._by_call.get((client, call))
 
     def of(self, client: str) -> list[Parked]:
-        """All that wait for this client."""
+        """All parked requests of this client."""
         return [parked for (name, _), parked in self._by_call.items() if name == client]
 
     def lane(self, lane: str) -> list[Parked]:
-        """The requests of a lane in their order; a copy."""
+        """The requests of a wait queue in order; a copy."""
         waiting = self._lanes.get(lane)
         return sorted(waiting.values(), key=lambda parked: parked.rank) if waiting else []
 
     def first_come(self, lane: str) -> Parked | None:
-        """The request that waits longest in a lane."""
+        """The request that has waited longest in a wait queue."""
         return next(iter(self._lanes.get(lane, {}).values()), None)
 
     def is_first(self, lane: str, task: str, rank: tuple[float, float]) -> bool:
-        """Does nobody of the task wait in front of this rank?"""
+        """Return whether no request of the task waits in front of this rank."""
         waiting = self._lanes.get(lane)
         return not waiting or all(other.rank >= rank or other.request.task != task for other in waiting.values())
 
     def lanes(self) -> list[str]:
-        """Those with somebody in them."""
+        """The wait queues that are not empty."""
         return list(self._lanes)
 
     def remove(self, parked: Parked) -> None:
-        """It was answered or cancelled."""
+        """Remove a request that was answered or cancelled."""
         if parked.done:
             return
         parked.done = True
@@ -89,14 +89,14 @@ class Waiters:
             del self._lanes[parked.lane]
 
     def remove_lane(self, lane: str) -> list[Parked]:
-        """Remove and return every request of a lane, in order of arrival."""
+        """Remove and return every request of a wait queue, in order of arrival."""
         found = list(self._lanes.get(lane, {}).values())
         for parked in found:
             self.remove(parked)
         return found
 
     def expired(self, now: float) -> list[Parked]:
-        """Remove and return the requests whose deadline has come, those of a lane in their order."""
+        """Remove and return the requests past their deadline, in order within each wait queue."""
         due: list[Parked] = []
         while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
             parked = heapq.heappop(self._deadlines)[2]

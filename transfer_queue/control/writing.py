@@ -17,15 +17,15 @@ from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import InvalidRequestError, StorageFullError
 
 WRITERS = "\0writers"
-"""Lane of parked writers: one queue for the whole plane, since capacity is the plane's."""
+"""Wait queue of parked writers: one for the whole plane, because the capacity is the plane's."""
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
 _MOST_AT_ONCE = 2**24
-"""Samples of one request: what is more is a mistake, and would take gigabytes before it failed."""
+"""Samples of one request: more is a mistake, and would take gigabytes before it failed."""
 
 
 class Reservation(Record):
-    """A write that has begun: the samples that it reserved, and maybe a leave to replace values. Publish ends it."""
+    """An active write: its reserved samples, and possibly a permit to replace values. Publish ends it."""
 
     holds = True
     __slots__ = ("_state", "call", "client", "indexes", "partition", "serial")
@@ -52,7 +52,7 @@ class Reservation(Record):
             self._give_back(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
 
     def _give_back(self, indexes: p.Indexes) -> None:
-        """Values may have been stored for them, also after a clear; another writer may have published some."""
+        """Release samples. They may have stored values, even after a clear; another writer may have published some."""
         if not len(indexes):
             return
         state = self._state
@@ -102,14 +102,14 @@ class Insertion(Record):
 
 
 def count_of(state: PlaneState, request: Writer) -> int:
-    """Samples that the request would add."""
+    """The number of samples that the request would add."""
     if isinstance(request, p.ResolveKeys):
         return len(_new_keys(state, request))
     return request.count
 
 
 def check(state: PlaneState, request: Writer) -> None:
-    """Raises for what no waiting can mend, before anything is reserved."""
+    """Raises for errors that waiting can't resolve, before anything is reserved."""
     count = count_of(state, request)
     if not isinstance(request, p.ResolveKeys) and count < 1:
         raise InvalidRequestError(f"a put needs at least one sample, got {count}.")
@@ -131,7 +131,7 @@ def check(state: PlaneState, request: Writer) -> None:
 
 
 def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
-    """Carry the request out if there is room, None if there isn't."""
+    """Serve the request if there is room; None if there isn't."""
     check(state, request)
     count = count_of(state, request)
     room = state.room()
@@ -157,7 +157,7 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
 
 
 def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
-    """The reply to a writer that waited in vain."""
+    """The reply to a writer that waited too long."""
     text = (
         f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
         f"{waited_s:.1f} s for room, {state.room()} of {state.config.capacity} are free (total_storage_size). "
@@ -167,7 +167,7 @@ def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
 
 
 def held_up_by(state: PlaneState) -> str:
-    """The tasks that keep most samples from being cleared, in a sentence."""
+    """A sentence that names the tasks that keep most samples from being cleared."""
     consumed: Counter[str] = Counter()
     acked: Counter[str] = Counter()
     unread = 0
@@ -184,7 +184,7 @@ def held_up_by(state: PlaneState) -> str:
 
 
 def writers_of(state: PlaneState, partition: Partition) -> list[str]:
-    """Clients that have reserved samples of this partition and not published them."""
+    """Clients with reserved, unpublished samples of this partition."""
     names = dict.fromkeys(
         record.client for record in state.calls
         if isinstance(record, Reservation) and record.serial == partition.serial and len(record.indexes)
@@ -227,7 +227,7 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
-    """The samples of those keys that are known, with every field that all of them have."""
+    """The samples of the known keys, with every field that all of them have."""
     found = [(key, index) for key in keys if (index := partition.keys.index_of(key)) is not None]
     indexes = np.array([index for _, index in found], dtype=np.int64)
     rows = partition.rows_of(indexes)
@@ -236,7 +236,7 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
 
 
 def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
-    """Make fields visible. Refused whole or done whole."""
+    """Make fields visible: all of them, or none and an error."""
     partition = state.get(request.partition)
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, now)
@@ -255,7 +255,7 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
 
 
 def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Reply:
-    """May these fields be written onto these samples?"""
+    """Check that these fields may be written to these samples."""
     partition = state.get(request.partition)
     partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream's arguments: refused when they can't be right, brought to one form."""
+"""Checks a stream's arguments and brings them to one form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_values(data_fields: Sequence[str] | str, layout: str | None) -> None:
 
 
 def numbered(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The older form named a rank of a group and left the order to the sampler; a stream's batches have numbers."""
+    """Convert the older form of the sampling config, which named a rank of a replica group, to a ``dp_rank``."""
     rest = dict(config)
     replica = [rest.pop(f"data_replica_{name}", None) for name in ("group", "rank", "world_size")]
     group, rank, size = replica

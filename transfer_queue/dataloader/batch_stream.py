@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of batches with a bounded number of them fetched ahead: by a thread, or by a reader who is faster."""
+"""A stream of batches, some of them prefetched: by a thread, or by the reader if that is faster."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Pause = Callable[[float], bool]
 
 
 class _YourTurn:
-    """Said to the reader by the thread: the pipeline is yours, and it has been asked for the next batch."""
+    """From the thread to the reader: the pipeline is yours, and the next batch is already requested."""
 
 
 class BatchStream:
     """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
 
-    A thread fetches ahead while the reader is busy. Where it is the reader's turn the pipeline is his, as long as each
-    batch is there when he asks for it.
+    A thread prefetches while the reader is busy. During the reader's turns the reader owns the pipeline, as long as
+    each batch arrives before the reader needs it.
 
     Args:
         make_fetcher: Called with ``pause(seconds) -> stop?``; returns the ``Fetch``.
-        ahead: Batches fetched before they are asked for; 0: no thread.
-        is_given_up: Looked at while waiting; True ends the stream.
-        turns: Whose turn it is; decides about speed only.
+        ahead: Number of batches to prefetch; 0: no thread.
+        is_given_up: Polled while waiting; True ends the stream.
+        turns: Decides between thread and reader; affects only speed.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class BatchStream:
         self._is_given_up = is_given_up
         self._pipeline = Pipeline(iter(range(first, 1 << 62, stride)), make_fetcher(self._pause))
         self._fetched: queue.SimpleQueue[Item | _YourTurn | BaseException | None] = queue.SimpleQueue()
-        self._slots = threading.Semaphore(ahead)  # taken before a batch is asked for, given back when it is taken
+        self._slots = threading.Semaphore(ahead)  # permits, one per requested batch until it is taken
         self._ready: deque[tuple[Any, BatchMeta]] = deque()
         self._thread: threading.Thread | None = None
         self._ahead = ahead
         self._turns = turns or Turns()
-        self._is_mine = False  # the pipeline, the reader's: then its one batch, asked for and not taken, has a slot
-        self._returned: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to the thread; False: there is no more to do
+        self._is_mine = False  # the reader owns the pipeline; then its one requested batch has a permit
+        self._returned: queue.SimpleQueue[bool] = queue.SimpleQueue()  # returns the pipeline to the thread; False: stop
 
     def __iter__(self) -> Generator[Item, None, None]:
         try:
@@ -75,12 +75,12 @@ class BatchStream:
                 self._thread = thread
             while (item := self._next() if self._ahead else self._fetch_one()) is not None:
                 yield item
-                item = None  # else it would be held while the next one is awaited
+                item = None  # otherwise the batch would stay alive while waiting for the next one
         finally:
             self.close()
 
     def ahead(self) -> list[tuple[Any, BatchMeta]]:
-        """What is fetched and not taken yet."""
+        """Batches that are fetched and not taken yet."""
         return list(self._ready)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class BatchStream:
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None:
-            os.close(self._wake_write)  # the other end becomes readable, which ends a call that waits
+            os.close(self._wake_write)  # makes the other end readable, which ends a waiting call
             self._slots.release()
             self._returned.put(False)
             thread.join(_JOIN_S)
@@ -132,7 +132,7 @@ class BatchStream:
         return item
 
     def _fetch_one(self) -> Item | None:
-        """The next batch; with a thread, the one after it is asked for."""
+        """Fetch the next batch; with a thread, also request the one after it."""
         received = self._pipeline.receive()
         if received is None:
             return None
@@ -157,14 +157,16 @@ class BatchStream:
         except ClosedError as error:
             if not self._stop.is_set():
                 self._fetched.put(error)
-        except BaseException as error:  # the reader raises it
+        except BaseException as error:  # raised in the reader
             self._fetched.put(error)
         finally:
             os.close(wake_read)
 
     def _fetch_ahead(self) -> bool:
-        """At least one batch. True: it is the reader's turn, all that came is handed over and the next is asked for."""
-        held: tuple[int, Fetched] | None = None  # the batch that came last is opened while the next one is awaited
+        """Prefetch at least one batch. True: it is the reader's turn; all batches were handed over and the next one
+        requested.
+        """
+        held: tuple[int, Fetched] | None = None  # the last batch, opened while the next one is on its way
         some_came = False
         try:
             while True:
@@ -172,7 +174,7 @@ class BatchStream:
                     if not self._slots.acquire(blocking=False):
                         self._hand_over(held)
                         held = None
-                        self._slots.acquire()  # ``close`` gives one back, too
+                        self._slots.acquire()  # ``close`` also releases a permit
                     if self._stop.is_set():
                         return False
                     self._pipeline.ask()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All micro-batches of one batch, and how they get from a worker to the loader."""
+"""All micro-batches of one batch, and how they travel from a worker to the loader."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _Described: TypeAlias = tuple[torch.Tensor] | _Jagged | _Inline | segments.Lent
 
 @dataclass(slots=True)
 class Bundle:
-    """Travels as one item, so that batches stay in order."""
+    """All items of a batch, sent together so that batches stay in order."""
 
     batch_index: int
     items: list[Any]
     first: int = 0
-    """Micro-batches of the batch before these, which were taken earlier and not read again."""
+    """Micro-batches of this batch before these, which were taken earlier and not read again."""
 
     def pin_memory(self) -> Bundle:
         from torch.utils.data._utils.pin_memory import pin_memory
@@ -37,9 +37,9 @@ class Bundle:
         return Bundle(self.batch_index, [pin_memory(item) for item in self.items], self.first)
 
     def packed(self) -> Packed:
-        """What arrives as this bundle in the loader's process. Raises whatever pickling an item raises.
+        """Pickle this bundle for the loader's process. Raises whatever pickling an item raises.
 
-        Torch pickles in a thread that only prints what goes wrong, and the loader would wait for ever.
+        Torch would pickle in a thread that only prints errors, and the loader would wait forever.
         """
         stream = io.BytesIO()
         _Packer(stream, pickle.HIGHEST_PROTOCOL).dump(self.items)
@@ -48,7 +48,7 @@ class Bundle:
 
 @dataclass(slots=True)
 class Packed:
-    """A bundle on its way; ``forgotten``: segments of this worker that will be lent no more."""
+    """A pickled bundle. ``forgotten``: segments of this worker that are no longer lent."""
 
     batch_index: int
     items: bytes
@@ -61,7 +61,7 @@ class Packed:
 
 
 class _Packer(ForkingPickler):
-    """As torch pickles for another process, but small tensors travel in the message, and large ones may be lent."""
+    """Pickles as torch does for another process, but sends small tensors inline and lends large ones."""
 
     def persistent_id(self, value: Any) -> _Described | None:
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.requires_grad:
@@ -71,7 +71,7 @@ class _Packer(ForkingPickler):
         if type(value) is not torch.Tensor or not is_plain(value):
             return None
         if value.nbytes >= segments.LEAST_NBYTES:
-            # Torch sends a conjugated or negated view as if it were not.
+            # Torch would send a conjugated or negated view as a plain tensor.
             return (value.resolve_conj().resolve_neg(),) if value.is_conj() or value.is_neg() else segments.lend(value)
         return dtype_name(value.dtype), tuple(value.shape), as_bytes(value).tobytes()
 
@@ -94,7 +94,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, forgotten: list[int]) -> Bundle:
-    # From this loader's own worker, as whatever else torch unpickles of its workers.
+    # The pickle comes from this loader's own worker, like everything else torch unpickles from workers.
     items = _Unpacker(packed).load()
     segments.forget(worker, forgotten)
     return Bundle(batch_index, items, first)

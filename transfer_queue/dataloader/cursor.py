@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stream starts, and how a loader tells its workers, persistent ones included: in memory they share."""
+"""Where a stream starts. A loader passes this to its workers, even persistent ones, through shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EDITION, _ITERATION, _GIVEN_UP, _BATCH, _MICRO, _NAME_LENGTH, _NAME = range(7)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A place in a stream: partition, batch, and how many micro-batches of it were taken already."""
+    """A position in a stream: partition, batch, and how many of its micro-batches were already taken."""
 
     partition_id: str
     batch_index: int = 0
@@ -33,7 +33,9 @@ class Start:
 
 
 class Cursor:
-    """Of one set of workers. The loader opens iterations, numbered from 1; every worker joins each of them once."""
+    """Start positions for one set of workers. The loader opens iterations, numbered from 1; every worker joins each
+    once.
+    """
 
     def __init__(self) -> None:
         self._cells = torch.zeros(_NAME + _MAX_NAME_BYTES // 8, dtype=torch.int64).share_memory_()
@@ -42,7 +44,7 @@ class Cursor:
     # ---- in the loader's process ----
 
     def open(self, start: Start) -> int:
-        """The next iteration starts here; the one before it is over. Returns its number."""
+        """End the current iteration and start the next one here. Returns its number."""
         name = start.partition_id.encode()
         cells = self._cells
         cells[_EDITION] += 1  # odd: being written
@@ -53,18 +55,18 @@ class Cursor:
         return int(cells[_ITERATION])
 
     def give_up(self, iteration: int) -> None:
-        """Nobody takes from this iteration any more; its workers may stop waiting."""
+        """Cancel this iteration, so that its workers may stop waiting."""
         self._cells[_GIVEN_UP] = max(iteration, int(self._cells[_GIVEN_UP]))
 
     # ---- in a worker ----
 
     def join(self) -> int:
-        """The number of the iteration that this worker begins."""
+        """Return the number of the iteration that this worker begins."""
         self._joined += 1
         return self._joined
 
     def start_of(self, iteration: int) -> Start | None:
-        """Where this iteration starts; None when it is over already."""
+        """Return where this iteration starts; None if it is already over."""
         while True:
             edition = int(self._cells[_EDITION])
             _, current, _, batch, micro, length, *_ = self._cells.tolist()
@@ -75,5 +77,5 @@ class Cursor:
     # ---- in both ----
 
     def is_over(self, iteration: int) -> bool:
-        """It was given up, or the next one was opened."""
+        """Return whether the iteration was cancelled or the next one opened."""
         return int(self._cells[_GIVEN_UP]) >= iteration or int(self._cells[_ITERATION]) > iteration

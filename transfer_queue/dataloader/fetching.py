@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Getting one batch of a stream: waits in the controller, or asks a fetch function of the user's again and again."""
+"""Fetches one batch of a stream: waits in the controller, or polls a user's fetch function."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from transfer_queue.utils.logging_utils import get_logger
 logger = get_logger(__name__)
 
 SLICE_S = 2.0
-"""Longest time that one request is parked: between two, the stream looks whether it should stop or report."""
+"""The longest wait of one request. Between two requests the stream checks whether to stop or to log."""
 UNTHREADED_SLICE_S = 0.5
-"""The same where the consumer's own thread waits, which nothing can wake."""
+"""The same if the consumer's own thread waits, which nothing can wake."""
 
 _ARGUMENTS = ("tq_client", "data_fields", "batch_size", "partition_id", "task_name", "sampling_config", "batch_index")
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """What a stream asks for, batch after batch."""
+    """What a stream asks for with every batch."""
 
     data_fields: list[str]
     batch_size: int
@@ -45,9 +45,9 @@ class StreamSpec:
     fetch_batch_fn: Callable[..., Any] | None = None
     slice_s: float = SLICE_S
     begun: tuple[int, int] | None = None
-    """A batch of which so many rows were taken already: only the others are asked for."""
+    """(batch, rows of it that were already taken): only the remaining rows are requested."""
     pass_start: int | None = None
-    """The batch that this pass began with: all readers of a pass are told the same end."""
+    """The first batch of this pass: all readers of a pass get the same end of stream."""
 
 
 def default_fetch_batch_fn(
@@ -59,7 +59,7 @@ def default_fetch_batch_fn(
     sampling_config: Mapping[str, Any],
     batch_index: int,
 ) -> tuple[Any, BatchMeta]:
-    """(values, metadata) of one batch, or (None, empty metadata) for "nothing yet".
+    """Fetch (values, metadata) of one batch; (None, empty metadata) means that nothing is ready yet.
 
     Raises:
         EndOfPartitionError: the stream has ended before this batch.
@@ -73,7 +73,7 @@ def default_fetch_batch_fn(
 
 
 class _Arrived:
-    """A batch that the queue has answered."""
+    """A batch that the queue returned."""
 
     def __init__(self, client: TransferQueueClient, batch: FetchedBatch) -> None:
         self._client = client
@@ -87,7 +87,7 @@ class _Arrived:
 
 
 class _AtHand(NamedTuple):
-    """A batch that a function of the user's gave."""
+    """A batch that a user's function returned."""
 
     data: Any
     meta: BatchMeta
@@ -96,11 +96,11 @@ class _AtHand(NamedTuple):
         return self.data, self.meta
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """There is nothing to release."""
 
 
 class BatchFetcher:
-    """Asks for batches by index, of one partition. ``pause(seconds)`` waits, and returns True to stop."""
+    """Requests batches of one partition by index. ``pause(seconds)`` waits, and returns True to stop."""
 
     def __init__(
         self, client: TransferQueueClient, spec: StreamSpec, partition_id: str, pause: Callable[[float], bool]
@@ -110,16 +110,16 @@ class BatchFetcher:
         self.partition = partition_id
         self.pause = pause
         self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
-        self._last: str | None = None  # token of the batch before: its partition may be cleared, and made anew
+        self._last: str | None = None  # token of the previous batch: its partition may be cleared and created again
 
     def __call__(self, batch_index: int) -> Asked | None:
-        """The batch that was asked for, to be received before the next; None when told to stop."""
+        """Request a batch, which must be received before the next request; None: stop."""
         if self.pause(0.0):
             return None
         return _AskedQueue(self, batch_index) if self._custom is None else _AskedFunction(self, batch_index)
 
     def begin(self, batch_index: int, wait_s: float) -> Begun[FetchedBatch | p.NotReady]:
-        """Ask the queue, which may park that for so long."""
+        """Start the request, which may wait in the controller for ``wait_s`` seconds."""
         spec = self.spec
         fetch = fetch_request(
             spec.data_fields, spec.batch_size, self.partition, spec.task_name, spec.sampling_config, wait_s
@@ -133,12 +133,12 @@ class BatchFetcher:
         )
 
     def came(self, batch: FetchedBatch) -> Fetched:
-        """The queue's answer: what the next batch comes after."""
+        """Take the queue's answer and remember its token for the next batch."""
         self._last = batch.meta.token
         return _Arrived(self.client, batch)
 
     def call(self, batch_index: int) -> Fetched | None:
-        """Ask the user's function, once; None after a pause: it has nothing yet."""
+        """Call the user's function once; return None, after a pause, if it has nothing yet."""
         spec = self.spec
         assert self._custom is not None
         asked = (spec.data_fields, spec.batch_size, self.partition, spec.task_name, dict(spec.sampling_config))
@@ -152,7 +152,7 @@ class BatchFetcher:
 
 
 class _Wait:
-    """How long a stream has waited for one batch: what it says of that, and when it is too long."""
+    """How long a stream has waited for one batch, when to log this, and when to fail."""
 
     def __init__(self, fetcher: BatchFetcher) -> None:
         self._fetcher = fetcher
@@ -160,13 +160,13 @@ class _Wait:
         self._began = self._reported = time.monotonic()
 
     def left_s(self) -> float:
-        """How long the next request may be parked."""
+        """The longest wait of the next request."""
         now, spec = time.monotonic(), self._spec
         left = min(spec.slice_s, self._reported + spec.report_every_s - now)
         return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
 
     def goes_on(self, answer: p.NotReady | None) -> bool:
-        """Nothing came: False when told to stop. Raises BatchTimeoutError."""
+        """Handle an empty answer. Returns False to stop; raises BatchTimeoutError."""
         now, spec = time.monotonic(), self._spec
         if spec.timeout_s is not None and now >= self._began + spec.timeout_s:
             raise BatchTimeoutError(self._explain(answer, now - self._began))
@@ -186,7 +186,7 @@ class _Wait:
 
 
 class _AskedQueue:
-    """A batch that the queue was asked for. How long it was waited for counts from ``receive`` on."""
+    """A batch requested from the queue. The waiting time counts from ``receive``."""
 
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
         self._fetcher = fetcher
@@ -212,7 +212,7 @@ class _AskedQueue:
 
 
 class _AskedFunction:
-    """A batch that a function of the user's will be asked for."""
+    """A batch that will be requested from a user's function."""
 
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
         self._fetcher = fetcher
@@ -229,11 +229,11 @@ class _AskedFunction:
         return batch
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """There is nothing to release."""
 
 
 def as_fetch(function: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
-    """How to call the user's function: by the names it has, else in the documented order. None: it is the default one.
+    """Adapt the user's function: by parameter names, else in the documented order. None: it is the default function.
 
     Raises:
         ValueError: it can't be called either way.

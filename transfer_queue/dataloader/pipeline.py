@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches one after the other, each asked for before it is waited for. Used by one thread at a time, any."""
+"""Batches in sequence, each requested before it is received. Any thread may use it, one at a time."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ logger = get_logger(__name__)
 
 
 class Fetched(Protocol):
-    """A batch whose values may have to be copied yet."""
+    """A batch; its values may not have been copied yet."""
 
     def open(self) -> tuple[Any, BatchMeta]:
-        """Its values and metadata; at most once, and not after ``close``."""
+        """Return its values and metadata; at most once, and not after ``close``."""
         ...
 
     def close(self) -> None:
-        """Nobody wants the values (any more)."""
+        """Release the batch; its values are no longer needed."""
         ...
 
 
 class Asked(Protocol):
-    """A batch that was asked for."""
+    """A requested batch."""
 
     def is_near(self) -> bool:
-        """Will ``receive`` return at once, or within a moment? False also where that can't be told."""
+        """Return whether ``receive`` will return at once or nearly so; False if unknown."""
         ...
 
     def receive(self) -> Fetched | None:
-        """Wait for it, once; None when told to stop.
+        """Wait for the batch, once; None: stop.
 
         Raises:
             EndOfPartitionError: the stream has ended before this batch.
@@ -42,16 +42,16 @@ class Asked(Protocol):
         ...
 
     def close(self) -> None:
-        """Nobody waits for it (any more)."""
+        """Cancel the request if it is still pending."""
         ...
 
 
 Fetch = Callable[[int], Asked | None]
-"""fetch(batch_index) asks for a batch; None: told to stop."""
+"""fetch(batch_index) requests a batch; None: stop."""
 
 
 class _Failed:
-    """What could not be asked for: known when the batch before it may not have been opened yet."""
+    """A request that failed. The error is raised later, because the previous batch may not have been opened yet."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -63,7 +63,7 @@ class _Failed:
         raise self._error
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """There is nothing to release."""
 
 
 class Pipeline:
@@ -79,21 +79,21 @@ class Pipeline:
         return self._asked is not None
 
     def ask(self) -> None:
-        """Ask for the next batch, unless it was. What goes wrong is raised by ``receive``."""
+        """Request the next batch, unless it is already requested. Errors are raised by ``receive``."""
         if self._asked is not None:
             return
         index = next(self._indexes)
         try:
             self._asked = index, self._fetch(index)
-        except Exception as error:  # whatever it is, the batches before this one come first
+        except Exception as error:  # any error must wait until the batches before this one are delivered
             self._asked = index, _Failed(error)
 
     def is_near(self) -> bool:
-        """Will ``receive`` return at once, or within a moment?"""
+        """Return whether ``receive`` will return at once or nearly so."""
         return self._asked is not None and (self._asked[1] is None or self._asked[1].is_near())
 
     def receive(self) -> tuple[int, Fetched] | None:
-        """The next batch and its index; None: there is none any more. Raises BatchTimeoutError."""
+        """Return the next batch and its index; None: the stream has ended. Raises BatchTimeoutError."""
         self.ask()
         assert self._asked is not None
         index, asked = self._asked
@@ -109,7 +109,7 @@ class Pipeline:
         return None if batch is None else (index, batch)
 
     def close(self) -> None:
-        """Nobody waits for what was asked for. Idempotent."""
+        """Cancel the requested batch. Idempotent."""
         asked, self._asked = self._asked, None
         if asked is not None and asked[1] is not None:
             asked[1].close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a worker writes batches into and the loader's process reads them from, without a copy in between.
 
-Each segment is mapped once by either side and used again when the loader's process has dropped all that lay in it. What
-was handed over has a place in the segment's last page, where the receiver's side sets a byte when it has dropped it.
+Each process maps a segment once. The worker reuses it when the loader's process has released everything in it.
+Every tensor that was sent has a byte in the segment's last page, which the receiver sets on release.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ LEAST_NBYTES = 64 * 1024
 """Smaller columns are copied into the message instead."""
 _PLACES = mmap.PAGESIZE
 _MOST_SEGMENTS = 64
-"""Of one worker. Each takes file descriptors in both processes; what needs more travels as torch sends it."""
+"""Per worker. Each segment takes file descriptors in both processes; tensors beyond this limit travel as torch sends
+them.
+"""
 _DROPPED, _DROPPED_BUT_FORKED = 1, 2
 
 
 class Lent(NamedTuple):
-    """A tensor in a segment, as the other process needs to know it. ``descriptor``: for its first use there."""
+    """A tensor in a segment, described for the other process. ``descriptor``: for the segment's first use there."""
 
     owner: int
     segment: int
@@ -46,7 +48,7 @@ class Lent(NamedTuple):
 
 
 class _Segment(mmap.mmap):
-    """Created by the worker that owns it."""
+    """A segment, created by the worker that owns it."""
 
     number: int
     descriptor: int
@@ -61,7 +63,7 @@ class _Segment(mmap.mmap):
 
     @property
     def is_back(self) -> bool:
-        """Is nothing of what was lent in use any more?"""
+        """Whether everything that was lent has been released."""
         return self._places == bytes([_DROPPED]) * self.lent
 
     @property
@@ -76,7 +78,7 @@ class _Segment(mmap.mmap):
 
 
 class Segments(Recycler):
-    """A worker's side. Of several threads only the one that pickles calls ``lend``."""
+    """A worker's side. Only the thread that pickles calls ``lend``."""
 
     def __init__(self, kept_nbytes: int = KEPT_NBYTES, most: int = _MOST_SEGMENTS) -> None:
         super().__init__(kept_nbytes, LEAST_NBYTES)
@@ -85,12 +87,12 @@ class Segments(Recycler):
         self._forgotten: list[int] = []
 
     def lend(self, tensor: torch.Tensor) -> Lent | None:
-        """How the other process finds the tensor; None for one that does not lie in a segment in one piece."""
+        """Describe the tensor for the other process; None if it is not contiguous in one segment."""
         if not tensor.is_contiguous():
             return None
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         with self._lock:
-            # Only segments are watched here.
+            # All watched buffers are segments here.
             lent: Iterator[tuple[Any, int]] = ((watch.memory, watch.nbytes) for watch in self._watches.values())
             found = (each for each, nbytes in lent if each.first <= begin and end <= each.first + nbytes)
             segment: Any = next(found, None)
@@ -105,9 +107,9 @@ class Segments(Recycler):
         return Lent(os.getpid(), segment.number, place, begin - segment.first, dtype, shape, len(segment), descriptor)
 
     def forgotten(self) -> list[int]:
-        """Segments that will not be used again, each told once."""
-        told, self._forgotten = self._forgotten, []
-        return told
+        """Return segments that will not be used again, each once."""
+        released, self._forgotten = self._forgotten, []
+        return released
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
         if len(self._watches) + len(self._kept) >= self._most:
@@ -173,7 +175,7 @@ _own: Segments | None = None
 
 
 def take_all_from_segments(num_workers: int) -> None:
-    """In one of so many workers: whatever is read from the storage from now on can be lent. Idempotent."""
+    """In one of ``num_workers`` workers: allocate everything read from storage in segments. Idempotent."""
     global _own
     if _own is None and hasattr(os, "memfd_create"):
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -183,7 +185,7 @@ def take_all_from_segments(num_workers: int) -> None:
 
 
 def lend(tensor: torch.Tensor) -> Lent | None:
-    """See ``Segments.lend``; None in a process without segments, too."""
+    """See ``Segments.lend``; None in a process without segments."""
     return None if _own is None else _own.lend(tensor)
 
 
@@ -197,7 +199,7 @@ _receipts: dict[int, _Receipt] = {}
 
 
 def receive(lent: Lent) -> torch.Tensor:
-    """The tensor where it lies, this process' own until it drops it."""
+    """Return the tensor in place; it belongs to this process until it is released."""
     if lent.descriptor is not None:
         descriptor = lent.descriptor.detach()
         try:
@@ -219,18 +221,18 @@ def _received(memory: mmap.mmap, offset: int, nbytes: int, place: int) -> ByteAr
 
 def _give_back(receipt: _Receipt) -> None:
     del _receipts[id(receipt)]
-    if receipt.process == os.getpid():  # else a fork has dropped its copy of what is not its own
+    if receipt.process == os.getpid():  # otherwise a fork has released its copy, which the parent still owns
         receipt.memory[receipt.at] = receipt.mark
 
 
 def forget(owner: int, segments: Iterable[int]) -> None:
-    """These will not be lent any more; what is in use stays."""
+    """Unmap segments that are no longer lent, once they are unused."""
     for segment in segments:
         _mapped.pop((owner, segment), None)
 
 
 def forget_owners(owners: Sequence[int]) -> None:
-    """These workers have ended, or will before long."""
+    """Unmap the segments of workers that have ended or are about to end."""
     for key in [key for key in _mapped if key[0] in owners]:
         del _mapped[key]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting a batch into micro-batches: values and metadata by the same sizes."""
+"""Cuts a batch into micro-batches: values and metadata by the same sizes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Pair = tuple[TensorDict, BatchMeta]
 
 
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Pair]:
-    """Consecutive micro-batches of ``micro_batch_size`` rows; the last one may be shorter.
+    """Cut consecutive micro-batches of ``micro_batch_size`` rows; the last one may be shorter.
 
     Raises:
-        TypeError: ``td`` is no TensorDict.
-        ValueError: a size that isn't a positive int, or is larger than the batch; no batch dimension.
+        TypeError: ``td`` is not a TensorDict.
+        ValueError: the size is not a positive int or exceeds the batch, or there is no batch dimension.
     """
     rows = _rows(td)
     if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
@@ -40,13 +40,13 @@ def token_budget_batch_fn(
     max_tokens: int,
     lengths: str = "total_lengths",
 ) -> list[Pair]:
-    """Consecutive micro-batches of at most ``max_tokens`` tokens each: ``functools.partial(..., max_tokens=4096)``.
+    """Cut consecutive micro-batches of at most ``max_tokens`` tokens each: ``functools.partial(..., max_tokens=4096)``.
 
     Args:
-        micro_batch_size: At most so many rows in one, None: any number.
+        micro_batch_size: The most rows in one micro-batch; None: any number.
         lengths: Name of the tag that holds a sample's tokens, or of a field: numbers [N], or a jagged column.
     Raises:
-        ValueError: one sample alone exceeds the budget, or has no length; a budget or size below 1.
+        ValueError: one sample alone exceeds the budget or has no length, or a budget or size is below 1.
     """
     if max_tokens < 1 or (micro_batch_size is not None and micro_batch_size < 1):
         raise InvalidRequestError(
@@ -68,7 +68,7 @@ def token_budget_batch_fn(
 
 
 def split(td: TensorDict, batch_meta: BatchMeta, sizes: Sequence[int]) -> list[Pair]:
-    """Both cut by these sizes, which add up to the rows."""
+    """Cut both by these sizes, which must add up to the number of rows."""
     if _rows(td) != batch_meta.size:
         raise InvalidRequestError(f"data of {_rows(td)} rows came with metadata of {batch_meta.size} samples.")
     if len(sizes) == 1:
@@ -94,7 +94,7 @@ def _rows(td: Any) -> int:
 
 
 class _Rows(NamedTuple):
-    """Consecutive rows of a jagged column: where their values lie, and their own offsets."""
+    """Consecutive rows of a jagged column: the slice of their values, and their own offsets."""
 
     values: slice
     offsets: torch.Tensor
@@ -103,7 +103,7 @@ class _Rows(NamedTuple):
 
 
 class _Cut:
-    """Of one batch's columns, by the same sizes. Jagged columns that share offsets still do in every part."""
+    """Cuts the columns of one batch by the same sizes. Jagged columns that share offsets share them in every part."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
@@ -122,12 +122,12 @@ class _Cut:
         ]
 
     def _jagged(self, column: Any) -> list[torch.Tensor]:
-        """Views of the same values."""
+        """Return views of the same values."""
         values, offsets = column.values(), column.offsets()
-        parts = self._rows.get(id(offsets))  # the batch keeps it alive, so its number stays its own
+        parts = self._rows.get(id(offsets))  # the batch keeps the offsets alive, so their id stays unique
         if parts is None:
             parts = self._rows[id(offsets)] = self._rows_of(offsets)
-        # Without the longest length to_padded_tensor() would pad to the sum of all.
+        # Without the longest length, to_padded_tensor() would pad to the sum of all lengths.
         return [
             torch.nested.nested_tensor_from_jagged(
                 values[part.values], part.offsets, min_seqlen=part.shortest, max_seqlen=part.longest

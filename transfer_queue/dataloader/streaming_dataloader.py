@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamingDataLoader: a torch DataLoader over a StreamingDataset that keeps batches in order and knows its place."""
+"""StreamingDataLoader: a torch DataLoader over a StreamingDataset, with batches in order and a position."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from transfer_queue.storage import columns
 
 
 def identity(batch: Any) -> Any:
-    """The collate function: batches come whole. At module level, so that spawned workers can import it."""
+    """The default collate function, at module level so that spawned workers can import it."""
     return batch
 
 
 class _PerItem:
-    """The user's collate function, for the items of a bundle; and what a worker does with it then."""
+    """Applies the user's collate function to the items of a bundle, and packs the bundle in a worker."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -41,8 +41,8 @@ class _PerItem:
 class StreamingDataLoader(DataLoader[Any]):
     """Yields micro-batches in the order of their batches, with any number of workers.
 
-    All state is the dataset's, so an iterator goes on where the one before it was left, also one of a loader that is
-    made again over the same dataset; ``reset`` and ``step`` are how to start elsewhere.
+    The dataset holds all state: an iterator continues where the previous one stopped, even with a new loader over the
+    same dataset. ``reset`` and ``step`` start elsewhere.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class StreamingDataLoader(DataLoader[Any]):
         batch_sampler: None = None,
     ) -> None:
         """Args:
-        num_batches: Items of one pass, where that is known: gives the loader a length and ends it there.
-        sampler, batch_sampler: Only for frameworks that make the loader again from its arguments; always None.
+        num_batches: Items of one pass, if known: gives the loader a length and ends the pass there.
+        sampler, batch_sampler: Only for frameworks that rebuild the loader from its arguments; always None.
         """
-        # Every argument is also an attribute: Lightning makes loaders again from what it finds there.
+        # Every argument is also an attribute, because Lightning rebuilds loaders from attributes.
         self.num_batches = num_batches
         self._cursor: Cursor | None = None
         super().__init__(
@@ -83,7 +83,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     @property
     def stream(self) -> StreamingDataset:
-        """The dataset, as what it is."""
+        """The dataset, with its type."""
         dataset = self.dataset
         assert isinstance(dataset, StreamingDataset)
         return dataset
@@ -100,8 +100,8 @@ class StreamingDataLoader(DataLoader[Any]):
         return self._items(self._collated(self.stream.bundles(place.start)), place)
 
     def _from_workers(self, place: Place) -> Iterator[Any]:
-        # Persistent workers know only the cursor they were started with; others get a new one each time, so that two
-        # iterators of one loader have nothing in common.
+        # Persistent workers only know the cursor they were started with.
+        # Other workers get a new cursor each time, so that two iterators of one loader are independent.
         starts_workers = self._cursor is None or not self.persistent_workers
         if self._cursor is None or starts_workers:
             self._cursor = Cursor()
@@ -110,7 +110,7 @@ class StreamingDataLoader(DataLoader[Any]):
         _import_what_workers_will()
         self.stream.worker_cursor = cursor
         try:
-            # Workers are started here, not at the first next(): prefetching begins with the iterator.
+            # Workers are started here, not at the first next(), so prefetching begins with the iterator.
             bundles: Any = super().__iter__()
         finally:
             self.stream.worker_cursor = None
@@ -118,7 +118,7 @@ class StreamingDataLoader(DataLoader[Any]):
             weakref.finalize(bundles, forget_owners, [worker.pid for worker in bundles._workers])  # they end with it
         turn = WorkerTurn(bundles, cursor, iteration, self.persistent_workers, self.stream.should_stop)
         items = self._items(iter(turn), place, turn)
-        weakref.finalize(items, turn.end)  # dropped before its first next(), a generator's "finally" doesn't run
+        weakref.finalize(items, turn.end)  # a generator dropped before its first next() skips "finally"
         return items
 
     def _items(
@@ -138,18 +138,19 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def _taken(self, bundles: Iterator[Any], place: Place) -> Iterator[Any]:
         for batch_index, bundle in enumerate(bundles, place.start.batch_index):
-            # One worker saw the end of what there was, another one more that came since: that is for the next iterator.
+            # One worker saw the end of stream, but another one found data that came later; the next iterator yields
+            # that.
             if bundle.batch_index != batch_index:
                 return
             yield from self.stream.take(bundle, place)
 
     def _end(self, turn: WorkerTurn, failed: bool) -> None:
         turn.end(failed)
-        if failed:  # persistent workers that were ended with it are of no use to the next iterator
+        if failed:  # persistent workers were ended, so the next iterator needs new ones
             self._iterator = self._cursor = None
 
     def _collated(self, bundles: Iterator[Any]) -> Iterator[Any]:
-        pinned = self.pin_memory and torch.accelerator.is_available()  # as torch does it for workers
+        pinned = self.pin_memory and torch.accelerator.is_available()  # as torch does for workers
         for bundle in bundles:
             collated = self.collate_fn(bundle)
             yield pin(collated, self.pin_memory_device or None) if pinned else collated
@@ -157,31 +158,31 @@ class StreamingDataLoader(DataLoader[Any]):
     # ---- the dataset of this process ----
 
     def reset(self) -> None:
-        """The next iterator starts again at batch 0."""
+        """Start the next iterator at batch 0."""
         self.stream.reset()
 
     def step(self, partition_id: str) -> None:
-        """The next iterator starts at the first batch of this partition."""
+        """Start the next iterator at the first batch of this partition."""
         self.stream.step(partition_id)
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
-        """Batches fetched ahead in this process."""
+        """Batches prefetched in this process."""
         return self.stream.buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """What was taken from this loader, not what workers fetched ahead."""
+        """The position after the items taken from this loader, without prefetched ones."""
         return self.stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iterator goes on behind what had been taken."""
+        """Continue after this position with the next iterator."""
         self.stream.load_state_dict(state)
 
 
 @functools.cache
 def _import_what_workers_will() -> None:
-    """Reads one jagged row: torch and we import some modules only then.
+    """Read one jagged row, because torch and this package import some modules only then.
 
-    A fork while another thread imports a module leaves the child with that module's lock held, and waiting for ever.
+    A fork while another thread imports a module leaves that module locked in the child, which then waits forever.
     """
     pieces = columns.pack(TensorDict({"x": torch.zeros(1, 1)}, batch_size=[1]), allow_pickle=False)
     columns.unpack({"x": [(slice(0, 1), pieces["x"])]}, 1, "jagged", allow_pickle=False)

@@ -45,11 +45,12 @@ class Place(NamedTuple):
 
 
 class StreamingDataset(IterableDataset[Any]):
-    """Yields what ``process_batch_fn`` makes of each batch: by default (TensorDict, BatchMeta) micro-batches.
+    """Yields the results of ``process_batch_fn`` for each batch: by default (TensorDict, BatchMeta) micro-batches.
 
-    An iterator goes on where the one before it was left, and never changes partition under its reader: ``step``,
-    ``reset`` and ``load_state_dict`` are for the next iterator. Batches are read from storage each time; the dataset
-    keeps none but those fetched ahead. With workers use a StreamingDataLoader: worker w of W takes batches w, w + W, …
+    An iterator continues where the previous one stopped and never changes its partition: ``step``, ``reset`` and
+    ``load_state_dict`` affect the next iterator.
+    Batches are read from storage each time; only prefetched ones are kept.
+    With workers use a StreamingDataLoader: worker w of W takes batches w, w + W, …
     """
 
     def __init__(
@@ -78,18 +79,18 @@ class StreamingDataset(IterableDataset[Any]):
             batch_size: Samples per data-parallel rank and batch.
             micro_batch_size: Rows of one micro-batch.
             dp_rank: Data-parallel rank; ranks of one group get the same batches.
-            should_check_consumption_status: End, too, when every sample of the partition is consumed.
+            should_check_consumption_status: Also end when every sample of the partition is consumed.
             fetch_batch_fn: Replaces the fetch; see ``default_fetch_batch_fn``.
             process_batch_fn: Called as f(data, meta, micro_batch_size=…); replaces ``chunk_batch_fn``.
-            dp_size: Data-parallel ranks; with it every rank gets batch b or none does.
+            dp_size: Number of data-parallel ranks; with it every rank gets batch b or none does.
             sampling_config: More keywords for the sampler. In the older form, ``data_replica_group`` is the dp_rank.
-            prefetch_batches: Batches fetched ahead by a thread (by the reader, and one, where that is faster); 0: none.
+            prefetch_batches: Batches prefetched by a thread (one, by the reader, if that is faster); 0: none.
             layout: "jagged" or "dense" values; None: as the queue is configured.
             timeout_s: Longest wait for one batch, then BatchTimeoutError; None: wait and report.
             report_every_s: Interval of the log message that says what a waiting stream waits for.
-            should_stop: Looked at while waiting; True ends the stream.
+            should_stop: Polled while waiting; True ends the stream.
         Raises:
-            ValueError: a size, rank or list of fields that can't be right.
+            ValueError: an invalid size, rank or list of fields.
         """
         super().__init__()
         check_sizes(batch_size, micro_batch_size, prefetch_batches)
@@ -126,51 +127,51 @@ class StreamingDataset(IterableDataset[Any]):
         self._client: tuple[int, TransferQueueClient, Callable[[], Any]] | None = None
         self._stream: weakref.ref[BatchStream] | None = None
 
-    # ---- where it stands ----
+    # ---- position ----
 
     @property
     def partition_id(self) -> str:
-        """Where the next iterator starts."""
+        """The partition where the next iterator starts."""
         return self.position.partition_id
 
     @property
     def batch_index(self) -> int:
-        """The batch that comes next."""
+        """The next batch."""
         return self.position.batch_index
 
     @property
     def buffer(self) -> list[tuple[Any, Any]]:
-        """Batches of this process' live iterator that are fetched and not taken yet."""
+        """Batches that the live iterator of this process has fetched and not yielded yet."""
         stream = None if self._stream is None else self._stream()
         return [] if stream is None else stream.ahead()
 
     def place(self) -> Place:
-        """Where an iterator that begins now starts."""
+        """The position where an iterator that begins now starts."""
         return Place(self.position, self._moves)
 
     def move(self, start: Start) -> None:
-        """The next iterator starts there, whatever is still taken from a live one."""
+        """Start the next iterator there. Items taken from a live iterator no longer change the position."""
         self.position = start
         self._moves += 1
 
     def step(self, partition_id: str) -> None:
-        """The next iterator starts at the first batch of this partition."""
+        """Start the next iterator at the first batch of this partition."""
         self.move(Start(partition_id))
 
     def reset(self) -> None:
-        """The next iterator starts again at batch 0 and reads the same batches."""
+        """Start the next iterator at batch 0, with the same batches."""
         self.move(Start(self.partition_id))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the consumer took so far, not what was fetched ahead. Plain data."""
+        """The position after the items taken so far, without prefetched ones, as plain data."""
         where = self.position
         return {"partition_id": where.partition_id, "batch_index": where.batch_index, "micro_batch": where.micro_batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iterator goes on behind what had been taken.
+        """Continue after this position with the next iterator.
 
         Raises:
-            ValueError: that is no ``state_dict`` of a stream.
+            ValueError: this is not a ``state_dict`` of a stream.
         """
         try:
             start = Start(str(state["partition_id"]), int(state["batch_index"]), int(state["micro_batch"]))
@@ -185,7 +186,7 @@ class StreamingDataset(IterableDataset[Any]):
             return self._items(self.place())
         if self.worker_cursor is not None:
             return self._bundles_for(self.worker_cursor, self.worker_cursor.join())
-        return self._items(Place(self.position, -1))  # workers of a plain DataLoader: each would note another position
+        return self._items(Place(self.position, -1))  # workers of a plain DataLoader would each track another position
 
     def _items(self, place: Place) -> Iterator[Any]:
         with closing(self.bundles(place.start)) as bundles:
@@ -201,7 +202,7 @@ class StreamingDataset(IterableDataset[Any]):
             yield from self.bundles(start, lambda: cursor.is_over(iteration))
 
     def take(self, bundle: Bundle, place: Place) -> Iterator[Any]:
-        """The items of a bundle, each noted as taken when it is handed out."""
+        """Yield the items of a bundle, and count each as taken when it is yielded."""
         start = place.start
         skip = start.micro_batch - bundle.first if bundle.batch_index == start.batch_index else 0
         last = bundle.first + len(bundle.items)
@@ -212,7 +213,7 @@ class StreamingDataset(IterableDataset[Any]):
             yield item
 
     def bundles(self, start: Start, is_over: Callable[[], bool] | None = None) -> Generator[Bundle, None, None]:
-        """This worker's share of the batches from ``start`` on, until the stream or the iteration is over."""
+        """Yield this worker's share of the batches from ``start`` on, until the stream or the iteration ends."""
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, spec = self._own_client(), self._spec(start, stride)
@@ -229,11 +230,11 @@ class StreamingDataset(IterableDataset[Any]):
             for batch_index, data, meta in batches:
                 rest = spec.begun is not None and batch_index == spec.begun[0] and meta.size < self.batch_size
                 yield Bundle(batch_index, list(self._process(data, meta)), start.micro_batch if rest else 0)
-                del data, meta  # else they would be held while the next batch is awaited
+                del data, meta  # otherwise they would stay alive while waiting for the next batch
 
     def _spec(self, start: Start, num_readers: int) -> StreamSpec:
         config = self.sampling_config
-        if num_readers > 1:  # a worker that runs ahead must not take the samples of a batch that another one waits for
+        if num_readers > 1:  # a fast worker must not take the samples of a batch that another worker waits for
             config = {**config, "first_index": start.batch_index}
         return StreamSpec(
             self.data_fields, self.batch_size, self.task_name, config,
@@ -242,7 +243,7 @@ class StreamingDataset(IterableDataset[Any]):
         )  # fmt: skip
 
     def _begun(self, start: Start) -> tuple[int, int] | None:
-        """(batch, rows of it that were taken), where equal micro-batches were cut from it."""
+        """(batch, rows of it that were already taken) if it was cut into equal micro-batches; else None."""
         if not start.micro_batch or self.fetch_batch_fn is not None or self.process_batch_fn is not None:
             return None
         return start.batch_index, start.micro_batch * self.micro_batch_size
@@ -262,13 +263,13 @@ class StreamingDataset(IterableDataset[Any]):
         return self._client[1]
 
     def close(self) -> None:
-        """Close this process' connection; iterating opens it again."""
+        """Close this process's connection; iterating opens it again."""
         if self._client is not None and self._client[0] == os.getpid():
             self._client[2]()
         self._client = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Sockets don't travel, and whether to stop is decided in the process of the loader.
+        # Sockets can't be pickled, and ``should_stop`` is asked in the loader's process.
         return {**self.__dict__, "_client": None, "_stream": None, "should_stop": None}
 
 
@@ -277,13 +278,13 @@ def _never() -> bool:
 
 
 def _end_of_worker(is_over: Callable[[], bool] | None) -> Callable[[], bool]:
-    """True once the loader's process is gone, or nobody takes from this iteration any more."""
+    """Return a check that is True once the loader's process has ended or the iteration is over."""
     loader = os.getppid()
     return lambda: os.getppid() != loader or (is_over is not None and is_over())
 
 
 def _config_of_this_process() -> DictConfig:
-    get_client()  # raises where there is neither a queue nor TQ_ADDRESS; init() would start one
+    get_client()  # raises if there is neither a queue nor TQ_ADDRESS; init() would start a queue
     return init()
 
 

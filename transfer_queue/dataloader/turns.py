@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who fetches a stream's batches, its thread or its reader: both are tried, and the faster one goes on."""
+"""Decides whether a stream's thread or its reader fetches batches: both are tried, and the faster one continues."""
 
 from __future__ import annotations
 
 import math
 
 MOMENT_S = 3e-3
-"""A reader who is away for longer, and soon again, has something to do that a thread can fetch beside."""
+"""A reader that is away for longer, repeatedly, has other work during which a thread can fetch."""
 _WINDOW = 16
-"""Batches that one is judged by, without the extremes: a process that had to wait for a core decides nothing."""
+"""Batches per measurement. The extremes are left out, so that one wait for a core decides nothing."""
 _KEPT = (0, 0, 16)
-"""Windows until the other one is tried (again): a single one may have been a bad one, so both have two soon."""
+"""Windows until the other side is tried again. Both sides soon get two, because a single window may be an outlier."""
 _LAST_TRY = len(_KEPT) - 1
 _SHORT_S = 1.5e-3
-"""Batches that come faster leave a thread little to save: it is tried as late as ever, when most streams are over."""
+"""Faster batches leave a thread little to save, so it is tried last, when most streams have ended."""
 _FIRST = 1
-"""Batches until a reader is known to come for the next one soon."""
+"""Batches until a reader counts as not busy."""
 _GLIMPSE, _WORSE = 6, 1.25
-"""A try is over after so few batches if they took so much longer than the other one's, and the next one is far away."""
+"""A try ends after this many batches if they took this factor longer than the other side's, and the next try is late.
+"""
 _BETTER = 0.95
-"""The thread is preferred: what it does beside the reader may not have shown yet."""
+"""The reader must be this much faster, because the thread also helps with work that the reader has not shown yet."""
 
 
 class Turns:
@@ -27,18 +28,18 @@ class Turns:
 
     def __init__(self) -> None:
         self._prefers_reader = True
-        self._is_busy = True  # the reader: with other things, again and again
-        self._stayed = _WINDOW - _FIRST  # batches since he was away
+        self._is_busy = True  # whether the reader often has other work
+        self._stayed = _WINDOW - _FIRST  # batches since the reader was last away
         self._times = {False: math.inf, True: math.inf}  # seconds from batch to batch, by ``is_readers``
         self._window: list[float] = []
         self._kept = self._tried = 0
         self._asked_at = -math.inf
         self._taken_at = math.inf
-        self._looked = False  # at the first batch: that takes long, whoever he is
+        self._looked = False  # False until after the first batch, which always takes long
 
     @property
     def is_readers(self) -> bool:
-        """What has been decided so far."""
+        """The current decision: True if the reader fetches."""
         return self._prefers_reader and not self._is_busy
 
     def asked(self, now: float) -> None:
@@ -52,7 +53,7 @@ class Turns:
             self._is_busy, self._stayed = self._stayed < _WINDOW, 0
             return
         self._stayed += 1
-        if self._is_busy:  # too short a stay to judge anybody by
+        if self._is_busy:  # the reader has not stayed long enough to measure
             self._is_busy = self._stayed < _WINDOW
             return
         self._window.append(now - before)
@@ -63,7 +64,7 @@ class Turns:
             self._decide()
 
     def taken(self, now: float) -> None:
-        """He has it."""
+        """The reader has received its batch."""
         self._taken_at = now
 
     def _is_hopeless(self) -> bool:
@@ -75,7 +76,7 @@ class Turns:
         self._window.clear()
         self._times[self.is_readers] = time
         self._kept += 1
-        if time > MOMENT_S:  # large batches, or few: what two threads cost each other doesn't matter
+        if time > MOMENT_S:  # for large or rare batches, the cost of two threads doesn't matter
             self._prefers_reader = self._times[True] < _BETTER * time
         elif self._kept > _KEPT[self._tried if self._tried or time > _SHORT_S else _LAST_TRY]:
             self._prefers_reader, self._kept = not self._prefers_reader, 0
@@ -85,7 +86,7 @@ class Turns:
 
 
 def _usual(seconds: list[float]) -> float:
-    """Of the middle half: a thread may hand over two batches at once, all the time."""
+    """The mean of the middle half: a thread may regularly hand over two batches at once."""
     quarter = len(seconds) // 4
     middle = sorted(seconds)[quarter : len(seconds) - quarter]
     return sum(middle) / len(middle)

@@ -13,12 +13,12 @@ _LOOK_EVERY_S = 0.25
 
 
 class WorkerTurn:
-    """Iterates over what torch's iterator brings from the workers until the turn is over."""
+    """Iterates over the bundles that torch's iterator receives from the workers, until the turn ends."""
 
     def __init__(
         self, bundles: Any, cursor: Cursor, iteration: int, keep: bool, should_stop: Callable[[], bool] | None
     ) -> None:
-        """``keep``: the workers serve the next iteration, too. ``should_stop`` can only be asked in this process."""
+        """``keep``: the workers also serve the next iteration. ``should_stop`` can only be called in this process."""
         self._bundles = bundles
         self._cursor = cursor
         self._iteration = iteration
@@ -32,7 +32,7 @@ class WorkerTurn:
             self._watcher.start()
 
     def __iter__(self) -> Iterator[Any]:
-        # Kept workers serve one iterator at a time: an older one must not take what is meant for the newer.
+        # Kept workers serve one iterator at a time: an older one must not take the newer one's items.
         while not self._cursor.is_over(self._iteration):
             try:
                 yield next(self._bundles)
@@ -46,11 +46,11 @@ class WorkerTurn:
                 return
 
     def end(self, failed: bool = False) -> None:
-        """Let the workers stop waiting; end them unless they are kept and nothing went wrong. Idempotent."""
+        """End the workers' waits, and the workers too unless they are kept and nothing failed. Idempotent."""
         self._ended.set()
         self._cursor.give_up(self._iteration)
         if self._watcher is not None:
             self._watcher.join()
         if failed or not self._keep:
-            # Left to the garbage collector, they would outlive an error: its traceback holds torch's iterator.
+            # The garbage collector is not enough: after an error, the traceback keeps torch's iterator alive.
             self._bundles._shutdown_workers()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local launcher: controller and storage units as child processes, ended with this one, also when it is killed."""
+"""The local launcher: servers are child processes, and end with this process even if it is killed."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class LocalQueue:
     """A running queue that this process owns. ``conf`` is the merged configuration with the servers' addresses."""
 
     def __init__(self, conf: DictConfig, inline_nbytes: int | None = None) -> None:
-        """Starts everything, or nothing: raises LaunchError with what a server said.
+        """Start everything, or nothing: raises LaunchError with the server's text.
 
-        ``inline_nbytes``: see ``StorageUnit``; None is its default. Clients must be told the same.
+        ``inline_nbytes``: see ``StorageUnit``; None: its default. Clients must use the same value.
         """
         self._owner = os.getpid()
         self._inline_nbytes = inline_nbytes
-        self._directory = short_directory("tq-")  # 0700, so only this user reaches the sockets
+        self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
         self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
-        # Runs at the end of the process, multiprocessing children included, where atexit alone doesn't.
+        # Unlike atexit alone, this also runs at the end of multiprocessing children.
         args = (self._owner, self._processes, self._own_controller, self._directory)
         self._finalizer = Finalize(self, _end, args=args, exitpriority=10)
         try:
@@ -68,7 +68,7 @@ class LocalQueue:
         return f"ipc://{self._directory}/{name}"
 
     def _start(self, conf: DictConfig) -> DictConfig:
-        """One process hosts all; or the controller and each unit have one of their own."""
+        """Start one process for all servers, or one for the controller and one for each unit."""
         config = typed(conf)
         storage = config.backend.SimpleStorage
         sampler = _portable(conf.controller.sampler)
@@ -113,7 +113,7 @@ class LocalQueue:
         return conf
 
     def _keys(self, file: str | None) -> str:
-        """The file of the queue's keys, made where there is none."""
+        """The file of the queue's keys, created if it does not exist."""
         path = file or f"{self._directory}/keys"
         if not os.path.exists(path):
             write_keys(path)
@@ -123,7 +123,7 @@ class LocalQueue:
         plain = to_plain(conf)
         module = sampler["class"].partition(":")[0] if isinstance(sampler, dict) else ""
         if module and not module.startswith("transfer_queue."):
-            plain["controller"]["sampler_modules"].append(module)  # the owner named it itself
+            plain["controller"]["sampler_modules"].append(module)  # the owner itself named this module
         return {
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
             "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
@@ -146,7 +146,9 @@ class LocalQueue:
         return process
 
     def _serve_in_thread(self, orders: dict[str, Any], sampler: BaseSampler) -> None:
-        """A sampler that can't travel (of ``__main__``, or holding live objects) is served from this process."""
+        """Serve the controller in this process, for a sampler that can't be sent (of ``__main__``, or with live
+        objects).
+        """
         from transfer_queue.server.main import make_front
 
         server = SocketServer(self.address)
@@ -179,7 +181,7 @@ def _end(
             server.stop()
             thread.join(_STOP_TIMEOUT_S)
     own_controller.clear()
-    # The controller was started last, and ends first: it still tells units what ended clients have left there.
+    # The controller was started last and ends first, because it still reports ended clients to the units.
     for together in (processes[-1:], processes[:-1]):
         for process in together:
             process.terminate()
@@ -232,14 +234,16 @@ def _await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _together(config: QueueConfig) -> bool:
-    """Do all servers share a process? Units without an arena move every byte themselves, and would hold up the rest."""
+    """Whether all servers share a process. Units without an arena copy every byte themselves, and would block the
+    others.
+    """
     if config.server_processes == "auto":
         return config.backend.SimpleStorage.arena
     return config.server_processes == "one"
 
 
 def _portable(sampler: Any) -> str | dict[str, Any] | None:
-    """The sampler as it can be told to another process; None when it must stay in this one."""
+    """The sampler in a form that can be sent to another process; None if it must stay in this one."""
     if isinstance(sampler, str):
         return sampler
     if OmegaConf.is_config(sampler):

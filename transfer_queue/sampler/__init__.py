@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samplers: classes that pick which ready samples a batch gets."""
+"""Samplers: classes that pick which ready samples a batch gets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler interface: which of the ready samples a fetch gets, and what a sampler remembers about it."""
+"""The sampler interface: which of the ready samples a fetch gets, and what a sampler remembers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Picked = tuple[list[int], list[int]]
 """(sampled, consumed): what the caller gets, and what the task never gets again."""
 
 CALLABLE_KEY = "$callable"
-"""How a function given to a constructor stands in ``spec()``: ``{"$callable": "module:name"}``."""
+"""A function among a constructor's arguments, in ``spec()``: ``{"$callable": "module:name"}``."""
 
 _SamplerT = TypeVar("_SamplerT", bound="BaseSampler")
 
 
 class PartitionView(Protocol):
-    """What a sampler may look at beside the ready indexes. Direct callers may pass less; see each sampler."""
+    """What a sampler may read besides the ready indexes. Direct callers may pass less; see each sampler."""
 
     partition_id: str
     sealed: bool
@@ -32,25 +32,24 @@ class PartitionView(Protocol):
         """Tags per index."""
 
     def put_positions(self, indexes: list[int]) -> list[tuple[int, int]]:
-        """Per index: its offset within the put that made it, and how many samples that put held."""
+        """Per index: its offset within its put, and the number of samples of that put."""
 
 
 class BaseSampler(ABC):
-    """Picks samples; a function of (ready, batch size, own state), without clock, thread or I/O.
+    """Picks samples, as a function of (ready, batch size, own state) without clock, thread or I/O.
 
-    Subclasses call ``super().__init__()`` and keep what they remember in
-    ``_states[partition][task][dp_rank][batch_index]``; ``has_cached_result``, ``forget``, ``clear_cache`` and
-    checkpoints then work without further code.
+    Subclasses call ``super().__init__()`` and keep their state in ``_states[partition][task][dp_rank][batch_index]``.
+    ``has_cached_result``, ``forget``, ``clear_cache`` and checkpoints then work without further code.
     """
 
     dp_size: int | None = None
-    """Number of data-parallel ranks, where the sampler itself must know it; set on the instance."""
+    """Number of data-parallel ranks, if the sampler itself must know it; set on the instance."""
 
     _states: dict[str, dict[str, dict[Any, Any]]]
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls: type[_SamplerT], *args: Any, **kwargs: Any) -> _SamplerT:
-        # Here, so that a subclass has spec() and state whatever its own __init__ does.
+        # Set here, so that spec() and state work whatever a subclass's __init__ does.
         self = super().__new__(cls)
         self._arguments = (args, kwargs)
         self._states = {}
@@ -78,7 +77,7 @@ class BaseSampler(ABC):
         """
 
     def samples_needed(self, batch_size: int, dp_size: int | None) -> int:
-        """Least number of ready samples with which calling ``sample`` makes sense."""
+        """The smallest number of ready samples for which ``sample`` is worth calling."""
         return batch_size * (dp_size or 1)
 
     def check(self, batch_size: int, dp_size: int | None) -> None:
@@ -88,7 +87,7 @@ class BaseSampler(ABC):
         self._check_ranks(dp_size)
 
     def tail(self, ready_indexes: Sequence[int], batch_size: int, *, partition: Any = None) -> list[int]:
-        """What of the rest of a sealed partition may still be handed out in incomplete batches, in order."""
+        """The remaining samples of a sealed partition that may be used in incomplete batches, in order."""
         return list(ready_indexes)
 
     def has_cached_result(
@@ -100,19 +99,19 @@ class BaseSampler(ABC):
         return isinstance(batches, dict) and config.get("batch_index") in batches
 
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
-        """Drop what is remembered of one batch for all ranks: the ledger has it now."""
+        """Delete what is remembered of one batch for all ranks, because the ledger has it now."""
         ranks = self._states.get(partition_id, {}).get(task_name)
         if not isinstance(ranks, dict):
             return
         for rank, batches in list(ranks.items()):
-            # What isn't a dict of batches is a subclass' own affair.
+            # Other types than dicts are a subclass's own state.
             if isinstance(batches, dict) and batch_index in batches:
                 del batches[batch_index]
                 if not batches:
                     del ranks[rank]
 
     def clear_cache(self, partition_id: str) -> None:
-        """Drop everything about a partition: it has been cleared."""
+        """Delete all state of a partition that was cleared."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
@@ -122,7 +121,7 @@ class BaseSampler(ABC):
         self._states = copy.deepcopy(state.get("_states", {}))
 
     def spec(self) -> dict[str, Any]:
-        """How to build this sampler in another process, as plain data; ``registry.resolve`` reads it.
+        """Describe this sampler as plain data, so that ``registry.resolve`` can build it in another process.
 
         Raises:
             SamplerError: An argument is neither plain data nor an importable function.
@@ -138,7 +137,7 @@ class BaseSampler(ABC):
         }
 
     def for_ranks(self, dp_size: int) -> BaseSampler:
-        """This sampler for so many data-parallel ranks: built anew where its ``dp_size`` was left at the default."""
+        """Return this sampler for ``dp_size`` ranks: rebuilt if its own ``dp_size`` was left at the default."""
         parameter = inspect.signature(type(self).__init__).parameters.get("dp_size")
         if parameter is None or self.dp_size == dp_size or self.dp_size not in (None, parameter.default):
             return self
@@ -165,7 +164,7 @@ class BaseSampler(ABC):
 
 
 def in_index_order(ready_indexes: Sequence[int]) -> Sequence[int]:
-    """The ready indexes, ascending. A plain list comes from a direct caller and may be unsorted; views never are."""
+    """Return the ready indexes, ascending. Direct callers may pass an unsorted list; views are always sorted."""
     return sorted(ready_indexes) if isinstance(ready_indexes, list) else ready_indexes
 
 

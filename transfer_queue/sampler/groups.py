@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group: the responses to one prompt, found whole among the ready samples."""
+"""A group is the set of responses to one prompt. This module finds complete groups among the ready samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAX_CHUNK = 4096
 
 
 def whole_groups(ready: Sequence[int], size: int, view: Any, expected: int) -> Iterator[list[int]]:
-    """Whole groups of ``size`` samples in index order, found lazily.
+    """Yield complete groups of ``size`` samples in index order, lazily.
 
-    Where ``view`` tells how the samples were put, a group is ``size`` samples of one put that start at a multiple of
-    ``size`` in it, or a chain of shorter whole puts with consecutive indexes that adds up to ``size``: a missing sample
-    then never shifts the groups behind it. Otherwise any run of ``size`` consecutive indexes is a group.
+    If ``view`` has ``put_positions``, a group is ``size`` samples of one put, from a multiple of ``size`` on.
+    A chain of smaller complete puts with consecutive indexes that adds up to ``size`` is a group, too.
+    A missing sample then never shifts later groups. Otherwise any ``size`` consecutive indexes are a group.
 
     Args:
         ready: Ascending.
@@ -29,7 +29,7 @@ def whole_groups(ready: Sequence[int], size: int, view: Any, expected: int) -> I
         return _runs(indexes, size)
     head = list(islice(indexes, max(expected, size)))
     positions = put_positions(head)
-    if not isinstance(positions, list):  # a Mock in the partition's place answers any call
+    if not isinstance(positions, list):  # a Mock as the partition answers any call
         return _runs(chain(head, indexes), size)
     return _put_groups(_located(head, positions, indexes, put_positions), size, view)
 
@@ -48,7 +48,7 @@ def _runs(indexes: Iterable[int], size: int) -> Iterator[list[int]]:
 def _located(
     head: list[int], positions: list[tuple[int, int]], rest: Iterator[int], put_positions: _PutPositions
 ) -> Iterator[tuple[int, int, int]]:
-    """(index, offset in its put, size of that put), looked up in chunks that grow while no batch comes together."""
+    """Yield (index, offset in its put, size of that put), looked up in chunks that grow while no batch is complete."""
     while head:
         for index, (offset, put_size) in zip(head, positions, strict=True):
             yield index, offset, put_size
@@ -58,7 +58,7 @@ def _located(
 
 def _put_groups(samples: Iterable[tuple[int, int, int]], size: int, view: Any) -> Iterator[list[int]]:
     block: list[int] = []  # samples of one put, from a multiple of ``size`` on
-    short_puts: list[int] = []  # whole puts of fewer than ``size`` samples, indexes consecutive
+    short_puts: list[int] = []  # complete puts of fewer than ``size`` samples, with consecutive indexes
     last = (-1, -1, -1)
     for sample in samples:
         index, offset, put_size = sample
@@ -89,13 +89,13 @@ def _same_put(last: tuple[int, int, int], sample: tuple[int, int, int], view: An
         return False
     if sample[0] == last[0] + 1:
         return True
-    # A gap in the indexes: the first half of one put and the second half of an equally large one look alike.
+    # After a gap in the indexes, the first half of one put and the second half of an equally large one look alike.
     put_numbers = getattr(view, "put_numbers", None)
     if put_numbers is not None:
         first, second = put_numbers([last[0], sample[0]])
         return bool(first == second)
-    # They are two puts when the next index continues the first one; it just isn't ready.
+    # They are two puts if the next index continues the first put and just isn't ready.
     try:
         return bool(view.put_positions([last[0] + 1]) != [(last[1] + 1, last[2])])
-    except (LookupError, ValueError):  # that index lies in another partition or was cleared
+    except (LookupError, ValueError):  # that index is in another partition or was cleared
         return True

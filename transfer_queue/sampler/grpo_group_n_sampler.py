@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPOGroupNSampler: batches of whole groups, so that an advantage can be computed within each."""
+"""GRPOGroupNSampler: batches of complete groups, so that an advantage can be computed within each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transfer_queue.sampler.groups import whole_groups
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Only whole groups of ``n_samples_per_prompt`` responses, oldest first; ``groups.py`` says what a group is.
+    """Picks complete groups of ``n_samples_per_prompt`` responses, oldest first; ``groups.py`` defines a group.
 
     Args:
         n_samples_per_prompt: Responses per prompt. ``batch_size`` must be a multiple of it.
@@ -42,16 +42,16 @@ class GRPOGroupNSampler(BaseSampler):
         dp_size: int | None = None,
         **kwargs: Any,
     ) -> Picked:
-        """Whole groups that make ``batch_size`` samples, or ([], []).
+        """Return complete groups with ``batch_size`` samples in all, or ([], []).
 
-        With both ``dp_rank`` and ``batch_index`` the answer is remembered and given again.
+        With both ``dp_rank`` and ``batch_index`` the answer is remembered and returned again.
         """
-        # A rank alone would get the same batch for ever.
+        # With the rank alone, it would get the same batch forever.
         name = None if dp_rank is None or batch_index is None else (dp_rank, batch_index)
         if name and (cached := self._recall(partition_id, task_name, *name)) is not None:
             return cached
         self._check_multiple(batch_size)
-        # The first rank of a round makes sure that there is a batch for every rank, so that no round is begun in vain.
+        # Rank 0 checks that there is a batch for every rank, so that every round that begins can be completed.
         num_ranks = dp_size if dp_size and dp_rank == 0 else 1
         groups = self._groups(ready_indexes, batch_size * num_ranks, partition)
         sampled = [index for group in groups for index in group][:batch_size]
@@ -60,7 +60,7 @@ class GRPOGroupNSampler(BaseSampler):
         return sampled, list(sampled)
 
     def tail(self, ready_indexes: Sequence[int], batch_size: int, *, partition: Any = None) -> list[int]:
-        """Whole groups only: a part of one is no use to an advantage."""
+        """Only complete groups, because an advantage can't be computed from a part."""
         ready = in_index_order(ready_indexes)
         if self.n_samples_per_prompt == 1 or not ready:
             return list(ready)
@@ -68,7 +68,7 @@ class GRPOGroupNSampler(BaseSampler):
         return [index for group in groups for index in group]
 
     def _groups(self, ready_indexes: Sequence[int], num_samples: int, view: Any) -> list[list[int]]:
-        """Exactly the groups that make ``num_samples``, or none."""
+        """Return exactly the groups that make ``num_samples``, or none."""
         size = self.n_samples_per_prompt
         ready = in_index_order(ready_indexes)
         if num_samples <= 0 or len(ready) < num_samples:

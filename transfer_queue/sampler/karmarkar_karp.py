@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The balanced partition: items split into k sets of nearly equal sum, by largest differencing."""
+"""Balanced partitioning: splits items into k sets of nearly equal sum, by largest differencing."""
 # The method (Karmarkar and Karp, en.wikipedia.org/wiki/Largest_differencing_method) keeps states of k disjoint sets.
-# Again and again it joins the two states with the widest spread of sums, the largest set of one with the smallest of
-# the other, and so on. Where it starts with one item per state, two facts spare the many states with mostly empty sets
-# and change no result: while only single items are on top, joining them just lines up the next k of them as one state;
-# and joining a full state with a single item only adds that item to the state's smallest set.
+# It repeatedly joins the two states with the widest spread of sums: the largest set of one with the smallest of the
+# other.
+# If each state starts with one item, two shortcuts avoid many states with mostly empty sets and give the same result.
+# First, while only single items are on top, joining them makes one state of the next k items.
+# Second, joining a full state with a single item adds that item to the state's smallest set.
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from itertools import repeat
 
 from transfer_queue.errors import InvalidRequestError
 
-# (sum, number of items, first item): the order of sets. The first item breaks ties, and is the set's name.
+# (sum, number of items, first item): the order of sets. The first item breaks ties and names the set.
 _Set = tuple[float, int, int]
-# Negated, so that the smallest is the state to join next: (spread, and sum, count and first item of its largest set).
+# Negated, so that the smallest key is joined next: (spread, and sum, count and first item of the largest set).
 _Key = tuple[float, float, int, int]
 # The sets are ascending, or at least a heap with the smallest on top.
 _State = tuple[_Key, list[_Set]]
@@ -30,7 +31,7 @@ class PartitionInputError(InvalidRequestError, AssertionError):
 
 
 def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into sets whose sums are close together.
+    """Split items into sets with sums that are close together.
 
     Args:
         seqlen_list: [N] weights, finite and >= 0.
@@ -45,7 +46,7 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
     values = _checked(seqlen_list, k_partitions, equal_size)
     if k_partitions == 1:
         return [list(range(len(values)))]
-    # Equal values come by descending position: the order in which ties are broken everywhere else, too.
+    # Equal values are ordered by descending position, as ties are everywhere else.
     order = sorted(range(len(values)), key=values.__getitem__)[::-1]
     joining = _Joining([values[position] for position in order], order, k_partitions)
     return joining.members(joining.rows() if equal_size else joining.items())
@@ -54,7 +55,7 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """``karmarkar_karp`` where no set may be empty: fewer items than sets are a PartitionInputError."""
+    """``karmarkar_karp`` without empty sets: fewer items than sets raise PartitionInputError."""
     if len(seqlen_list) < k_partitions:
         raise PartitionInputError(
             f"{len(seqlen_list)} items can't fill {k_partitions} partitions: give more items, or split less."
@@ -63,7 +64,7 @@ def get_seqlen_balanced_partitions(
 
 
 def _checked(seqlen_list: Sequence[float], k_partitions: int, equal_size: bool) -> list[float]:
-    # tolist(): plain numbers out of an array or tensor; its own scalars are slow and may overflow.
+    # tolist() makes plain numbers from an array or tensor; its own scalars are slow and may overflow.
     values: list[float] = seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else list(seqlen_list)
     if k_partitions < 1:
         raise PartitionInputError(f"k_partitions must be at least 1, got {k_partitions}.")
@@ -89,11 +90,11 @@ class _Joining:
         self._order = order
         self._k = k
         self._heap: list[_State] = []
-        # By first item: which set a set was joined to. The slot at the end is that of the empty set, whose item is -1.
+        # By first item: the set that a set was joined to. The last slot is for the empty set, with item -1.
         self._joined_to = list(range(len(values) + 1))
 
     def rows(self) -> list[_Set]:
-        """Start from states of k neighbours each: every set of a state has the same number of items."""
+        """Start from states of k neighbours each, so that every set of a state has the same number of items."""
         heap = self._heap = [self._row(at, at + self._k) for at in range(0, len(self._values), self._k)]
         heapq.heapify(heap)
         while len(heap) > 1:
@@ -129,20 +130,20 @@ class _Joining:
         for item in range(len(self._values)):
             first = item
             while joined_to[first] != first:
-                # Shortens the path for whoever comes next (path halving): near-constant on average.
+                # Path halving shortens later look-ups: near-constant on average.
                 joined_to[first] = first = joined_to[joined_to[first]]
             members[first].append(item)
         return [*members.values(), *([] for _ in range(self._k - len(members)))]
 
     def _end_of_row(self, start: int) -> int:
-        """Where the single items end that, starting at ``start``, are joined before a full state's turn."""
+        """The end of the single items from ``start`` on that are joined before a full state's turn."""
         end = min(start + self._k, len(self._values))
         if not self._heap or self._values[end - 1] > -self._heap[0][0][0]:
             return end
         return next(at for at in range(start + 1, end + 1) if at == end or self._single(at) > self._heap[0][0])
 
     def _add_items(self, start: int) -> int:
-        """Add single items to the top state for as long as those are the two to join; how many."""
+        """Add single items to the top state while those are the two to join. Returns how many."""
         heap, values = self._heap, self._values
         key, sets = heapq.heappop(heap)
         rival = heap[0][0] if heap else (1, 0, 0, 0)

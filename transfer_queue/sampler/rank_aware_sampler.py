@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RankAwareSampler: every process of a data-parallel group gets the same batch, whoever asks first."""
+"""RankAwareSampler: every process of a data-parallel group gets the same batch, in any order of requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _REPLICA_PREFIX = "data_replica_"
 
 
 class RankAwareSampler(BaseSampler):
-    """The oldest ready samples, remembered per (dp_rank, batch_index) so that a repeated call gives them again.
+    """The oldest ready samples, remembered per (dp_rank, batch_index) so that a repeated call gets them again.
 
-    The older call form names a replica group instead (``data_replica_group``, ``data_replica_rank``,
-    ``data_replica_world_size``): the first rank to ask samples, the others get the same lists in the same order.
-    A task of a partition uses one of the two forms.
+    The older call form names a replica group (``data_replica_group``, ``data_replica_rank``,
+    ``data_replica_world_size``).
+    The first rank to ask samples; the others get the same lists in the same order. A task of a partition uses one of
+    the two forms.
 
     Args:
         max_buffered_batches: Older form only: how many batches a rank may lag before the leader is refused.
@@ -28,7 +29,7 @@ class RankAwareSampler(BaseSampler):
         if max_buffered_batches < 1:
             raise SamplerError(f"max_buffered_batches must be at least 1, got {max_buffered_batches}.")
         self.max_buffered_batches = max_buffered_batches
-        # _states holds {rank: list of batches} for these, {batch_index: batch} for all other tasks.
+        # _states holds {rank: list of batches} for these tasks, {batch_index: batch} for all others.
         self._replica_tasks: set[tuple[str, str]] = set()
 
     def sample(
@@ -44,7 +45,8 @@ class RankAwareSampler(BaseSampler):
     ) -> Picked:
         """The batch of (dp_rank, batch_index), or in the older form the next one of a replica rank.
 
-        The older positional order is (group, rank, world size, task name, partition): told by the int in third place.
+        The older positional order is (group, rank, world size, task name, partition), recognised by the int in third
+        place.
         """
         if isinstance(task_name, int):
             task, partition = partition_id, args[0] if args else kwargs.get("partition_id", "")
@@ -65,7 +67,7 @@ class RankAwareSampler(BaseSampler):
         return bool(self._states[partition_id][task_name].get(group, {}).get(rank))
 
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
-        if (partition_id, task_name) not in self._replica_tasks:  # their batches have no number, and leave when read
+        if (partition_id, task_name) not in self._replica_tasks:  # replica batches are removed when read
             super().forget(partition_id, task_name, batch_index)
 
     def clear_cache(self, partition_id: str) -> None:
@@ -129,7 +131,7 @@ class RankAwareSampler(BaseSampler):
         return batch, list(batch)
 
     def _buffers(self, partition: str, task: str, group: int, rank: int, world_size: int) -> dict[int, list[list[int]]]:
-        """The group's batches not yet read, per rank; a new group's are kept only once it has sampled."""
+        """The group's unread batches, per rank. Those of a new group are stored once it has sampled."""
         if world_size < 1:
             raise SamplerError(f"data_replica_world_size must >= 1, got {world_size}.")
         if not 0 <= rank < world_size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler registry: a name, a path or a spec becomes a sampler; the only place that imports users' samplers."""
+"""The sampler registry makes samplers from names, paths or specs. It alone imports users' samplers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolve(spec: object, allowed_modules: Iterable[str] = ()) -> BaseSampler:
 
     Args:
         spec: A built-in's name, ``"module:Class"``, the dict of ``BaseSampler.spec()``, an instance or a class.
-        allowed_modules: Modules or packages whose code may be imported for it. Built-ins need none.
+        allowed_modules: Modules or packages that may be imported for it. Built-ins need none.
     Raises:
         SamplerError: Unknown or forbidden class, or arguments that don't fit; is a ValueError.
         TypeError: Any other kind of object.
@@ -43,7 +43,7 @@ def resolve(spec: object, allowed_modules: Iterable[str] = ()) -> BaseSampler:
 
 
 def as_sampler(obj: object) -> BaseSampler:
-    """A sampler instance as it is, a sampler class built without arguments; TypeError for anything else."""
+    """Return a sampler instance unchanged, and build a class without arguments; TypeError for anything else."""
     if isinstance(obj, BaseSampler):
         return obj
     if isinstance(obj, type) and issubclass(obj, BaseSampler):
@@ -111,7 +111,7 @@ def _decode(value: Any, allowed: tuple[str, ...]) -> Any:
     path = str(value[CALLABLE_KEY])
     module, _, name = path.partition(":")
     function = _import(module, name, allowed)
-    # What an allowed module merely imported (say, os.system) isn't its own code.
+    # An allowed module may have imported other functions (say, os.system), which are not its own code.
     if not callable(function) or not _is_allowed(getattr(function, "__module__", None) or "", allowed):
         raise SamplerError(f"{path!r} is {function!r}, no function defined in an allowed module.")
     return function
@@ -123,7 +123,7 @@ def _construct(cls: type[BaseSampler], args: list[Any], kwargs: dict[str, Any]) 
     try:
         return cls(*args, **kwargs)
     except TypeError as error:
-        # __init__'s own: inspect prefers __new__, which takes anything.
+        # The signature of __init__: inspect prefers __new__, which takes anything.
         parameters = [*inspect.signature(cls.__init__).parameters.values()][1:]
         signature = inspect.Signature(parameters)
         raise SamplerError(f"can't build {cls.__qualname__}{signature}: {error}.") from error

@@ -52,14 +52,14 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         dp_size: int | None = None,
         **kwargs: Any,
     ) -> Picked:
-        """This rank's share of global batch ``batch_index`` (None: 0), drawn for all ranks by whoever asks first."""
+        """This rank's share of global batch ``batch_index`` (None: 0). The first rank to ask draws for all ranks."""
         rank = self._rank(dp_rank)
         self._check_ranks(dp_size)
         if rank >= self.dp_size:
             return [], []
         batch = batch_index or 0
         if (partition_id, task_name, batch) not in self._balanced_cache:
-            # A multiple per rank, not only over all ranks: else the groups couldn't be dealt out equally.
+            # ``batch_size`` must be a multiple per rank, otherwise groups couldn't be dealt out equally.
             self._check_multiple(batch_size)
             groups = self._groups(ready_indexes, batch_size * self.dp_size, partition)
             if not groups:

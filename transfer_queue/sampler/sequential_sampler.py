@@ -10,7 +10,7 @@ from transfer_queue.sampler.base import BaseSampler, Picked
 
 
 class SequentialSampler(BaseSampler):
-    """The first ``batch_size`` ready samples; fewer when fewer are ready. The default."""
+    """The first ``batch_size`` ready samples, or all if fewer are ready. The default."""
 
     def sample(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
         sampled = list(ready_indexes[:batch_size])

@@ -14,19 +14,19 @@ from transfer_queue.sampler.base import BaseSampler, Picked, in_index_order
 from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
 from transfer_queue.sampler.weights import Weight, sample_weights
 
-_CHUNK = 256  # tags looked up at a time: a budget may be full long before batch_size samples
+_CHUNK = 256  # tags read at a time: a budget may be full long before batch_size samples
 
 
 class TokenBudgetSampler(BaseSampler):
     """As many of the oldest ready samples as fit into ``max_tokens`` per rank, balanced over the ranks.
 
     A round is a prefix of the ready samples, so none is passed over. It is drawn when a further sample wouldn't fit, or
-    when the partition is sealed; every rank gets at least one sample and at most ``batch_size``.
+    when the partition is sealed. Every rank gets at least one sample and at most ``batch_size``.
 
     Args:
         max_tokens: Upper bound of a rank's batch.
         weight: Tag with the tokens of a sample, or an importable function of its tags.
-        dp_size: Data-parallel ranks; None: what the task is registered with, else every rank draws for itself.
+        dp_size: Data-parallel ranks; None: as the task was registered, else every rank draws for itself.
     """
 
     def __init__(self, max_tokens: float, weight: Weight = "total_lengths", dp_size: int | None = None) -> None:
@@ -59,7 +59,7 @@ class TokenBudgetSampler(BaseSampler):
         self.check(batch_size, dp_size)
         num_ranks = self.dp_size or dp_size
         rank = _rank(dp_rank, num_ranks)
-        # One rank that numbers no batches has nothing to remember, and would get the same one for ever.
+        # A single rank without batch numbers remembers nothing, or it would get the same batch forever.
         remembers = (num_ranks or 1) > 1 or None not in (dp_rank, batch_index)
         batch = batch_index or 0
         if remembers and (cached := self._recall(partition_id, task_name, rank, batch)) is not None:
@@ -84,7 +84,7 @@ class TokenBudgetSampler(BaseSampler):
         super().forget(partition_id, task_name, batch_index or 0)
 
     def _draw(self, ready: Sequence[int], batch_size: int, num_ranks: int, view: Any) -> list[list[int]]:
-        """One list of samples per rank; nothing while the round isn't complete."""
+        """One list of samples per rank; empty while the round isn't complete."""
         if view is None:
             raise SamplerError("TokenBudgetSampler reads tags and needs the partition= argument, got None.")
         indexes, weights = self._prefix(ready, num_ranks * batch_size, num_ranks * self.max_tokens, view)
@@ -97,7 +97,7 @@ class TokenBudgetSampler(BaseSampler):
         if left == 0 and not sealed and packing.has_room(count):
             return []
         if sealed and 0 < left < num_ranks:
-            # Leave one sample per rank for a last round rather than a tail that can't be dealt out.
+            # Keep one sample per rank for a last round, because a smaller tail can't be dealt out.
             shorter = len(ready) - num_ranks
             count = shorter if shorter >= num_ranks and packing.fits(shorter) else count
         return [[indexes[position] for position in part] for part in packing.balanced(count)]
@@ -140,7 +140,7 @@ def _rank(dp_rank: int | None, num_ranks: int | None) -> int:
 
 
 class _Packing:
-    """Prefixes of a list of weights packed into bins: none empty, none over either bound."""
+    """Packs prefixes of a list of weights into bins: none empty, none over either bound."""
 
     def __init__(self, weights: list[float], num_bins: int, most_items: int, most_weight: float) -> None:
         self._weights = weights
@@ -150,9 +150,9 @@ class _Packing:
         self._packed: dict[int, list[list[int]] | None] = {}  # by length of the prefix
 
     def longest_prefix(self) -> int:
-        """Number of items in the longest prefix found to fit; at least one per bin, which always fits.
+        """The number of items in the longest prefix found to fit: at least one per bin, which always fits.
 
-        Whether a prefix fits is bin packing, so this is a good answer rather than the best one.
+        Finding the longest prefix is bin packing, so this answer is good rather than optimal.
         """
         low, high, step = self._num_bins, len(self._weights), 1
         if self.fits(high):
@@ -175,7 +175,7 @@ class _Packing:
         return bins if all(map(self._allows, bins)) else self._pack(count) or []
 
     def has_room(self, count: int) -> bool:
-        """Whether some further item, however light, would fit beside a prefix that fits."""
+        """Whether any further item, however light, would fit after a prefix that fits."""
         bins = self._pack(count) or []
         return any(len(each) < self._most_items and self._weight(each) < self._most_weight for each in bins)
 
@@ -192,7 +192,7 @@ class _Packing:
         return self._packed[count]
 
     def _to_lightest(self, items: list[int]) -> list[list[int]] | None:
-        """Each item into the bin that holds least: even, but gaps end up too small for the last items."""
+        """Put each item into the lightest bin: even, but the gaps become too small for the last items."""
         bins: list[list[int]] = [[] for _ in range(self._num_bins)]
         open_bins: list[tuple[float, int, int]] = [(0, 0, number) for number in range(self._num_bins)]
         for item in items:
@@ -205,7 +205,7 @@ class _Packing:
         return [sorted(each) for each in bins]
 
     def _to_tightest(self, items: list[int]) -> list[list[int]] | None:
-        """Each item into the fullest bin that takes it: uneven, but fills gaps."""
+        """Put each item into the fullest bin that takes it: uneven, but fills gaps."""
         bins: list[list[int]] = [[] for _ in range(self._num_bins)]
         room = [(self._most_weight, number) for number in range(self._num_bins)]
         for item in items:

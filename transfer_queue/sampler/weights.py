@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight of a sample: what it costs to train on, read from its tags."""
+"""The weight of a sample is its training cost, read from its tags."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jagged tensors and batches of what was checked already, without a look at each again: the larger part of a small get.
+"""Builds jagged tensors and batches from checked parts, without the public constructors' checks and dispatch.
 
-Torch and TensorDict check and dispatch whatever they are given, in Python. The shorter ways used here are not theirs to
-keep, so each is tried once, and the public way is taken where it is not as it was.
+Those checks run in Python and take the larger part of a small get. The shortcuts use private attributes of torch and
+TensorDict.
+Each shortcut is therefore compared once with the public way, which is used wherever the two differ.
 """
 
 from __future__ import annotations
@@ -19,32 +20,35 @@ from tensordict import TensorDict
 from transfer_queue.storage.pieces import IntArray
 
 _MOST_EVEN = 4096
-"""Rows of one length, up to so many, that offsets are kept for."""
+"""Offsets of rows of equal length are cached up to this number of rows."""
 
 
 class _Offsets(NamedTuple):
-    """Where each row of a jagged tensor begins and ends, with what torch keeps of that."""
+    """Row boundaries of a jagged tensor, and what torch derives from them."""
 
     array: IntArray
     tensor: torch.Tensor
     rows: Any
-    """The size that stands for the rows' lengths: tensors with the same one can be computed with together."""
+    """The symbolic size for the row lengths. Tensors that share it can be combined."""
     shortest: int
     longest: int
 
 
 class Jagged:
-    """Makes the jagged tensors of one batch. Those whose rows have the same lengths share their offsets: so torch knows
-    that they fit together (``log_probs * mask``), and what it keeps of lengths is made once."""
+    """Makes the jagged tensors of one batch.
+
+    Columns with the same row lengths share their offsets. Torch then accepts them together (``log_probs * mask``), and
+    the offsets are built once.
+    """
 
     def __init__(self) -> None:
         self._known: list[_Offsets] = []
         self._even: dict[tuple[int, int], _Offsets] = {}
 
     def __call__(self, values: torch.Tensor, offsets: IntArray, lengths: tuple[int, int] | None = None) -> torch.Tensor:
-        """Row i is ``values[offsets[i] : offsets[i + 1]]``; a tensor of its own, no view.
+        """Make a new tensor, not a view; row i is ``values[offsets[i] : offsets[i + 1]]``.
 
-        ``lengths``: of the shortest and of the longest row, where that is known.
+        ``lengths``: of the shortest and the longest row, if known.
         """
         shortest, longest = lengths or _extremes(offsets)
         if shortest == longest and not offsets[0]:
@@ -58,7 +62,7 @@ class Jagged:
     def even(self, values: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """The same for ``count`` rows of one length."""
         known = self._even.get((count, length))
-        if known is None:  # kept here, too: two threads may ask for the first ones of a length at the same time
+        if known is None:  # also kept here: two threads may build the same length at once
             known = self._even[count, length] = (_kept_even if count < _MOST_EVEN else _even)(count, length)
         return _make_jagged()(values, known)
 
@@ -77,30 +81,30 @@ def _offsets(array: IntArray, shortest: int, longest: int) -> _Offsets:
 
 
 def _even(count: int, length: int) -> _Offsets:
-    with torch.inference_mode(False):  # what a validation reads first is for training, too
+    with torch.inference_mode(False):  # otherwise a validation's offsets would be unusable in training
         return _offsets(np.arange(count + 1) * length, length, length)
 
 
-_kept_even = functools.lru_cache(256)(_even)  # batch after batch has the same
+_kept_even = functools.lru_cache(256)(_even)  # successive batches often have the same shape
 
 
 def is_simple_jagged(tensor: Any) -> bool:
-    """Ragged in its first dim and without holes: its values and offsets are all there is to it."""
+    """Whether the tensor is ragged in its first dim and has no holes, so values and offsets describe it."""
     if not tensor.is_nested or tensor.layout != torch.jagged:
         return False
-    # ``_ragged_idx`` has no public twin, and reading the wrong dim as the ragged one would mix up rows.
+    # ``_ragged_idx`` has no public twin. Taking the wrong dim for the ragged one would mix up rows.
     return tensor.lengths() is None and bool(tensor._ragged_idx == 1)
 
 
 def jagged_values(tensor: Any) -> torch.Tensor:
-    """What the rows of a jagged tensor are cut from, detached."""
+    """Return the detached values that the rows of a jagged tensor are cut from."""
     values = getattr(tensor, "_values", None)
     plain = type(values) is torch.Tensor
     return values.detach() if plain else tensor.values().detach()  # type: ignore[union-attr, no-any-return]
 
 
 def batch(columns: Mapping[str, Any], count: int) -> TensorDict:
-    """A TensorDict of columns that have ``count`` rows each."""
+    """Make a TensorDict of columns that have ``count`` rows each."""
     return _make_batch()(dict(columns), count)
 
 
@@ -126,19 +130,19 @@ def _make_batch() -> Callable[[dict[str, Any], int], TensorDict]:
 
 
 def _public_jagged(values: torch.Tensor, offsets: _Offsets) -> torch.Tensor:
-    # Without the longest length to_padded_tensor() would pad to the sum of all.
+    # Without the longest length, to_padded_tensor() would pad to the sum of all lengths.
     return torch.nested.nested_tensor_from_jagged(
         values, offsets.tensor, min_seqlen=offsets.shortest, max_seqlen=offsets.longest
     )
 
 
 def _short_jagged(values: torch.Tensor, offsets: _Offsets) -> torch.Tensor:
-    """What ``NestedTensor(values, offsets)`` makes of them, without its dispatch: a fifth of a small get."""
+    """Make what ``NestedTensor(values, offsets)`` makes, without its dispatch, which is a fifth of a small get."""
     parts, rows, strides = _parts_of_jagged(), offsets.rows, values.stride()
     shape = (len(offsets.array) - 1, rows, *values.shape[1:])
     strides = (rows if strides[0] == 1 else rows * strides[0], *strides)
-    # With the policy "sizes" torch asks ``_size`` and ``_strides`` below for all it wants to know. What it keeps beside
-    # them is never read, and to keep a size that stands for many takes as long as all the rest.
+    # With the policy "sizes", torch reads ``_size`` and ``_strides`` below and never the wrapper's own sizes.
+    # The wrapper gets plain sizes, because storing a symbolic one takes as long as everything else here.
     plain = (shape[0], 0, *values.shape[1:]), (0, *strides[1:])
     made: Any = torch.Tensor._make_wrapper_subclass(
         parts.kind, *plain, 0, torch.contiguous_format, values.dtype, torch.jagged, values.device, False, False,
@@ -166,7 +170,7 @@ class _PartsOfJagged(NamedTuple):
     kind: type
     keys: Any
     rows_of: Callable[[torch.Tensor], Any]
-    """The size that stands for the rows' lengths; tensors with the same offsets have the same."""
+    """Returns the symbolic size for the row lengths. Equal offsets have the same one."""
 
 
 @functools.cache
@@ -180,8 +184,8 @@ def _parts_of_jagged() -> _PartsOfJagged:
 
 @functools.lru_cache(1024)
 def _length(which: str, length: int) -> torch.Tensor:
-    """Torch keeps the length of the shortest and of the longest row as the size of an empty tensor."""
-    with torch.inference_mode(False):  # what a validation reads first is for training, too
+    """Torch stores the shortest and longest length as the size of an empty tensor."""
+    with torch.inference_mode(False):  # otherwise a validation's tensors would be unusable in training
         kept = torch.zeros(length, 0, device="cpu")
     torch._dynamo.mark_dynamic(kept, 0)
     return kept
@@ -189,12 +193,12 @@ def _length(which: str, length: int) -> torch.Tensor:
 
 @functools.cache
 def _make_jagged() -> Callable[[torch.Tensor, _Offsets], torch.Tensor]:
-    # torch 2.13 logs a line for its own developers when the function is first called; readers can't do anything either.
+    # torch 2.13 logs a line for its own developers on the first call; users can't act on it.
     logger = logging.getLogger("torch.fx._symbolic_trace")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with torch.inference_mode(False), torch.device("cpu"):  # whatever the first reader of this process is about
+        with torch.inference_mode(False), torch.device("cpu"):  # independent of the caller's modes
             same = _short_is_public()
     except (ImportError, AttributeError, KeyError, TypeError, RuntimeError):
         same = False
@@ -204,7 +208,7 @@ def _make_jagged() -> Callable[[torch.Tensor, _Offsets], torch.Tensor]:
 
 
 def _short_is_public() -> bool:
-    """Does the short way make what the public way makes?"""
+    """Return whether the shortcut makes what the public way makes."""
     edges = np.array([0, 1, 3])
     first, second = (torch.from_numpy(edges.copy()) for _ in range(2))
     known: Any = _public_jagged(torch.arange(6).view(3, 2), _Offsets(edges, first, None, 1, 2))

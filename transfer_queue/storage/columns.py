@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorDict <-> columns (dense, ragged, objects), shared by all backends. Runs in clients only."""
+"""Converts between TensorDicts and columns (dense, ragged, objects) for all backends. Runs in clients only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS = ("jagged", "dense")
 
 
 def num_rows(data: Any) -> int:
-    """Rows of a TensorDict, or of a dict of columns."""
+    """Return the number of rows of a TensorDict or a dict of columns."""
     if is_tensor_collection(data):
         if not data.batch_size:
             raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
@@ -46,7 +46,7 @@ def num_rows(data: Any) -> int:
 
 
 def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
-    """Every column of a TensorDict (or dict of columns), ready to be written; nothing is copied yet.
+    """Return every column of a TensorDict (or dict of columns), ready to be written; nothing is copied yet.
 
     Raises:
         UnsupportedValueError: a column or value that can't be stored as configured.
@@ -61,15 +61,15 @@ def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
 
 
 def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
-    """Every column as one piece; contiguous CPU tensors are not copied. Raises what ``sources`` raises."""
+    """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``sources`` raises."""
     return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
 
 
 def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False) -> TensorDict:
-    """One batch of ``count`` rows in fresh memory, columns by name.
+    """Make one batch of ``count`` rows in fresh memory, columns sorted by name.
 
     Args:
-        parts: Per field, pieces with the rows of the batch that they fill; each row exactly once.
+        parts: Per field, wire columns with the rows of the batch that they fill; each row exactly once.
         layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
     """
     check_layout(layout)
@@ -81,7 +81,7 @@ def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow
 
 
 def relaid(data: TensorDict, layout: str) -> TensorDict:
-    """The same batch with its tensor columns in this layout and its columns sorted by name."""
+    """Return the same batch with its tensor columns in this layout and its columns sorted by name."""
     check_layout(layout)
     count, columns, way = num_rows(data), {}, _Way(layout, Jagged())
     for name, column in sorted(named_columns(data)):
@@ -101,26 +101,26 @@ def check_layout(layout: str) -> None:
 
 
 def column_of(values: Sequence[Any]) -> Any:
-    """One value per row as a column of a TensorDict: tensors of one dtype and rank together, all else as objects."""
+    """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
     if are_alike(values):
         return _of_piece(rows_piece(values), _Way("jagged", Jagged()))
     if any(map(is_tensor_collection, set(map(type, values)))):
-        # The stack would take a TensorDict for one of its own members.
+        # NonTensorStack would take a TensorDict for one of its own members.
         return NonTensorStack(*(NonTensorData(data=value) for value in values))
     return object_column(values)
 
 
 def values_of(column: Any, count: int) -> list[Any]:
-    """The rows of a column that is no tensor."""
+    """Return the rows of a column that is not a tensor."""
     if isinstance(column, np.ndarray):
-        # As Python's own, dates and durations would lose their unit, and be plain numbers where that is nanoseconds.
+        # tolist() would strip the unit from dates and durations, and turn nanoseconds into plain numbers.
         return list(column) if column.dtype.kind in "OMm" else column.tolist()
     if not is_non_tensor(column):
         return list(column)
     if isinstance(column, NonTensorStack):
         return column.tolist()
     shared = column.data
-    # TensorDict keeps arrays of text, dates or objects whole, although they have one entry per row.
+    # TensorDict keeps arrays of text, dates or objects as one value, although they have one entry per row.
     if isinstance(shared, np.ndarray) and shared.dtype.kind in "OUSMm" and shared.ndim and len(shared) == count:
         return values_of(shared, count)
     return [shared] * count
@@ -134,7 +134,7 @@ def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
         try:
             yield name, data.get(name)
         except RuntimeError:
-            # A lazy stack whose members' shapes differ.
+            # A lazy stack with members of different shapes.
             yield name, [member.get(name) for member in data.unbind(0)]
 
 
@@ -232,7 +232,7 @@ def _ragged(parts: Parts, count: int, way: _Way) -> Any:
     sizes = shapes.prod(axis=1) * first.itemsize
     bounds = running_sum(sizes)
     out = recycling.empty(int(bounds[-1]))
-    # torch packs rows that are irregular in other dims anew, so they must be here by then.
+    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
     by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
     for positions, piece in ragged:
         copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
@@ -240,13 +240,13 @@ def _ragged(parts: Parts, count: int, way: _Way) -> Any:
 
 
 def _whole(parts: Parts, count: int, way: _Way) -> ByteArray | None:
-    """The bytes of a batch that one piece holds in its order; None where rows must be picked or put in place."""
+    """Copy a batch that one wire column holds in its order; None if rows must be selected or reordered."""
     positions, piece = parts[0]
     in_order = isinstance(positions, slice) and positions == slice(0, count)
     if piece.layout.kind != "ragged" or piece.picks is not None or not in_order:
         return None
     out = recycling.empty(piece.data.nbytes)
-    # torch packs rows that are irregular in other dims anew, so they must be here by then.
+    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
     shapes = _shapes_of(piece)
     (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, piece.data)
     return out
@@ -265,7 +265,7 @@ def _shaped(
     way: _Way,
     extremes: tuple[int, int] | None = None,
 ) -> Any:
-    """Rows that lie back to back, as the most regular tensor they allow. ``extremes``: of ``shapes``, if known."""
+    """Make the most regular tensor that these contiguous rows allow. ``extremes``: of ``shapes``, if known."""
     if way.layout == "jagged" and shapes.shape[1] == 1:
         flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
         return way.jagged(flat, bounds // dtype.itemsize, extremes)
@@ -295,7 +295,7 @@ def _strided(rows: Sequence[torch.Tensor]) -> Any:
 
 @functools.cache
 def _warn_of_nested_tensors_once() -> None:
-    # torch warns once per process that nested tensors are a prototype; readers can't do anything about it.
+    # torch warns once per process that nested tensors are a prototype; users can't act on it.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)

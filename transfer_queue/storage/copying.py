@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies of one put or get, made together at its end, by several threads where that pays."""
+"""Collects the copies of one put or get and makes them together at its end, with several threads if that pays."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from transfer_queue.storage.spans import AT_ONCE, LATER_NBYTES
 _SHARED_NBYTES = 24 * 1024 * 1024
 _CHUNK_NBYTES = 256 * 1024
 _MAPPED_NBYTES = 64 * 1024
-"""So much is mapped around a page that is read first (``fault_around_bytes``)."""
-_MOST_HELPERS = 3  # a few cores saturate the memory; the others have better things to do
+"""Linux maps this much around a page on its first read (``fault_around_bytes``)."""
+_MOST_HELPERS = 3  # a few cores saturate the memory bandwidth
 
 _Rows = NDArray[Any]
 _Picks = NDArray[np.int64] | None
 _Job = tuple[_Rows, _Rows, _Picks]
-"""(dst, src, which of its rows; None: all, in order)."""
+"""(dst, src, row indices; None: all rows in order)."""
 _Chunks = deque[tuple[_Rows, _Rows, _Picks, int, int]]
-"""(the job, where its chunk begins, how long it is)."""
+"""(the job's three fields, first row of the chunk, number of rows)."""
 
 
 class Copies:
-    """Call it to copy; what it was given must stay as it is until ``finish``.
+    """Call it to copy. Its arguments must not change until ``finish``.
 
-    Threads take chunks as they come, so one that the system holds up delays its own chunk only. Torch's own threads
-    would wait for each other at the end of each copy, which on a busy machine takes longer than the copy.
+    Threads take chunks as they become free, so a delayed thread delays only its own chunk. Torch's own threads wait for
+    each other at the end of each copy, which on a busy machine takes longer than the copy.
     """
 
     def __init__(self, into_mapped: bool = False) -> None:
-        """``into_mapped``: memory mapped from another process is copied into, not out of."""
+        """``into_mapped``: the destination, not the source, is memory mapped from another process."""
         self._into_mapped = into_mapped
         self._jobs: list[_Job] = []
         self._nbytes = 0
@@ -62,17 +62,17 @@ class Copies:
 
     @property
     def worth_sharing(self) -> bool:
-        """There is enough to copy now for several threads."""
+        """Whether there is enough to copy for several threads."""
         return self._nbytes >= _SHARED_NBYTES
 
     def finish(self) -> None:
-        """All copies are made when it returns."""
+        """Make all copies before returning."""
         if not self._jobs:
             return
         jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * self.worth_sharing
         self._jobs, self._nbytes = [], 0
         if helpers > 0:
-            # What is read is mapped by the dozen anyway: warm copies of this size would pay for the look.
+            # Sources are mapped in groups of pages anyway, so touching them first would not pay at this size.
             for dst, _, _ in jobs if self._into_mapped else ():
                 _map_pages(dst)
             _copy_together(jobs, helpers)
@@ -86,16 +86,16 @@ class Copies:
 
 
 def _map_pages(memory: ByteArray) -> None:
-    """Look at memory of another process before it is copied into, or out of.
+    """Touch another process's memory before it is copied into or out of.
 
-    Linux maps existing pages by the dozen where one is read for the first time, and one by one where they are written;
-    and a copy that is interrupted to map them takes longer than both one after the other.
+    Linux maps existing pages in groups on a first read, but one by one on a first write. A copy interrupted by page
+    faults takes longer than the touch and the copy in sequence.
     """
     memory[::_MAPPED_NBYTES].max()
 
 
 def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
-    # A tuple each, and no slices yet: making those of 64 MiB takes as long as copying 3.
+    # Tuples, because creating the slices of 64 MiB up front takes as long as copying 3 MiB.
     chunks: _Chunks = deque()
     for dst, src, picks in jobs:
         step = _CHUNK_NBYTES if picks is None else max(1, _CHUNK_NBYTES * len(dst) // dst.nbytes)
@@ -103,13 +103,13 @@ def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
     errors: list[BaseException] = []
     helpers = [_Helper(chunks, errors) for _ in range(num_helpers)]
     try:
-        with contextlib.suppress(RuntimeError):  # no more threads to be had: then the others do it all
+        with contextlib.suppress(RuntimeError):  # no more threads available: this thread copies everything
             for helper in helpers:
                 helper.start()
         _drain(chunks)
     finally:
-        # Whoever gives up here gives back memory that no thread may write into any more. Not in a function of its
-        # own: Ctrl-C may come as that begins, before its "try".
+        # After an error the caller frees the memory, so no thread may still write into it.
+        # This loop is inline: in a function of its own, Ctrl-C could arrive before its "try".
         while True:
             try:
                 chunks.clear()
@@ -123,10 +123,11 @@ def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
 
 
 class _Helper:
-    """A thread of this copy alone: it costs less than a hundredth of it, and nothing is left to end, or to fork.
+    """A thread for this copy alone. Starting it costs under a hundredth of the copy, and none remains to stop or to
+    fork.
 
-    Nobody waits for it to begin, as ``threading.Thread`` would: where something else has the other cores, which may be
-    torch's own threads that look for more work for milliseconds, the copy is over before it does.
+    Unlike with ``threading.Thread``, no caller waits for it to start. If other work occupies the cores, such as torch's
+    spinning threads, the copy ends before the helper starts.
     """
 
     def __init__(self, chunks: _Chunks, errors: list[BaseException]) -> None:
@@ -137,22 +138,22 @@ class _Helper:
         self._over.acquire()
 
     def start(self) -> None:
-        """Raises RuntimeError: there is no thread to be had."""
+        """Raises RuntimeError if no thread is available."""
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
         self._begun = True
         try:
             _drain(self._chunks)
-        except BaseException as error:  # raised again by who waits for this thread
+        except BaseException as error:  # raised again by the thread that waits for this one
             self._errors.append(error)
         finally:
             self._ended = True
             self._over.release()
 
     def wait(self) -> None:
-        """It writes no more when this returns. There must be no chunks left by then: it may begin later than that."""
-        while self._begun and not self._ended:  # Ctrl-C may have come after it was over, and before that was noted
+        """After this the helper writes no more. All chunks must have been taken, because it may still start later."""
+        while self._begun and not self._ended:  # Ctrl-C may have come between its end and the note of it
             self._over.acquire()
 
 
@@ -163,7 +164,7 @@ def _drain(chunks: _Chunks) -> None:
         except IndexError:
             return
         stop = start + step
-        # NumPy lets other threads run meanwhile.
+        # NumPy releases the interpreter lock meanwhile.
         if picks is None:
             dst[start:stop] = src[start:stop]
         else:

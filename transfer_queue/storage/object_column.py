@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A column of plain objects, one per row, as the stack of objects that TensorDict makes of them, made when needed.
+"""A column of plain objects, one per row, that becomes a TensorDict stack only when needed.
 
-TensorDict wraps each object in a tensordict of its own: 1.1 ms for 1 024 texts, most of what getting them takes. Nearly
-all readers ask for the list only.
+TensorDict wraps each object in a tensordict: 1.1 ms for 1 024 texts, most of the time of getting them. Nearly all
+readers only ask for the list.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tensordict.utils import LinkedList
 
 
 class _UnmadeStack(NonTensorStack):
-    """A ``NonTensorStack`` without members yet. It turns into a plain one as soon as anything asks for these."""
+    """A ``NonTensorStack`` without members yet. It becomes a plain one as soon as they are needed."""
 
     _objects: list[Any]
 
     def __new__(cls, *members: Any, **options: Any) -> NonTensorStack:
-        return NonTensorStack(*members, **options)  # what TensorDict derives from a column is a plain one
+        return NonTensorStack(*members, **options)  # TensorDict derives plain stacks from a column
 
     def __getattr__(self, name: str) -> Any:
         if name != "tensordicts":
-            return object.__getattribute__(self, name)  # which tells what is wrong
-        # Another thread may be here, too: both make the same, and one of the two is kept.
+            return object.__getattribute__(self, name)  # raises the usual AttributeError
+        # Two threads may get here at once: both make the same members, and one result is kept.
         members = self.__dict__.setdefault(name, NonTensorStack(*self._objects).tensordicts)
         self.__class__ = NonTensorStack
         return members
@@ -41,7 +41,7 @@ class _UnmadeStack(NonTensorStack):
 
 
 def object_column(values: Sequence[Any]) -> NonTensorStack:
-    """``NonTensorStack(*values)`` for values that are no tensordicts."""
+    """``NonTensorStack(*values)`` for values that are not tensordicts."""
     return _unmade(list(values)) if values and _may_wait() else NonTensorStack(*values)
 
 
@@ -57,7 +57,7 @@ def _unmade(values: list[Any]) -> NonTensorStack:
 
 @functools.cache
 def _may_wait() -> bool:
-    """Does this TensorDict build its stacks as expected here? What it does inside is not its promise."""
+    """Return whether this TensorDict builds its stacks as expected here. Its internals are not public API."""
     values = ["a", 1]
     try:
         known, made = NonTensorStack(*values), _unmade(values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain Python objects as bytes: msgpack, with extension types so that every value comes back as what it was."""
+"""Encodes plain Python objects as msgpack, with extension types so that every value keeps its type."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_
 
 Ext = msgspec.msgpack.Ext
 
-# Extension codes. They lie in stores and checkpoints: add, never renumber.
+# Extension codes. Stores and checkpoints contain them: add new ones, never renumber.
 _TUPLE, _SET, _FROZENSET, _MAP, _COMPLEX, _BIG_INT, _TEXT, _BYTEARRAY = range(1, 9)
 _ARRAY, _NUMPY_SCALAR, _OBJECT_ARRAY, _TENSOR = range(9, 13)
 _PICKLE = 100
 
 _TOGETHER_NBYTES = 1024 * 1024
-"""Rows of at most so many bytes are decoded in one go, from a copy."""
+"""Up to this size, all rows are copied and decoded in one call."""
 
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _SWITCH = "backend.SimpleStorage.allow_pickle: true"
 
 
 def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -> Piece:
-    """One row per value.
+    """Encode one row per value.
 
     Raises:
-        UnsupportedValueError: a value, or something inside it, would need pickle, which ``allow_pickle`` forbids.
+        UnsupportedValueError: a value, or something inside it, needs pickle, which ``allow_pickle`` forbids.
     """
     encoder = _Encoder(field, allow_pickle)
     rows = encoder.plain_rows(values)
@@ -46,16 +46,16 @@ def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -
 
 
 def decode_rows(piece: Piece, field: str, allow_pickle: bool = False) -> list[Any]:
-    """The values again, each the reader's own.
+    """Decode the values; the caller owns each of them.
 
     Raises:
-        UnsupportedValueError: a value was pickled and ``allow_pickle`` is off; nothing of it has been run.
+        UnsupportedValueError: a value was pickled and ``allow_pickle`` is off; none of its code has run.
     """
     decode = _decoder(field, allow_pickle)
     payload = piece.data.data
     try:
         if payload.nbytes <= _TOGETHER_NBYTES:
-            values: list[Any] = decode(b"\xdd" + piece.rows.to_bytes(4, "big") + payload)  # as one list of them
+            values: list[Any] = decode(b"\xdd" + piece.rows.to_bytes(4, "big") + payload)  # as one msgpack array
             return values
         edges = piece.bounds.tolist()
         return [decode(payload[start:stop]) for start, stop in pairwise(edges)]
@@ -68,11 +68,11 @@ class _Encoder:
         self._field = field
         self._allow_pickle = allow_pickle
         self._pack = msgspec.msgpack.Encoder().encode
-        # Set while a value is encoded whose numbers or texts msgpack refused: then each is looked at.
+        # True while encoding a value that msgpack refused, so that each number and text is checked.
         self._careful = False
 
     def plain_rows(self, values: Sequence[Any]) -> list[bytes] | None:
-        """All rows where none needs a closer look, else None."""
+        """Encode all rows if none needs extension types; otherwise return None."""
         if not self._all_plain(values):
             return None
         try:
@@ -101,7 +101,7 @@ class _Encoder:
         return Ext(code, self._pack(self._lowered(content)))
 
     def _lowered(self, value: Any) -> Any:
-        """The value in terms of what msgpack knows."""
+        """Replace whatever msgpack does not know by extension types."""
         kind = type(value)
         if kind in _PLAIN:
             return self._checked(value) if self._careful else value
@@ -126,7 +126,7 @@ class _Encoder:
             return Ext(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
         if type(value) is str:
             raw = value.encode("utf-8", "surrogatepass")
-            # Only lone surrogates come back different.
+            # Only lone surrogates change in a round trip.
             return value if raw.decode("utf-8", "replace") == value else Ext(_TEXT, raw)
         return value
 
@@ -204,7 +204,7 @@ class _Decoder:
 
 @functools.lru_cache(1024)
 def _decoder(field: str, allow_pickle: bool) -> Callable[[Any], Any]:
-    # It and its decoder point at each other: one per get would be left to the garbage collector.
+    # Cached, because it and its decoder form a cycle, which would leave garbage on every get.
     return _Decoder(field, allow_pickle).decode
 
 

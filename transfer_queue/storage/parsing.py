@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data_parser: the user's function over a put's columns, run in the putting process before anything is stored."""
+"""Runs a put's data_parser: a user function over the columns, called by the putting process first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfer_queue.storage.columns import column_of, named_columns, num_rows, v
 
 
 def parsed(data: TensorDict, parser: DataParser) -> TensorDict:
-    """What ``parser`` makes of ``data``: dense columns go in as one tensor, nested and object columns as lists.
+    """Apply ``parser`` to ``data``. Dense columns are passed as one tensor, nested and object columns as lists.
 
     Raises:
         RuntimeError: the parser isn't callable, raised, or returned other fields or another number of rows.
@@ -27,7 +27,7 @@ def parsed(data: TensorDict, parser: DataParser) -> TensorDict:
     names = sorted(given)
     try:
         made = parser(given)
-    except Exception as error:  # the user's code may raise anything, and the put must say that it was this
+    except Exception as error:  # user code may raise anything, and the error must name it
         raise InvalidRequestError(f"data_parser raised {type(error).__name__}: {error}. Nothing was stored.") from error
     if not isinstance(made, dict):
         raise InvalidRequestError(f"data_parser returned a {type(made).__name__}, not a dict. Nothing was stored.")

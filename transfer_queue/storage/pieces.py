@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A column piece: one field of some rows as plain bytes, with what is needed to cut it by rows. Knows no torch."""
+"""Wire columns: one field of some rows as plain bytes, with what is needed to cut it by rows. Uses no torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from transfer_queue.errors import ProtocolError
 IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
 Positions: TypeAlias = slice | IntArray
-"""Which rows of a batch, in order: a consecutive run as a slice with both ends, anything else as an array."""
+"""Rows of a batch, in order: a slice with both ends for consecutive rows, otherwise an array."""
 Allocate: TypeAlias = Callable[[int], ByteArray]
-"""Memory for so many bytes, contents undefined."""
+"""Allocates this many bytes with undefined contents."""
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """How rows lie in a piece.
+    """How the rows of a wire column are laid out.
 
-    ``shape`` is one row's: whole for dense, ``-1`` per dim for ragged (the rank counts), empty for objects.
+    ``shape`` is the shape of one row: complete for dense, ``-1`` per dim for ragged, empty for objects.
     """
 
     kind: Literal["dense", "ragged", "objects"]
@@ -39,7 +39,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def family(self) -> Layout:
-        """Pieces of one family can be joined: rows of one dtype and rank are ragged at worst."""
+        """The ragged layout of this dtype and rank. Wire columns of one family can be joined."""
         return ragged_layout(self.dtype, self.itemsize, len(self.shape)) if self.shape else self
 
 
@@ -55,12 +55,11 @@ def ragged_layout(dtype: str, itemsize: int, ndim: int) -> Layout:
 
 
 class Piece:
-    """``data`` holds the rows back to back. ``side`` is [rows, ndim] shapes (ragged) or [rows + 1] offsets (objects).
+    """A wire column. ``data`` holds the rows back to back.
 
-    Where a reader has others' memory before it, ``picks`` says which of what lies in ``data`` are the rows, in order:
-    their numbers (dense), or the byte where each begins (ragged).
-
-    Never changed once made: slices share its memory.
+    ``side`` is [rows, ndim] shapes (ragged) or [rows + 1] offsets (objects).
+    ``picks`` selects rows from a larger block: row indices (dense) or start bytes (ragged), in order.
+    It never changes after construction, because slices share its memory.
     """
 
     __slots__ = ("_bounds", "_extremes", "data", "layout", "picks", "rows", "side")
@@ -86,7 +85,7 @@ class Piece:
     def received(
         cls, layout: Layout, rows: int, data: ByteArray, side: Any = None, picks: IntArray | None = None
     ) -> Piece:
-        """The piece that its sender described; ``side`` as the buffer it travelled in.
+        """Check and build the wire column that a sender described; ``side`` is the received buffer.
 
         Raises:
             ProtocolError: lengths, shapes and offsets contradict each other.
@@ -101,19 +100,19 @@ class Piece:
 
     @property
     def side_frame(self) -> IntArray | None:
-        """``side`` as it travels."""
+        """``side`` as a message frame."""
         return None if self.side is None else np.ascontiguousarray(self.side).reshape(-1)
 
     @property
     def nbytes(self) -> int:
         if self.side is None:
             return self.data.nbytes
-        # The closing offset of objects is nobody's: rows must add up to the whole.
+        # The closing offset of objects is not counted, so that the rows add up to the whole.
         return self.data.nbytes + self.side.nbytes - (8 if self.side.ndim == 1 else 0)
 
     @property
     def bounds(self) -> IntArray:
-        """[rows + 1] where each row begins and ends in ``data``; ragged and objects only."""
+        """[rows + 1] row boundaries in ``data``; ragged and objects only."""
         if self._bounds is None:
             assert self.side is not None
             if self.layout.kind == "ragged":
@@ -126,7 +125,7 @@ class Piece:
 
     @property
     def extremes(self) -> tuple[int, int]:
-        """The least and the greatest number in ``side``; ragged with rows only."""
+        """The smallest and the largest number in ``side``; only for ragged columns with rows."""
         if self._extremes is None:
             assert self.side is not None
             self._extremes = int(self.side.min()), int(self.side.max())
@@ -134,17 +133,17 @@ class Piece:
 
     @property
     def starts(self) -> IntArray:
-        """[rows] the byte of ``data`` where each row begins."""
+        """[rows] byte offsets in ``data`` where each row begins."""
         if self.layout.kind == "dense":
             return (np.arange(self.rows) if self.picks is None else self.picks) * self.layout.row_nbytes
         return self.bounds[:-1] if self.picks is None else self.picks
 
     def begin(self, row: int) -> int:
-        """The byte of ``data`` where this row begins, and the one before it ends."""
+        """The byte of ``data`` where this row begins and the previous one ends."""
         return row * self.layout.row_nbytes if self.layout.kind == "dense" else int(self.bounds[row])
 
     def rows_nbytes(self, rows: NDArray[np.integer]) -> int:
-        """Bytes that these rows alone take."""
+        """Bytes that only these rows take."""
         if self.layout.kind == "dense":
             return len(rows) * self.layout.row_nbytes
         assert self.side is not None
@@ -152,7 +151,7 @@ class Piece:
         return int((self.bounds[rows + 1] - self.bounds[rows]).sum()) + len(rows) * side_nbytes
 
     def as_ragged(self) -> Piece:
-        """The same rows with their shapes spelled out; objects stay as they are."""
+        """The same rows with explicit shapes; objects stay as they are."""
         if self.layout.kind != "dense":
             return self
         shapes = np.broadcast_to(np.array(self.layout.shape, np.int64), (self.rows, len(self.layout.shape)))
@@ -174,7 +173,7 @@ class Piece:
 
 
 def running_sum(numbers: NDArray[np.int64]) -> IntArray:
-    """[n + 1] from 0 to the sum of all."""
+    """[n + 1] prefix sums, from 0 to the total."""
     sums = np.empty(len(numbers) + 1, np.int64)
     sums[0] = 0
     numbers.cumsum(out=sums[1:])
@@ -189,7 +188,7 @@ def _side(layout: Layout, rows: int, flat: IntArray) -> IntArray:
 
 
 def _check(piece: Piece) -> None:
-    """Refuse what would make a later copy read or write outside its buffer."""
+    """Refuse a column that would make a later copy read or write outside its buffer."""
     layout, have = piece.layout, piece.data.nbytes
     if layout.kind == "dense":
         expected = piece.rows * layout.row_nbytes
@@ -198,7 +197,7 @@ def _check(piece: Piece) -> None:
         return
     side = piece.side
     assert side is not None
-    # As floats first: a product of int64 may wrap to something that looks right.
+    # In floats, because an int64 product may wrap around to a plausible value.
     if layout.kind == "ragged" and side.size:
         least, most = piece.extremes
         if side.shape[1] > 1:
@@ -211,7 +210,7 @@ def _check(piece: Piece) -> None:
 
 
 def _check_picks(piece: Piece, picks: IntArray) -> None:
-    """The same for rows that lie scattered."""
+    """The same for selected rows of a larger block."""
     have, first, last = piece.data.nbytes, int(picks.min()), int(picks.max())
     if len(picks) != piece.rows:
         raise ProtocolError(f"{len(picks)} places of {piece.rows} rows")

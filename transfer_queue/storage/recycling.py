@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of batches that their reader dropped, kept for the next: touching fresh pages costs more than the copy."""
+"""A pool for the memory of dropped batches, because touching fresh pages costs more than the copy."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import numpy as np
 from transfer_queue.storage.pieces import ByteArray
 
 POOLED_NBYTES = 128 * 1024
-"""Smaller buffers are the allocator's business: it recycles them itself, and may give larger ones to the system."""
+"""Smaller buffers are left to the allocator, which recycles them itself but may return larger ones to the system."""
 KEPT_NBYTES = 256 * 1024 * 1024
-"""Most that a process keeps without using it."""
+"""The most unused memory that a process keeps."""
 _LARGE_NBYTES, _MOST_DROPPED = 4 * 1024 * 1024, 16
-"""Smaller buffers that were dropped are looked at together, so many at the latest."""
-_LOOSE = 1.25  # a buffer is given for a request that is at most this much smaller
+"""Dropped buffers below the first size are collected in groups of at most the second number."""
+_LOOSE = 1.25  # a buffer may be at most this factor larger than requested
 
 
 class _Buffer(np.ndarray[Any, Any]):
-    """Its base is the mapping, not another array, so that every view made of it keeps it alive."""
+    """Its base is the mapping and not another array, so that every view keeps it alive."""
 
 
 class Watch(weakref.ref[_Buffer]):
-    """Of a buffer: the first bytes of ``memory``."""
+    """A weak reference to a buffer, which is the first ``nbytes`` of ``memory``."""
 
     __slots__ = ("memory", "nbytes")
 
@@ -43,28 +43,28 @@ W = TypeVar("W", bound=Watch)
 
 
 class Recycler:
-    """Buffers come back by themselves when no tensor or array points at them any more."""
+    """Buffers return to the pool when no tensor or array refers to them any more."""
 
     def __init__(self, kept_nbytes: int = KEPT_NBYTES, least_nbytes: int = POOLED_NBYTES) -> None:
         self._limit = kept_nbytes
         self._least = least_nbytes
         self._lock = threading.Lock()
         self._watches: dict[int, Watch] = {}
-        self._dropped: deque[Watch] = deque()  # filled where garbage is collected
+        self._dropped: deque[Watch] = deque()  # appended to by the garbage collector
         self._tickets = itertools.count(1)
         self._kept: dict[int, mmap.mmap] = {}  # by ticket: oldest first
-        self._by_size: list[tuple[int, int]] = []  # (size, -ticket), ascending: of one size the last dropped first
+        self._by_size: list[tuple[int, int]] = []  # (size, -ticket), ascending: within a size, the last dropped first
         self._held = 0
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes that wait for a new use."""
+        """Bytes that are free for reuse."""
         with self._lock:
             self._collect()
             return self._idle_nbytes()
 
     def empty(self, nbytes: int) -> ByteArray:
-        """Memory of this size, contents undefined, the caller's own."""
+        """Return memory of this size with undefined contents, owned by the caller."""
         if nbytes < self._least:
             return np.empty(nbytes, np.uint8)
         with self._lock:
@@ -81,37 +81,37 @@ class Recycler:
     def _gone(self, watch: Watch) -> None:
         self._dropped.append(watch)
         if watch.nbytes < _LARGE_NBYTES and len(self._dropped) < _MOST_DROPPED:
-            return  # who asks for memory next collects first
-        # Where garbage is collected nobody may wait: whoever has the lock collects soon, or the next one does.
+            return  # the next request for memory collects it
+        # The garbage collector must not wait for the lock. If it is taken, its holder or the next request collects.
         if self._lock.acquire(blocking=False):
             try:
                 self._collect()
             finally:
                 self._lock.release()
 
-    # ---- what another kind of memory does in another way ----
+    # ---- overridden for other kinds of memory ----
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
-        """None: there is enough of it; the allocator's will do."""
+        """Return None if enough memory is pooled; then the allocator is used."""
         return _mapping(nbytes)
 
     def _size(self, memory: mmap.mmap) -> int:
-        """What it can hold."""
+        """The capacity of this memory."""
         return len(memory)
 
     def _is_back(self, memory: mmap.mmap) -> bool:
-        """Does nobody else use it?"""
+        """Return whether no other process uses it."""
         return True
 
     def _idle_nbytes(self) -> int:
-        """Of all that is kept and back."""
+        """Bytes of all pooled memory that is free."""
         return self._held
 
     def _drop(self, ticket: int) -> None:
-        """Don't use it again."""
+        """Never use it again."""
         self._remove(ticket)
 
-    # ---- what is the same for all ----
+    # ---- common to all kinds ----
 
     def _remove(self, ticket: int) -> mmap.mmap:
         memory = self._kept.pop(ticket)
@@ -151,12 +151,12 @@ class Recycler:
                 self._drop(ticket)
 
     def after_fork(self) -> None:
-        """In the child: another thread of the parent may have held the lock."""
+        """In the child, replace the lock: another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
 
 def watched(memory: mmap.mmap, nbytes: int, kind: type[W], gone: Callable[[Any], None]) -> tuple[W, ByteArray]:
-    """The first bytes of the memory, and who calls ``gone`` when nothing made of them points there any more."""
+    """Return the first bytes of the memory, and a watch that calls ``gone`` when no view of them is left."""
     buffer = np.ndarray.__new__(_Buffer, (nbytes,), np.uint8, buffer=memory)
     watch = kind(buffer, gone)
     watch.memory, watch.nbytes = memory, nbytes
@@ -168,7 +168,7 @@ def _mapping(nbytes: int) -> mmap.mmap | None:
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # too many of them: the allocator has other ways
+    except OSError:  # too many mappings: the allocator is used instead
         return None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -179,12 +179,12 @@ _recycler = Recycler()
 
 
 def empty(nbytes: int) -> ByteArray:
-    """Memory of this size for a batch, contents undefined, the caller's own."""
+    """Return memory of this size for a batch, contents undefined, owned by the caller."""
     return _recycler.empty(nbytes)
 
 
 def use(recycler: Recycler) -> None:
-    """Take the memory of all batches of this process from there."""
+    """Allocate all batches of this process with this recycler."""
     global _recycler
     _recycler = recycler
 

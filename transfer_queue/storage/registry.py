@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage backends by name: the only place where one is chosen. A backend is imported when it is first asked for."""
+"""Storage backends by name, the only place where one is chosen. A backend is imported on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Manager = TypeVar("Manager", bound=type[StorageManager])
 
 _backends: dict[str, str | type[StorageManager]] = {
     "SimpleStorage": "transfer_queue.storage.shm.manager:SharedMemoryManager",
-    # What the first backend was called before; configurations still say so.
+    # The former name of the first backend; configurations still use it.
     "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
 }
 
@@ -25,7 +25,7 @@ def register(name: str) -> Callable[[Manager], Manager]:
     """Class decorator: make a ``StorageManager`` available as ``backend.storage_backend: name``.
 
     Raises:
-        TypeError: the class is no ``StorageManager``.
+        TypeError: the class is not a ``StorageManager``.
     """
 
     def add(cls: Manager) -> Manager:
@@ -40,16 +40,16 @@ def register(name: str) -> Callable[[Manager], Manager]:
 
 
 def create(name: str, session: Session, config: Mapping[str, Any]) -> StorageManager:
-    """The manager of this backend.
+    """Create the manager of this backend.
 
     Raises:
-        ConfigError: no backend of this name.
+        ConfigError: no backend has this name.
     """
     return resolve(name)(session, config)
 
 
 def resolve(name: str) -> type[StorageManager]:
-    """The class of this backend."""
+    """Return the class of this backend."""
     found = _backends.get(name)
     if found is None:
         near = difflib.get_close_matches(str(name), _backends, n=1, cutoff=0.4)

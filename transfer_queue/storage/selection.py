@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing rows of column pieces: as slices where they lie together, else copied into one new piece. Knows no torch."""
+"""Selects rows of wire columns: contiguous rows as slices, others copied into one new column. Uses no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transfer_queue.storage.pieces import Allocate, ByteArray, IntArray, Layout,
 from transfer_queue.storage.spans import copy_rows, copy_spans
 
 SLICE_NBYTES = 64 * 1024
-"""Runs of rows at least this long travel as they lie; shorter ones are copied together: a frame costs more."""
+"""Runs of rows at least this long are sent in place. Shorter runs are copied together, because a frame costs more."""
 
 
 def as_run(positions: Positions | NDArray[Any]) -> Positions:
-    """The same positions, as a slice when they are consecutive."""
+    """Return the same positions, as a slice if they are consecutive."""
     if isinstance(positions, slice):
         return positions
     count = len(positions)
@@ -35,18 +35,18 @@ def _is_ascending_by_one(numbers: NDArray[Any]) -> bool:
 
 
 def distinct(numbers: IntArray) -> IntArray:
-    """Each number once, ascending."""
+    """Return each number once, ascending."""
     ascending = len(numbers) < 2 or bool((numbers[1:] > numbers[:-1]).all())
     return numbers if ascending else np.unique(numbers)
 
 
 def heap(nbytes: int) -> ByteArray:
-    """Memory of this process."""
+    """Allocate memory of this process."""
     return np.empty(nbytes, np.uint8)
 
 
 def gather(parts: Sequence[tuple[Piece, Positions]], allocate: Allocate = heap) -> Piece:
-    """Copy these rows of these pieces, all of one family, into one new piece, in this order."""
+    """Copy these rows of these wire columns, all of one family, into one new wire column, in this order."""
     layout = parts[0][0].layout
     if any(piece.layout != layout for piece, _ in parts):
         parts, layout = [(piece.as_ragged(), rows) for piece, rows in parts], layout.family
@@ -68,7 +68,7 @@ def gather(parts: Sequence[tuple[Piece, Positions]], allocate: Allocate = heap) 
 
 
 def _extent(piece: Piece, rows: Positions) -> tuple[IntArray, IntArray]:
-    """Where these rows begin in the piece, and their sizes."""
+    """Return where these rows begin in the column, and their sizes."""
     starts = piece.bounds[:-1][rows]
     return starts, piece.bounds[1:][rows] - starts
 
@@ -87,9 +87,10 @@ def _gather_dense(parts: Sequence[tuple[Piece, Positions]], counts: Sequence[int
 
 
 def pick(pieces: Sequence[Piece], which: IntArray, rows: IntArray) -> list[tuple[Positions, Piece]]:
-    """Row ``rows[i]`` of ``pieces[which[i]]`` for every i, in few parts, each with the positions i that it fills.
+    """Select row ``rows[i]`` of ``pieces[which[i]]`` for every i, in few parts, each with the positions i that it
+    fills.
 
-    Long runs of one piece are slices that share its memory; all other rows are copied together, one part per family.
+    Long runs of one column are slices that share its memory. All other rows are copied together, one part per family.
     """
     if len(rows) == 0:
         return []
@@ -111,14 +112,14 @@ def pick(pieces: Sequence[Piece], which: IntArray, rows: IntArray) -> list[tuple
 
 
 def cut(piece: Piece, at: Positions) -> list[tuple[Positions, Piece]]:
-    """``pick`` from one piece."""
+    """``pick`` from one wire column."""
     if isinstance(at, slice):
         return [(slice(0, at.stop - at.start), piece.slice(at.start, at.stop))]
     return pick([piece], np.zeros(len(at), np.int64), at)
 
 
 def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
-    """(label, positions that carry it), labels and positions ascending."""
+    """Return (label, positions with this label), labels and positions ascending."""
     if len(labels) == 0:
         return []
     if len(labels) == 1 or (labels == labels[0]).all():

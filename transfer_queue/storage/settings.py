@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend's section of the configuration as its manager reads it."""
+"""Reads a backend's section of the configuration for its manager."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 
 def section_of(backend: Mapping[str, Any]) -> Any:
-    """The section of the chosen backend; it has one name, also where it was chosen by an older one."""
+    """Return the section of the chosen backend. It has the current name even if the backend was chosen by its former
+    one.
+    """
     name = backend["storage_backend"]
     return backend[name] if name in backend else backend["SimpleStorage"]
 
 
 def storage_settings(section: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The section as a plain dict with ``units`` made of its ``zmq_info`` (name -> server info, or a list of them).
+    """Return the section as a plain dict, with ``units`` made from its ``zmq_info`` (name -> server info, or a list).
 
     Raises:
-        ConfigError: no ``zmq_info``: this isn't the configuration of a running queue.
+        ConfigError: there is no ``zmq_info``, so this isn't the configuration of a running queue.
     """
     settings = {str(key): section[key] for key in section}
     servers = settings.pop("zmq_info", None)

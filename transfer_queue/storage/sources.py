@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns on their way into storage: written once, straight from the tensor to where they will lie."""
+"""Columns in memory that are about to be stored. Each is written once, straight from the tensor to its destination."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class Source(ABC):
 
     @abstractmethod
     def piece(self) -> Piece:
-        """The whole column as bytes; shares memory with the data where that lies as it should."""
+        """Return the whole column as a wire column, sharing memory with the data if its layout allows."""
 
     @abstractmethod
     def nbytes_of(self, at: Positions) -> int:
-        """Bytes that the values of these rows take."""
+        """Bytes of the values of these rows."""
 
     @abstractmethod
     def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
-        """Write these rows back to back by ``copy``; ``out`` is just as long as they are."""
+        """Write these rows back to back with ``copy``; ``out`` has exactly their size."""
 
     def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> Piece:
-        """Write these rows into ``out``, and what must be known of them to read them there."""
+        """Write these rows into ``out``, and return the wire column that describes them there."""
         self.copy_into(out, at, copy)
         return Piece(self.layout, rows, out, None if self.side is None else self.side[at])
 
 
 class TensorSource(Source):
-    """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` where there are bounds."""
+    """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` if there are bounds."""
 
     def __init__(self, values: torch.Tensor, bounds: IntArray | None = None) -> None:
         self._values = resolved(values)
@@ -126,7 +126,7 @@ class RowsSource(Source):
 
 
 class BytesSource(Source):
-    """A column that is bytes already: encoded objects, or anything that was stored before."""
+    """A column that is already bytes: encoded objects, or values that were stored before."""
 
     def __init__(self, piece: Piece) -> None:
         self._piece = piece
@@ -159,7 +159,7 @@ class BytesSource(Source):
 
 
 def jagged_source(tensor: Any) -> Source | None:
-    """A jagged tensor's values as they lie; None when they have holes or are ragged in another than the first dim."""
+    """A column over a jagged tensor's values. None if they have holes or are ragged in a later dim."""
     if not is_simple_jagged(tensor):
         return None
     offsets, values = tensor.offsets().cpu().numpy(), jagged_values(tensor)

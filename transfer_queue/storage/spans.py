@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying many byte spans from one buffer into another without looking at each row."""
+"""Copies many byte spans from one buffer into another without a Python loop over the rows."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from numpy.typing import NDArray
 
 
 class Copy(Protocol):
-    """Whoever copies, now or later."""
+    """Something that copies, now or later."""
 
     def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
         """dst[:] = src."""
         ...
 
     def rows(self, dst: NDArray[Any], src: NDArray[Any], picks: NDArray[np.int64]) -> None:
-        """dst[i] = src[picks[i]], both [rows, words of one row]."""
+        """dst[i] = src[picks[i]], both [rows, words per row]."""
         ...
 
 
 class AtOnce:
-    """A ``Copy`` that is made before it returns, by this thread."""
+    """A ``Copy`` that this thread makes before it returns."""
 
     def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
         np.copyto(dst, src)
 
     def rows(self, dst: NDArray[Any], src: NDArray[Any], picks: NDArray[np.int64]) -> None:
-        # mode="clip" writes straight into ``out``; the default would go through a buffer.
+        # mode="clip" writes straight into ``out``; the default would use a buffer.
         np.take(src, picks, axis=0, out=dst, mode="clip")
 
 
@@ -37,11 +37,11 @@ AT_ONCE = AtOnce()
 _LONG_RUN_NBYTES = 16 * 1024
 """Runs of rows at least this long on average are copied one by one, as slices."""
 _LOOP_NBYTES = 512
-"""The same for spans of any sizes; below, the interpreter would cost more than the bytes."""
+"""The same for spans of different sizes. For shorter spans, the interpreter would cost more than the bytes."""
 LATER_NBYTES = 64 * 1024
-"""What is at least this long is worth handing over by itself, to be copied later, or by several threads."""
+"""Spans of at least this size are worth copying separately: later, or in another thread."""
 _CACHED_NBYTES = 256 * 1024
-"""What is gathered before it is scattered: as much as surely stays in a core's cache."""
+"""Rows are gathered and then scattered in steps of this size, which stay in a core's cache."""
 
 
 def runs(at: slice | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -62,7 +62,7 @@ def copy_rows(
     row_nbytes: int,
     copy: Copy = AT_ONCE,
 ) -> None:
-    """Row ``at[i]`` of ``dst`` = row ``picks[i]`` of ``src`` (None: row i). Rows of one size, at least 1 byte."""
+    """Row ``at[i]`` of ``dst`` = row ``picks[i]`` of ``src`` (None: row i). All rows have one size, at least 1 byte."""
     if isinstance(at, slice) and picks is None:
         copy(dst[at.start * row_nbytes : at.stop * row_nbytes], src)
         return
@@ -70,7 +70,7 @@ def copy_rows(
     to = np.arange(at.start, at.stop) if isinstance(at, slice) else at
     rows = np.arange(count) if picks is None else picks
     cuts = np.flatnonzero((np.diff(to) != 1) | (np.diff(rows) != 1)) + 1
-    # Single rows that land in order are gathered at once; a loop over them would take twice as long.
+    # Single rows that land in order are gathered in one call; a loop would take twice as long.
     single = isinstance(at, slice) and 2 * (len(cuts) + 1) > count
     if not single and count * row_nbytes >= _LONG_RUN_NBYTES * (len(cuts) + 1):
         first, sizes = np.append(0, cuts), np.diff(np.concatenate(([0], cuts, [count]))) * row_nbytes
@@ -95,7 +95,7 @@ def copy_spans(
     sizes: NDArray[np.int64],
     copy: Copy = AT_ONCE,
 ) -> None:
-    """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i. All in bytes."""
+    """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i, in bytes."""
     if len(sizes) == 1:
         begin, start, size = dst_starts.item(), src_starts.item(), sizes.item()
         copy(dst[begin : begin + size], src[start : start + size])
@@ -115,7 +115,7 @@ def copy_spans(
     within = np.arange(total // word) - np.repeat(np.cumsum(counts) - counts, counts)
     to, at = np.repeat(dst_starts // word, counts) + within, np.repeat(src_starts // word, counts) + within
     dst_words, src_words = as_words(dst, src, word)
-    if dst_words.shape[1] == 1:  # one word per row is faster flat; an unaligned buffer has rows of narrower words
+    if dst_words.shape[1] == 1:  # flat indexing is faster for single words; unaligned buffers have more per row
         dst_words, src_words = dst_words.reshape(-1), src_words.reshape(-1)
     dst_words[to] = src_words[at]
 
@@ -133,7 +133,7 @@ def _copy_each(
     if sizes.sum() >= LATER_NBYTES * len(sizes):
         for to, end, at, stop in zip(*edges, strict=True):
             copy(dst[to:end], src[at:stop])
-    elif (dst_stops[:-1] == dst_starts[1:]).all():  # they land back to back: nearly twice as fast in one call
+    elif (dst_stops[:-1] == dst_starts[1:]).all():  # contiguous in dst: nearly twice as fast in one call
         np.concatenate(list(map(src.__getitem__, map(slice, *edges[2:]))), out=dst[dst_starts[0] : dst_stops[-1]])
     else:
         for to, end, at, stop in zip(*edges, strict=True):
@@ -143,7 +143,7 @@ def _copy_each(
 def _merged(
     dst_starts: NDArray[np.int64], src_starts: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Spans that continue each other on both sides become one."""
+    """Merge spans that are contiguous in both buffers."""
     follows = (dst_starts[:-1] + sizes[:-1] == dst_starts[1:]) & (src_starts[:-1] + sizes[:-1] == src_starts[1:])
     if not follows.any():
         return dst_starts, src_starts, sizes
@@ -152,13 +152,13 @@ def _merged(
 
 
 def _word(*numbers: Any) -> int:
-    """The largest of 8, 4, 2, 1 that divides them all."""
+    """The largest of 8, 4, 2, 1 that divides all numbers."""
     bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(np.atleast_1d(n)) for n in numbers]))
     return next(word for word in (8, 4, 2, 1) if bits % word == 0)
 
 
 def as_words(dst: NDArray[np.uint8], src: NDArray[np.uint8], row_nbytes: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Both buffers as [rows, words of one row], in the widest words that fit: NumPy copies small rows word by word.
+    """View both buffers as [rows, words per row], in the widest words that fit: NumPy copies small rows word by word.
 
     ``row_nbytes`` is at least 1.
     """
@@ -166,7 +166,7 @@ def as_words(dst: NDArray[np.uint8], src: NDArray[np.uint8], row_nbytes: int) ->
         size = np.dtype(word).itemsize
         if row_nbytes % size == 0:
             wide_dst, wide_src = dst.view(word), src.view(word)
-            # An unaligned source (a frame inside a larger buffer) would be copied whole before any row is taken.
+            # NumPy would copy an unaligned source (a frame inside a larger buffer) whole before it takes any row.
             if wide_dst.flags.aligned and wide_src.flags.aligned:
                 return _rows(wide_dst, row_nbytes // size), _rows(wide_src, row_nbytes // size)
     return _rows(dst, row_nbytes), _rows(src, row_nbytes)

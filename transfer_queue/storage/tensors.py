@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as plain bytes and back, for every dtype: no copy where the memory allows it."""
+"""Converts tensors of every dtype to plain bytes and back, without a copy if the memory allows it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """False for what isn't a block of elements: nested, sparse, quantized."""
+    """Return False for tensors that are not one block of elements: nested, sparse, quantized."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def as_bytes(tensor: torch.Tensor) -> ByteArray:
-    """The elements in row-major order; shares memory with a contiguous CPU tensor."""
+    """Return the elements in row-major order, sharing memory with a contiguous CPU tensor."""
     tensor = resolved(tensor)
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         tensor = tensor.cpu().contiguous()
@@ -51,13 +51,13 @@ _KNOWN_TO_NUMPY = frozenset(
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Without a graph, and with the elements that lazy conjugation and negation only promise."""
+    """Detach the tensor, and apply lazy conjugation and negation."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def from_bytes(data: ByteArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor over this memory, which must be writable."""
+    """Make a tensor over this memory, which must be writable."""
     if data.nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     flat = torch.frombuffer(data, dtype=dtype)
@@ -65,14 +65,14 @@ def from_bytes(data: ByteArray, dtype: torch.dtype, shape: Sequence[int]) -> tor
 
 
 def are_alike(values: Sequence[Any]) -> bool:
-    """Are they tensors, at least one, that make a column together: of one dtype and rank?"""
+    """Return whether these are tensors of one dtype and rank (at least one), so that they can form a column."""
     if not values or not all(isinstance(value, torch.Tensor) for value in values):
         return False
     return len({(row.dtype, row.ndim) for row in values}) == 1 and all(map(is_plain, values))
 
 
 def rows_piece(rows: Sequence[torch.Tensor]) -> Piece:
-    """One tensor per row, all alike: dense when all shapes agree, else ragged."""
+    """Join one tensor per row, all alike: dense if all shapes agree, else ragged."""
     first = rows[0]
     data = np.concatenate([as_bytes(row) for row in rows])
     if len({row.shape for row in rows}) == 1:
@@ -82,7 +82,7 @@ def rows_piece(rows: Sequence[torch.Tensor]) -> Piece:
 
 
 def rows_of(piece: Piece) -> list[torch.Tensor]:
-    """One tensor per row of a dense or ragged piece, each in memory of its own."""
+    """Return one tensor per row of a dense or ragged wire column, each in memory of its own."""
     ragged, dtype = piece.as_ragged(), dtype_of(piece.layout.dtype)
     if not piece.layout.shape:
         numbers = from_bytes(piece.data.copy(), dtype, (-1,))

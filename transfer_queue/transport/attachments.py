@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file descriptor lent to processes of this host: whoever connects to a Unix socket gets it, and a short greeting."""
+"""Lends a file descriptor to processes of this host: each connection to a Unix socket gets it, and a short greeting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from transfer_queue.transport.base import Outgoing
 
 SUFFIX = ".arena"
-"""What the path of the socket has more than that of the server's."""
+"""The suffix of the socket's path, after that of the server's socket."""
 
 _BORROW_TIMEOUT_S = 10.0
 _BACKLOG = 512
@@ -26,7 +26,7 @@ class Lender:
     """The serving side, in the thread of the server that ``attend`` belongs to."""
 
     def __init__(self, path: str, attend: Attend, descriptor: int, greeting: bytes) -> None:
-        """``descriptor`` must stay open until ``close``. Raises OSError: the path can't be bound."""
+        """``descriptor`` must stay open until ``close``. Raises OSError if the path can't be bound."""
         self._path = path
         self._descriptor = descriptor
         self._greeting = greeting
@@ -42,30 +42,32 @@ class Lender:
             raise
 
     def close(self) -> None:
-        """Lend no more. What was lent stays its borrowers' own. Idempotent."""
+        """Stop lending. Borrowed copies stay valid. Idempotent."""
         if self._door.fileno() < 0:
             return
         self._stop()
         self._door.close()
         self._drop_spare()
-        with contextlib.suppress(OSError):  # its directory has gone
+        with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
 
     def _lend(self, now: float) -> Iterable[Outgoing]:
         try:
             connection, _ = self._door.accept()
-        except OSError as error:  # it left before it was let in, or there is no descriptor for its connection
+        except OSError as error:  # the client has left, or no descriptor is free
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._refuse()
             return ()
-        with connection, contextlib.suppress(OSError):  # it has left
+        with connection, contextlib.suppress(OSError):  # the client has left
             connection.setblocking(False)
             socket.send_fds(connection, [self._greeting], [self._descriptor])
         return ()
 
     def _refuse(self) -> None:
-        """Let the next one in and out again, at the price of the spare descriptor: else the loop would be told of it
-        all the time. Without a spare there is no other way than to close for good."""
+        """Accept and close one connection with the spare descriptor; otherwise the loop would report it forever.
+
+        Without a spare, the only way out is to close for good.
+        """
         had_spare = self._spare >= 0
         self._drop_spare()
         with contextlib.suppress(OSError):
@@ -82,9 +84,9 @@ class Lender:
 
 
 def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> tuple[int, bytes] | None:
-    """A copy of the descriptor, which the caller closes, and the greeting.
+    """Return a copy of the descriptor, which the caller must close, and the greeting.
 
-    None: nobody lends one at this path, or does not answer in time.
+    None: no process lends one at this path, or it does not answer in time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
         connection.settimeout(timeout_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers and servers say to a transport: calls, replies, envelopes. Knows no socket."""
+"""The interface between callers, servers and transports: calls, replies, envelopes. Uses no socket."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a NumPy array."""
 
 NOBODY_WAITS = 0
-"""The request id of a message that expects no answer: of ``tell``, and of a cancel."""
+"""The request id of a message that expects no answer: from ``tell``, or a cancel."""
 
 HEARTBEAT_S = 2.0
-"""Between hosts: how often each end of a connection hears of the other, at least."""
+"""Between hosts: the longest interval between messages, in each direction of a connection."""
 
 LEASE_S = 15.0
-"""Between hosts: how long an end of a connection may be silent before the other takes it for dead."""
+"""Between hosts: how long an end of a connection may be silent before the other considers it dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to one peer: a short encoded header and the values' buffers beside it.
+    """One request to one peer: a short encoded header, and the values' buffers.
 
-    ``cancel`` is the header that revokes the call. It is sent on the same connection, after the call, when the call
-    fails or is given up; empty: the call is only not waited for any more.
+    ``cancel`` is the header of the message that cancels the call. It is sent on the same connection, after the call, if
+    the call fails or is cancelled. Empty: only stop waiting for the answer.
     """
 
     peer: Peer
@@ -43,7 +43,7 @@ class Call:
 
 
 class Reply(NamedTuple):
-    """What a peer answered. The frames are read-only views of received memory."""
+    """A peer's answer. The frames are read-only views of received memory."""
 
     header: bytes
     frames: list[memoryview]
@@ -53,10 +53,10 @@ class Caller(Protocol):
     """The calling side: many calls at once, answers in the order of the calls."""
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
-        """Send each as soon as it is made, then wait for all, ``timeout_s`` from the last one on.
+        """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
 
-        Either all answers are returned, or the cancel of every call that was sent is sent, too. That holds for a
-        deadline, a cancelled task, Ctrl-C, a closed ``Begun``, and for an error of one call or of making it.
+        Either all answers are returned, or the cancel of every sent call is sent. That covers a deadline, a cancelled
+        task, Ctrl-C, a closed ``Begun``, and an error in a call or in making it.
 
         Raises:
             QueueUnreachableError: a peer has ended, or did not answer within ``timeout_s``.
@@ -64,17 +64,19 @@ class Caller(Protocol):
         ...
 
     async def tell(self, call: Call) -> None:
-        """Send a message that expects no answer; never waits. What can't be sent at once goes before the next message
-        of its connection. An event loop sends it as soon as there is room.
+        """Send a message that expects no answer, without waiting.
+
+        The unsent rest goes before the connection's next message. An event loop sends it as soon as there is room.
 
         Raises:
-            QueueUnreachableError: the peer has ended, as far as that is known by now.
+            QueueUnreachableError: the peer has ended, as far as this is known by now.
         """
         ...
 
 
 class Envelope(NamedTuple):
-    """The client that asked, and the way back to it. ``request_id`` is ``NOBODY_WAITS`` where none is expected.
+    """The client that sent a request, and the route of the answer. ``request_id`` is ``NOBODY_WAITS`` if none is
+    expected.
 
     The name is the one that the client's connection gave when it was opened.
     """
@@ -86,7 +88,7 @@ class Envelope(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One answer on its way to ``envelope``. It is dropped where nobody waits."""
+    """One answer to be sent to ``envelope``. It is dropped if no call waits for it."""
 
     envelope: Envelope
     header: bytes
@@ -97,11 +99,11 @@ class Handler(Protocol):
     """The deciding side of a server. It answers each envelope at most once, at once or later."""
 
     def handle(self, envelope: Envelope, header: bytes, frames: list[memoryview], now: float) -> Iterable[Outgoing]:
-        """The answers that this request makes possible, its own or parked ones. ``now`` is monotonic seconds."""
+        """Return the answers that this request makes possible, its own or parked ones. ``now`` is monotonic seconds."""
         ...
 
     def expire(self, now: float) -> Iterable[Outgoing]:
-        """Answers whose deadline has passed."""
+        """Return answers to requests past their deadline."""
         ...
 
     def next_deadline(self) -> float | None:
@@ -109,19 +111,19 @@ class Handler(Protocol):
         ...
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
-        """The last connection of this client has closed, and all that came on it has been handled."""
+        """The last connection of this client has closed, and everything that it sent has been handled."""
         ...
 
 
 class Service(Protocol):
-    """What a listener tells the server that it belongs to."""
+    """The server's interface for its listener."""
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
-        """A request has come."""
+        """A request has arrived."""
         ...
 
     def joined(self, client: str, route: Route) -> None:
-        """A connection has said to which client it belongs."""
+        """A connection has named its client."""
         ...
 
     def left(self, client: str, route: Route) -> None:
@@ -133,28 +135,28 @@ class Route(Protocol):
     """The server's end of one connection of a client."""
 
     def send(self, answer: Outgoing) -> None:
-        """Dropped when the client is there no more. Calls nothing of the server."""
+        """Send an answer; it is dropped if the client has gone. It calls nothing of the server."""
         ...
 
     def disconnect(self) -> None:
-        """Send no more, and end the connection soon: the server is told by ``left``, but not within this call."""
+        """Stop sending, and close the connection soon. The server gets ``left``, but not within this call."""
         ...
 
 
 class Listener(Protocol):
-    """Where clients of one address come in."""
+    """Accepts clients at one address."""
 
     address: str
-    """Where it listens; for ``tcp://HOST:0`` with the port that was free."""
+    """The address; for ``tcp://HOST:0`` with the port that was chosen."""
 
     def next_deadline(self) -> float | None:
         """When ``expire`` must be called next, in monotonic seconds."""
         ...
 
     def expire(self, now: float) -> None:
-        """Do what was due."""
+        """Do what is due."""
         ...
 
     def close(self) -> None:
-        """Close every connection without a word to the server, and leave no file."""
+        """Close every connection without notifying the server, and remove its files."""
         ...

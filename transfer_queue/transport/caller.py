@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calling side over sockets: a blocked thread borrows connections, the calls of an event loop share one per peer.
 
-A connection that a server has seen is kept until the caller is closed, whatever becomes of the calls on it: with the
-last one that closes the client is gone for the server, and so is all that it holds there.
+A connection that a server has seen stays open until the caller is closed, whatever happens to its calls.
+When the last one closes, the server considers the client gone, and releases everything that it holds there.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SocketCaller:
         """The last three concern ``tcp://`` addresses only.
 
         Args:
-            server_key: The public key of the queue's servers; None: they are called without encryption.
-            heartbeat_s: How often servers are told that this client lives.
+            server_key: The public key of the queue's servers; None: no encryption.
+            heartbeat_s: The interval of messages that show this client is alive.
             lease_s: How long a server may be silent before calls to it fail.
         """
         self._client = client_id
@@ -62,7 +62,8 @@ class SocketCaller:
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._made: set[Connection] = set()  # held here, so that none is closed because a Ctrl-C lost it elsewhere
+        # Kept here, so that no connection is closed because Ctrl-C lost it elsewhere.
+        self._made: set[Connection] = set()
         self._idle: dict[str, list[Connection]] = {}
         self._of_loops: dict[tuple[int, str], LoopConnection] = {}
         self._tcp: TcpLinks | None = None
@@ -70,7 +71,7 @@ class SocketCaller:
         self._wake = Descriptors(self, *os.pipe())
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
-        """See ``Caller``. Raises ClosedError after ``close``, also where that came while the call waited."""
+        """See ``Caller``. Raises ClosedError after ``close``, even if that came while the call waited."""
         self._check_process()
         if is_blocking():
             return await self._call_blocking(calls, timeout_s)
@@ -95,7 +96,7 @@ class SocketCaller:
         return SocketCaller(client_id, self._server_key, self._heartbeat_s, self._lease_s)
 
     def close(self) -> None:
-        """Close every socket. Idempotent; calls under way fail, in whatever thread or loop they wait."""
+        """Close every socket. Idempotent; active calls fail, in whatever thread or loop they wait."""
         with self._lock:
             if self._closed or self._pid != os.getpid():
                 return
@@ -107,7 +108,7 @@ class SocketCaller:
             else:
                 self._wake.close()
         self._close_idle()
-        self._made.clear()  # those that are borrowed are closed when they are given back
+        self._made.clear()  # borrowed ones are closed when they are returned
         for of_loop in of_loops:
             of_loop.close_from_anywhere(closed)
         if self._tcp is not None:
@@ -117,10 +118,10 @@ class SocketCaller:
         if self._pid != os.getpid():
             raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
 
-    # ---- connections: without a lock, which a Ctrl-C could leave locked ----
+    # ---- connections: without a lock, which Ctrl-C could leave locked ----
 
     def _borrow(self, peer: Peer, borrowed: list[Connection]) -> Connection:
-        """A connection for this thread alone: one that it has borrowed already, or one more."""
+        """A connection for this thread alone: one that it has already borrowed, or another one."""
         for connection in borrowed:
             if connection.peer.address == peer.address:
                 return connection
@@ -128,7 +129,7 @@ class SocketCaller:
             raise closed()
         idle = self._idle.setdefault(peer.address, [])
         try:
-            borrowed.extend(map(idle.pop, _LAST))  # one step of Python: it is always in one of the two
+            borrowed.extend(map(idle.pop, _LAST))  # one step of Python, so the connection is always in one of the lists
         except IndexError:
             borrowed.append(self._connect(peer))
             self._made.add(borrowed[-1])
@@ -157,7 +158,7 @@ class SocketCaller:
             self._close_idle()
 
     def _discard(self, connection: Connection) -> None:
-        """It is broken, and so are those that wait for use: the same server was at their other end."""
+        """Close a broken connection, and the idle ones to the same server, which are broken as well."""
         self._made.discard(connection)
         connection.close()
         self._close_all(self._idle.get(connection.peer.address, []))
@@ -176,7 +177,7 @@ class SocketCaller:
     # ---- in a blocked thread ----
 
     def _enter(self, waiter: object) -> int:
-        """One more thread that waits; gives what becomes readable when the caller is closed meanwhile."""
+        """Register a waiting thread. Returns the descriptor that becomes readable if the caller is closed meanwhile."""
         self._blocked.add(waiter)
         if self._closed:
             raise closed()
@@ -232,7 +233,7 @@ class SocketCaller:
                 futures.append(connection.send(request_id, call))
             if futures:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-            replies = [future.result() for future in futures if future.done()]  # raises what one of them failed with
+            replies = [future.result() for future in futures if future.done()]  # raises the error of a failed one
             if len(replies) < len(futures):
                 late = (peer for (*_, peer), future in zip(asked, futures, strict=True) if not future.done())
                 raise silent(next(late), timeout_s)
@@ -245,7 +246,7 @@ class SocketCaller:
         return replies
 
     def _of_loop(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:
-        key = (id(loop), peer.address)  # a connection keeps its loop alive, so the id stays its own
+        key = (id(loop), peer.address)  # a connection keeps its loop alive, so the id stays unique
         found = self._of_loops.get(key)
         if found is not None and not found.broken:
             return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection to one peer as callers use it, whatever it is made of; and what is said when there is none."""
+"""The interface of one connection to one peer, for any transport; and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transfer_queue.transport.framing import Message
 
 
 class Connection(Protocol):
-    """Used by one thread at a time; never waits. Its first message says which client it belongs to.
+    """Used by one thread at a time; never waits. Its first message names its client.
 
-    A Ctrl-C between any two steps leaves it usable: whatever was sent or read has been noted in the same step.
+    A Ctrl-C between any two steps leaves it usable: sending or reading and recording it are a single step.
     """
 
     peer: Peer
     descriptor: int
-    """Readable when ``receive`` is due, writable when ``flush`` is."""
+    """Readable if ``receive`` is due, writable if ``flush`` is."""
     broken: bool
     """The connection has ended; make another."""
 
@@ -30,23 +30,23 @@ class Connection(Protocol):
         ...
 
     def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
-        """Raises QueueUnreachableError: the peer has ended."""
+        """Raises QueueUnreachableError if the peer has ended."""
         ...
 
     def flush(self) -> None:
-        """Send more of what could not be sent at once. Raises QueueUnreachableError: the peer has ended."""
+        """Send more of what could not be sent at once. Raises QueueUnreachableError if the peer has ended."""
         ...
 
     def own(self) -> None:
-        """Copy what is unsent: the owners of the frames may change them from now on."""
+        """Copy what is unsent, because the owners of the frames may change them from now on."""
         ...
 
     def receive(self) -> list[Message]:
-        """What is here now, if anything. Raises QueueUnreachableError: the peer has ended."""
+        """Return the messages that are here now, if any. Raises QueueUnreachableError if the peer has ended."""
         ...
 
     def close(self) -> None:
-        """Idempotent. Drops what is unsent."""
+        """Close and drop what is unsent. Idempotent."""
         ...
 
 
@@ -75,7 +75,7 @@ _ADVICE = {
 
 
 def unconnected(peer: Peer, error: OSError) -> QueueUnreachableError:
-    """The peer may live, but this process can't reach it."""
+    """The error for a peer that may be alive but can't be reached."""
     if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
         return absent(peer)
     advice = _ADVICE.get(error.errno or 0, "Is the address right?")

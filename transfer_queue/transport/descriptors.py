@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File descriptors with an owner: closed once, when it lets go of them, is dropped, or stayed behind in a fork."""
+"""File descriptors with an owner. They are closed once: by the owner, with it, or in a forked child."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import weakref
 
 
 class Descriptors:
-    """Not closed as the process ends, while other threads may still use what they stand for: the kernel closes them
-    after the last thread."""
+    """Not closed when the process ends, because other threads may still use them; the kernel closes them after the last
+    thread.
+    """
 
     def __init__(self, owner: object, *descriptors: int) -> None:
         self._open = list(descriptors)
@@ -17,14 +18,14 @@ class Descriptors:
         _all.add(self)
 
     def at(self, position: int) -> int:
-        """One of them; -1 when they are closed."""
+        """One of the descriptors; -1 once they are closed."""
         try:
             return self._open[position]
         except IndexError:
             return -1
 
     def close(self) -> None:
-        """Idempotent, in any thread."""
+        """Close all. Idempotent, in any thread."""
         _close(self._open)
 
 
@@ -41,7 +42,7 @@ _all: weakref.WeakSet[Descriptors] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # A child's copy of a connection would keep a dead parent's alive, one of a file all that was in it.
+    # A child's copy would keep a dead parent's connection open, or the contents of a file alive.
     for copies in list(_all):
         copies.close()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on a byte stream: a short head, then the frames as they are. Knows no socket, only its three methods."""
+"""Messages on a byte stream: a short head, then the unchanged frames. Uses only three methods of a socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from transfer_queue.transport.base import Buffer
 
-# Both ends are of one version, and of hosts with the same byte order. The mark changes with the form.
+# Both ends have the same version and byte order. The mark changes with the format.
 _MARK = b"TQL1"
 _PREFIX = struct.Struct("=4sIQQ")  # mark, size of the header, request id, number of frames; their sizes follow
 _SIZE = 8
@@ -27,11 +27,11 @@ _COUNT = operator.itemgetter(0)
 
 
 class FramingError(Exception):
-    """What arrived is no message of ours; nothing that follows on this stream can be read."""
+    """The stream is not in our format; nothing that follows on it can be read."""
 
 
 class Message(NamedTuple):
-    """The frames are read-only views. None of them shares memory with another message's."""
+    """The frames are read-only views. None of them shares memory with another message's frames."""
 
     request_id: int
     header: bytes
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
 
 class Source(Protocol):
-    """Where bytes come from: a non-blocking socket."""
+    """A source of bytes: a non-blocking socket."""
 
     def recv(self, size: int, /) -> bytes: ...
 
@@ -47,13 +47,13 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """Where bytes go: a non-blocking socket."""
+    """A sink of bytes: a non-blocking socket."""
 
     def sendmsg(self, buffers: Iterable[Any], /) -> int: ...
 
 
 def encode(request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> list[Buffer]:
-    """The buffers to send one after the other; frames are not copied."""
+    """The buffers to send in order; frames are not copied."""
     if not frames:
         return [_PREFIX.pack(_MARK, len(header), request_id, 0) + header]
     flat = [memoryview(frame) for frame in frames]
@@ -63,12 +63,12 @@ def encode(request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> lis
 
 
 class _Buffers:
-    """Buffers that are sent or filled one after the other, and how far that has come."""
+    """Buffers that are sent or filled in order, and the progress."""
 
     __slots__ = ("_state",)
 
     def __init__(self, buffers: list[Buffer]) -> None:
-        # What was left, and what has been moved since then: replaced together, by one assignment.
+        # The remaining buffers, and the bytes moved since then. Both are replaced together, by one assignment.
         self._state: tuple[list[Buffer], list[int]] = (buffers, [])
 
     def left(self) -> list[Buffer]:
@@ -79,14 +79,14 @@ class _Buffers:
         return buffers
 
     def replace(self, buffers: list[Buffer]) -> None:
-        """These are left."""
+        """Set the remaining buffers."""
         self._state = (buffers, [])
 
     def move(self, some: Callable[[list[Buffer]], Iterator[int]]) -> int:
         """Move some bytes. Returns how many; raises what the attempt raises.
 
-        ``some`` must be made of C alone. A Ctrl-C is raised between two steps of Python: there is none between moving
-        bytes and noting how many.
+        ``some`` must run in C only. Ctrl-C is raised between two steps of Python, and there is none between moving the
+        bytes and recording their number.
         """
         buffers = self.left()
         _, moved = self._state
@@ -95,7 +95,7 @@ class _Buffers:
 
 
 def _after(buffers: list[Buffer], nbytes: int) -> list[Buffer]:
-    """What is left of them behind so many bytes."""
+    """The rest of the buffers after this many bytes."""
     for position, buffer in enumerate(buffers):
         if len(buffer) > nbytes:
             return [memoryview(buffer)[nbytes:] if nbytes else buffer, *buffers[position + 1 :]]
@@ -111,13 +111,13 @@ class Outbound(_Buffers):
     def __init__(self) -> None:
         super().__init__([])
         self.num_messages = 0
-        """Roughly how many messages wait: those that came since nothing waited."""
+        """Roughly how many messages wait: those since the queue was last empty."""
 
     def __bool__(self) -> bool:
         return bool(self._state[0]) and bool(self.left())
 
     def send(self, sink: Sink, parts: list[Buffer]) -> None:
-        """Send after what waits already, as far as it goes now; the buffers are kept until they are sent.
+        """Send after everything that waits, as much as possible now. The buffers are kept until they are sent.
 
         Raises:
             OSError: the other side has closed.
@@ -140,38 +140,38 @@ class Outbound(_Buffers):
             self._state = ([], [])
 
     def flush(self, sink: Sink) -> None:
-        """Send what goes now."""
+        """Send as much as possible now."""
         try:
             self.move(lambda some: map(sink.sendmsg, (some,)))
         except BlockingIOError:
             return
 
     def own(self) -> None:
-        """Copy what waits: its buffers may be changed by their owners from now on."""
+        """Copy what waits, because its owners may change the buffers from now on."""
         if self:
             self.replace([part if isinstance(part, bytes) else bytes(part) for part in self.left()])
 
     def clear(self) -> None:
-        """The other side has closed."""
+        """Drop everything: the other side has closed."""
         self.replace([])
 
 
 class Inbound:
-    """Cuts what arrives into messages, however it was split on its way."""
+    """Splits arriving bytes into messages, however they were split on the way."""
 
     def __init__(self) -> None:
-        # Chunks of no whole message, how many of them are measured and their bytes; frames on their way. Replaced
-        # together, by one assignment: a Ctrl-C between two steps must lose nothing that was read.
+        # Chunks of an incomplete message, (number of measured chunks, their bytes), and frames being received.
+        # All are replaced by one assignment, so that Ctrl-C between two steps loses nothing that was read.
         self._state: tuple[list[bytes], tuple[int, int], _Body | None] = ([], (0, 0), None)
         self._need = 1
 
     def receive(self, source: Source) -> list[Message]:
-        """Read once; the messages that are whole now.
+        """Read once and return the complete messages.
 
         Raises:
             BlockingIOError: there is nothing to read.
             EOFError: the other side has closed.
-            FramingError: a stranger.
+            FramingError: the stream is not in our format.
         """
         chunks, (measured, size), body = self._state
         if body is not None:
@@ -211,7 +211,7 @@ class Inbound:
         return messages
 
     def _head(self, data: bytes, at: int) -> tuple[int, bytes, Sequence[int], int] | None:
-        """Request id, header, sizes of the frames and where these begin; None when more must be read first."""
+        """Request id, header, sizes of the frames and their offset; None if more must be read first."""
         left = len(data) - at
         if not data.startswith(_MARK[:left], at):
             raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
@@ -232,7 +232,7 @@ class Inbound:
 
 
 def _whole(chunk: bytes) -> Message | None:
-    """The message that this is from end to end: nearly every small one. None: look closer."""
+    """Decode a chunk that is exactly one message, as nearly every small one is. None: it is not."""
     if len(chunk) < _PREFIX.size:
         return None
     mark, header_size, request_id, num_frames = _PREFIX.unpack_from(chunk)
@@ -258,10 +258,10 @@ def _views(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview
 
 
 class _Body:
-    """The frames of one message on their way into memory of their own, read there without a copy in between."""
+    """The frames of one message, received into memory of their own without a further copy."""
 
     def __init__(self, request_id: int, header: bytes, sizes: Sequence[int], begun: memoryview) -> None:
-        """``begun``: the part of them that has been read already."""
+        """``begun``: the part of the frames that has already been read."""
         if max(sizes) > _MAX_FRAME:
             raise FramingError(f"a frame of {max(sizes)} bytes.")
         frames: list[memoryview] = []
@@ -278,14 +278,14 @@ class _Body:
         self._missing = _Buffers(_after_filling(missing, begun))
 
     def receive(self, source: Source) -> Message | None:
-        """Read once; the message when it is whole."""
+        """Read once; return the message once it is complete."""
         if self._missing.left() and not self._missing.move(lambda some: map(_COUNT, map(source.recvmsg_into, (some,)))):
             raise EOFError
         return None if self._missing.left() else self._message
 
 
 def _after_filling(buffers: list[Buffer], begun: memoryview) -> list[Buffer]:
-    """What is left of them when these bytes are in the first ones."""
+    """Copy these bytes into the first buffers, and return the rest."""
     left = begun
     for buffer in buffers:
         taken = min(len(left), len(buffer))
@@ -295,7 +295,9 @@ def _after_filling(buffers: list[Buffer], begun: memoryview) -> list[Buffer]:
 
 
 def _runs(sizes: Sequence[int]) -> Iterable[list[int]]:
-    """A large frame gets memory of its own, so that keeping it keeps nothing else; small neighbours share some."""
+    """Group frames by memory: a large frame gets its own, so that keeping it keeps nothing else; small neighbours
+    share.
+    """
     run: list[int] = []
     total = 0
     for size in sizes:

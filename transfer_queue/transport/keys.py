@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a server that other hosts may call: whoever knows the public one may connect, nobody else gets a word."""
+"""The keys of a server for other hosts. Knowing the public key allows a client to connect; others get no answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ServerKeys:
 
 
 def make_keys() -> ServerKeys:
-    """A new pair."""
+    """Make a new pair."""
     import zmq
 
     public, secret = zmq.curve_keypair()
@@ -30,10 +30,10 @@ def make_keys() -> ServerKeys:
 
 
 def write_keys(path: str | Path, keys: ServerKeys | None = None) -> ServerKeys:
-    """Write a pair, a new one by default, to a new file that this user alone can read.
+    """Write a pair, a new one by default, to a new file that only this user can read.
 
     Raises:
-        FileExistsError: there is a file already; others may use the keys in it.
+        FileExistsError: there is a file already, and its keys may be in use.
     """
     keys = keys or make_keys()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -43,12 +43,12 @@ def write_keys(path: str | Path, keys: ServerKeys | None = None) -> ServerKeys:
 
 
 def read_keys(path: str | Path) -> ServerKeys:
-    """Both keys of the file, for a server. Raises ConfigError: there are none, or other users can read them."""
+    """Read both keys, for a server. Raises ConfigError if they are missing, or other users can read them."""
     return ServerKeys(_key(path, "public"), _key(path, "secret"))
 
 
 def read_public_key(path: str | Path) -> str:
-    """What a client needs; its file may lack the secret. Raises ConfigError: see ``read_keys``."""
+    """Read the key that a client needs; its file may lack the secret. Raises ConfigError: see ``read_keys``."""
     return _key(path, "public")
 
 

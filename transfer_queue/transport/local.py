@@ -18,14 +18,14 @@ from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Envelope, Handler, Outgoing, Peer, Reply
 from transfer_queue.transport.modes import is_blocking, pause
 
-# An answer may be let go by another caller's request, so callers find each other by the route in the envelope.
+# Another caller's request may produce an answer, so callers find each other by the route in the envelope.
 _callers: weakref.WeakValueDictionary[bytes, LocalCaller] = weakref.WeakValueDictionary()
 _routes = itertools.count()
 _one_at_a_time = threading.RLock()  # handlers expect a single server thread
 
 
 class LocalCaller:
-    """Handlers by peer name. Like a network it gives the other side memory of its own, and parks what has no answer."""
+    """Calls handlers by peer name. Like a network, it copies messages and parks unanswered requests."""
 
     def __init__(self, handlers: Mapping[str, Handler], client_id: str) -> None:
         self._handlers = handlers
@@ -68,7 +68,7 @@ class LocalCaller:
         self._tell(call, call.header)
 
     def close(self) -> None:
-        """The client is gone for all handlers that it has called."""
+        """Report the client as gone to all handlers that it has called."""
         with _one_at_a_time:
             while self._known:
                 _deliver(self._known.popitem()[1].client_gone(self._client_id, time.monotonic()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread's loop in front of one or more servers: the descriptors and deadlines they wait for, and how they end."""
+"""One thread's loop for one or more servers: the descriptors and deadlines they wait for, and how they end."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _log = get_logger(__name__)
 READ, WRITE = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 
 LONGEST_WAIT_S = 3600.0
-"""A deadline may be infinitely far; the system counts milliseconds, and not that many. Every wait looks again."""
+"""The longest single wait, because a deadline may be infinite and the system's milliseconds are bounded."""
 
 Act = Callable[[int], None]
-"""Told what is ready: ``READ``, ``WRITE``, or neither where the other side hung up."""
+"""Called with what is ready: ``READ``, ``WRITE``, or neither if the other side hung up."""
 
 
 def guarded(step: Callable[..., None], *args: Any) -> None:
-    """Do this. Whatever goes wrong is logged: it ends neither the loop nor what others are served by it."""
+    """Run this step and log any error, which must end neither the loop nor service to other clients."""
     try:
         step(*args)
-    # The guard of all servers. Samplers and parsers are foreign code, which may even call sys.exit().
+    # The guard of all servers. Samplers and parsers are user code, which may even call sys.exit().
     except (Exception, SystemExit):
         _log.exception("a server could not finish something, and goes on")
 
 
 class Readiness:
-    """Which descriptors have something to do. Level triggered: what is left undone is told again."""
+    """Waits for descriptors. Level triggered: what is left undone is reported again."""
 
     def __init__(self, poller: Any = None) -> None:
-        """``poller``: what to use instead of the best there is, which is epoll."""
+        """``poller``: replaces the default, which is epoll if available."""
         self._poller: Any = poller or (select.epoll() if hasattr(select, "epoll") else select.poll())
         self._is_epoll = hasattr(self._poller, "fileno")
         self._acts: dict[int, Act] = {}
@@ -49,21 +49,21 @@ class Readiness:
         self._acts[descriptor] = act
 
     def want(self, descriptor: int, wanted: int) -> None:
-        """Wait for something else from now on."""
+        """Change what to wait for."""
         self._poller.modify(descriptor, wanted)
 
     def remove(self, descriptor: int) -> None:
-        """Before it is closed: a copy of it in a forked child would go on reporting."""
+        """Call this before closing: a forked child's copy would still be reported."""
         del self._acts[descriptor]
         self._poller.unregister(descriptor)
 
     def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
-        """What to do for those that are ready, nothing after ``LONGEST_WAIT_S``; None waits without end."""
+        """Yield the actions of ready descriptors; nothing after ``LONGEST_WAIT_S``. None: no deadline."""
         left_s = math.inf if timeout_s is None else timeout_s
         events = self._spin.wait(self._poller.poll, lambda: self._sleep(timeout_s), left_s)
         found = [(descriptor, self._acts.get(descriptor), ready) for descriptor, ready in events]
         for descriptor, act, ready in found:
-            # What was done for the one before it may have ended this one, and a newcomer may have its number.
+            # A previous action may have closed this descriptor, and a new one may have its number.
             if act is not None and self._acts.get(descriptor) is act:
                 yield act, ready
 
@@ -75,30 +75,30 @@ class Readiness:
         return events
 
     def close(self) -> None:
-        """Forget all; closes none of them."""
+        """Remove all descriptors, without closing them."""
         self._acts.clear()
         if self._is_epoll:
             self._poller.close()
 
 
 class Server(Protocol):
-    """What the loop serves."""
+    """A server in the loop."""
 
     def next_deadline(self) -> float | None:
         """When ``expire`` must be called, in monotonic seconds."""
         ...
 
     def expire(self, now: float) -> None:
-        """Do what was due."""
+        """Do what is due."""
         ...
 
     def release(self) -> None:
-        """Close everything; the loop's descriptors can still be taken out."""
+        """Close everything; the loop's descriptors can still be removed."""
         ...
 
 
 class ServingLoop:
-    """Nothing of the servers of one loop runs at the same time."""
+    """Runs several servers in one thread, one step at a time."""
 
     def __init__(self) -> None:
         self.readiness = Readiness()
@@ -110,13 +110,13 @@ class ServingLoop:
         self.readiness.add(self._wake_read, _nothing)
 
     def add(self, server: Server) -> None:
-        """Serve this one, too; before ``run``."""
+        """Add a server; before ``run``."""
         self._servers.append(server)
 
     def stop(self) -> None:
         """Make ``run`` return; from any thread, or a signal handler."""
         self._stopping = True
-        with self._lock:  # else the serving thread might close the pipe between the two lines
+        with self._lock:  # otherwise the serving thread might close the pipe in between
             if not self._closed:
                 os.write(self._wake_write, b"x")
 
@@ -139,7 +139,7 @@ class ServingLoop:
                     guarded(server.expire, now)
 
     def close(self) -> None:
-        """Close everything, in the thread that served or instead of serving. Idempotent."""
+        """Close everything, in the serving thread or if it never served. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -156,4 +156,4 @@ def _time(due: tuple[float, Server]) -> float:
 
 
 def _nothing(_: int) -> None:
-    """To be woken is enough."""
+    """Waking up is enough."""

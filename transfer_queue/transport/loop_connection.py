@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection that all calls of one event loop to one peer share; each reply finds its call by its number."""
+"""A connection that all calls of one event loop to one peer share; replies find their calls by number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Asked(NamedTuple):
 
 
 class LoopConnection:
-    """Used in its loop's thread only. The loop knows its descriptor only while a call waits, or has to be sent yet."""
+    """Used in its loop's thread only. The loop watches its descriptor only while calls wait or have to be sent."""
 
     def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -33,7 +33,7 @@ class LoopConnection:
         return self._connection.broken
 
     def send(self, request_id: int, call: Call) -> asyncio.Future[Reply]:
-        """The future reply. ``done`` or ``cancel`` must follow, whatever becomes of it."""
+        """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""
         if not self._asked:
             self.loop.add_reader(self._connection.descriptor, self._receive)
         future = self.loop.create_future()
@@ -42,7 +42,7 @@ class LoopConnection:
         return future
 
     def tell(self, call: Call) -> None:
-        """Send without expecting an answer. Raises QueueUnreachableError: the peer has ended."""
+        """Send without expecting an answer. Raises QueueUnreachableError if the peer has ended."""
         try:
             self._connection.send(NOBODY_WAITS, call.header, call.frames)
             self._connection.own()
@@ -50,17 +50,17 @@ class LoopConnection:
             self._write()
 
     def done(self, request_id: int) -> None:
-        """The reply is not waited for any more."""
+        """Stop waiting for the reply."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return
         if asked.future.done() and not asked.future.cancelled():
-            asked.future.exception()  # looked at, so that asyncio doesn't complain about an error nobody awaited
+            asked.future.exception()  # retrieved, so that asyncio doesn't log it
         if not self._asked and not self._closed:
             self.loop.remove_reader(self._connection.descriptor)
 
     def cancel(self, request_id: int) -> None:
-        """The call has failed: revoke it behind what is sent of it, and don't wait for its reply any more."""
+        """The call has failed: send its cancel after it, and stop waiting for its reply."""
         asked = self._asked.get(request_id)
         if asked is not None and not self._closed:
             revoke(self._connection, asked.cancel)
@@ -100,7 +100,7 @@ class LoopConnection:
                 future.set_exception(error())
 
     def retire(self) -> Connection:
-        """The connection, for use elsewhere: this loop has closed, and the calls that still waited in it are over."""
+        """Return the connection for use elsewhere, because its loop has closed; waiting calls are cancelled."""
         for asked in self._asked.values():
             revoke(self._connection, asked.cancel)
         self._asked.clear()
@@ -108,7 +108,7 @@ class LoopConnection:
         return self._connection
 
     def close(self, error: Callable[[], Exception]) -> None:
-        """Fail what waits, close the connection. Idempotent."""
+        """Fail waiting calls, and close the connection. Idempotent."""
         if self._closed:
             return
         self._fail(error)
@@ -119,7 +119,7 @@ class LoopConnection:
         self._connection.close()
 
     def close_from_anywhere(self, error: Callable[[], Exception]) -> None:
-        """``close``, in the loop's thread where that one is running it."""
+        """``close``, in the loop's thread if the loop is running there."""
         if self.loop.is_running() and asyncio._get_running_loop() is not self.loop:
             try:
                 self.loop.call_soon_threadsafe(self.close, error)
@@ -130,7 +130,7 @@ class LoopConnection:
 
 
 def revoke(connection: Connection, cancel: bytes) -> None:
-    """Nobody waits for a call that was sent here: say so behind it, and leave its frames to their owner."""
+    """Send the cancel after a call, and return the call's frames to their owner."""
     if connection.broken:
         return
     connection.own()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a coroutine of the client waits: by blocking this thread, or on the running event loop.
 
-Every verb is written once, as a coroutine. Its blocking twin drives that coroutine in the calling thread: all it
-awaits are transport calls, which then block instead of suspending, so no event loop and no second thread is needed.
+Every verb is written once, as a coroutine. Its blocking twin drives that coroutine in the calling thread.
+All it awaits are transport calls, which then block instead of suspending. So it needs no event loop and no second
+thread.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ def cancel_on(descriptor: int) -> Iterator[None]:
 
 
 def cancel_descriptor() -> int | None:
-    """What ``cancel_on`` named."""
+    """The descriptor of the active ``cancel_on``."""
     return _cancel.get()
 
 
 class Sent(Protocol):
-    """Requests whose answers somebody is going to wait for."""
+    """Requests that were sent and will be waited for."""
 
     def is_near(self) -> bool:
-        """Is there an answer, now or within a moment?"""
+        """Return whether an answer is here or arrives within a moment."""
         ...
 
 
 @types.coroutine
 def pause(sent: Sent) -> Generator[Sent, None, None]:
-    """All is sent: in a call that was only begun, wait for the answers when it is finished."""
+    """Everything is sent: suspend here if the call was only started, until it is finished."""
     if _beginning.get():
         yield sent
 
@@ -63,7 +64,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
     """Run to the end in this thread, which waits; works inside a running event loop, too.
 
     Raises:
-        RuntimeError: the coroutine awaited something else than transport calls.
+        RuntimeError: the coroutine awaited something other than transport calls.
     """
     try:
         _run(coroutine)
@@ -77,7 +78,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     before = _blocking.get()
-    try:  # around the "set", too: Ctrl-C between them would leave the thread blocking in its event loops
+    try:  # includes the "set": Ctrl-C in between would make the thread block in its event loops
         _blocking.set(True)
         return coroutine.send(None)
     finally:
@@ -85,7 +86,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Begun(Generic[R]):
-    """A blocking call that has sent what it asks first. Whoever finishes it waits, in whatever thread."""
+    """A pending blocking call that has sent its first requests. The thread that finishes it waits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, R]) -> None:
         """Raises what the call raises before it waits for anything."""
@@ -96,21 +97,21 @@ class Begun(Generic[R]):
         try:
             _beginning.set(True)
             self._sent = _run(coroutine)
-        except StopIteration as stop:  # it had nothing to ask
+        except StopIteration as stop:  # it had nothing to send
             self._results.append(stop.value)
         finally:
             _beginning.set(before)
 
     def is_near(self) -> bool:
-        """Is an answer to what was sent here, or within a moment? False also where that can't be told."""
+        """Return whether an answer is here or arrives within a moment; False if unknown."""
         return self._sent is None or self._sent.is_near()
 
     def finish(self) -> R:
-        """What the blocking call returns or raises; once."""
+        """Return or raise what the blocking call does; once."""
         return self._results.pop() if self._results else run_blocking(self._coroutine)
 
     def close(self) -> None:
-        """Nobody waits for the answers any more. Idempotent."""
+        """Cancel the call. Idempotent."""
         self._coroutine.close()
 
 
@@ -126,7 +127,7 @@ def blocking(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
 
 
 def beginning(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Begun[R]]:
-    """The twin of an async method that is begun in one place and finished in another."""
+    """The twin of an async method that starts a call, to be finished elsewhere."""
 
     @functools.wraps(method)
     def twin(*args: P.args, **kwargs: P.kwargs) -> Begun[R]:

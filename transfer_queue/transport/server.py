@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving side of one address: a handler behind a listener, its clients, and all else that it waits for."""
+"""The serving side of one address: a handler behind a listener, its clients, and what else it waits for."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class SocketServer:
 
         Args:
             address: ``ipc://PATH``, a Unix socket of this host, or ``tcp://HOST:PORT`` for other hosts.
-            loop: Whose thread serves it, with the loop's other servers; None: one of its own.
-            keys: Clients must know the public one; all that is said is encrypted.
-            insecure: Listen without keys: everybody who can reach the address can read and change all values.
-            heartbeat_s: How often silent clients are counted.
-            lease_s: How long a client may be silent before it is counted as gone.
+            loop: The loop that serves it, shared with other servers; None: one of its own.
+            keys: Clients must know the public one; all traffic is encrypted.
+            insecure: Listen without keys: any process that can reach the address can read and change all values.
+            heartbeat_s: The interval in which silent clients are counted.
+            lease_s: How long a client may be silent before it counts as gone.
         Raises:
             OSError: the address can't be bound.
             ConfigError: it is no address, or keys are missing.
@@ -63,15 +63,15 @@ class SocketServer:
         self._loop.add(self)
 
     def beside(self, address: str, keys: ServerKeys) -> SocketServer:
-        """A server at another address, served by the same thread."""
+        """Make a server at another address, served by the same thread."""
         return SocketServer(address, self._loop, keys)
 
-    # ---- what else it waits for ----
+    # ---- other events ----
 
     def watch(self, pid: int, namespace: int | None, ended: Ready) -> Callable[[], None]:
-        """Call ``ended(now)`` once when that process ends; never, where it can't be watched from here.
+        """Call ``ended(now)`` once when that process ends; never, if it can't be watched from here.
 
-        Returns what stops watching: call it in the serving thread when the process is of no interest any more.
+        Returns a function that stops watching: call it in the serving thread.
         """
         descriptor = open_process(pid, namespace)
         if descriptor is None:
@@ -89,7 +89,7 @@ class SocketServer:
         return lambda: self._unwatch(descriptor, ended)
 
     def _unwatch(self, descriptor: int, ended: Ready) -> None:
-        if self._watched.get(descriptor) is ended:  # else it ended, and the number may mean another file by now
+        if self._watched.get(descriptor) is ended:  # otherwise it ended, and the number may now mean another file
             del self._watched[descriptor]
             self._readiness.remove(descriptor)
             close_descriptor(descriptor)
@@ -97,7 +97,8 @@ class SocketServer:
     def attend(self, descriptor: int, ready: Ready) -> Callable[[], None]:
         """Call ``ready(now)`` in the serving thread whenever this descriptor is readable, and send what it returns.
 
-        Returns what stops attending: call it in the serving thread, before the descriptor is closed. Idempotent.
+        Returns a function that stops attending: call it in the serving thread, before the descriptor is closed.
+        Idempotent.
         """
         self._readiness.add(descriptor, lambda _: self._act(ready))
         self._attended[descriptor] = ready
@@ -111,7 +112,7 @@ class SocketServer:
     # ---- serving ----
 
     def open(self, handler: Handler) -> None:
-        """The handler that answers; the loop may run from then on."""
+        """Set the handler; the loop may run from then on."""
         self._handler = handler
 
     def serve(self, handler: Handler) -> None:
@@ -124,12 +125,12 @@ class SocketServer:
         self._loop.stop()
 
     def next_deadline(self) -> float | None:
-        """Of the handler or the listener, whichever is earlier."""
+        """The earlier deadline of the handler and the listener."""
         own, listeners = self._opened().next_deadline(), self._listener.next_deadline()
         return own if listeners is None else listeners if own is None else min(own, listeners)
 
     def expire(self, now: float) -> None:
-        """Do what was due."""
+        """Do what is due."""
         handler = self._opened()
         at = handler.next_deadline()
         if at is not None and at <= now:
@@ -137,7 +138,7 @@ class SocketServer:
         self._listener.expire(now)
 
     def _opened(self) -> Handler:
-        assert self._handler is not None, "the loop runs, and nobody has said who answers"
+        assert self._handler is not None, "the loop runs without a handler"
         return self._handler
 
     def _answer(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
@@ -147,18 +148,18 @@ class SocketServer:
         guarded(lambda: self._send(act(time.monotonic())))
 
     def _send(self, answers: Iterable[Outgoing]) -> None:
-        # One by one, as they are made: what comes before an error goes out.
+        # One by one, as they are made, so that answers before an error are sent.
         for answer in answers:
             guarded(answer.envelope.route.send, answer)
 
-    # ---- its clients ----
+    # ---- clients ----
 
     def clients(self) -> dict[str, int]:
-        """How many connections each client has."""
+        """The number of connections of each client."""
         return {client: len(routes) for client, routes in self._routes.items()}
 
     def disconnect(self, client: str) -> None:
-        """Close all connections of a client. What it had sent is still handled, then ``client_gone`` is called."""
+        """Close all connections of a client. Received requests are still handled, then ``client_gone`` is called."""
         for route in list(self._routes.get(client, ())):
             route.disconnect()
 
@@ -171,7 +172,7 @@ class SocketServer:
         self._routes.setdefault(client, set()).add(route)
 
     def left(self, client: str, route: Route) -> None:
-        """See ``Service``. With the last connection the client is gone."""
+        """See ``Service``. With its last connection the client is gone."""
         routes = self._routes[client]
         routes.discard(route)
         if not routes:
@@ -182,11 +183,11 @@ class SocketServer:
     # ---- the end ----
 
     def at_close(self, act: Callable[[], None]) -> None:
-        """Do this when everything is closed, in the thread that serves, while ``attend`` still works."""
+        """Run this when the loop closes, in the serving thread, while ``attend`` still works."""
         self._last_acts.append(act)
 
     def close(self) -> None:
-        """Close everything of the loop, in the thread that served or instead of serving. Idempotent."""
+        """Close everything of the loop, in the serving thread or if it never served. Idempotent."""
         self._loop.close()
 
     def release(self) -> None:

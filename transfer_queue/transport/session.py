@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's session with a queue: numbers its calls, says hello, tells what it has received, ends what it gave up."""
+"""A client's session with a queue: call numbers, hello and goodbye, confirmation of receipt, cancels."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _GOODBYE_TIMEOUT_S = 1.0
 _BEFORE_THE_SERVERS = 20
 
 Ask = tuple[Peer, p.Request, Sequence[Buffer]]
-"""A request, the server it goes to, and the values that travel beside it."""
+"""A request, its server, and its frames."""
 
 
 class Session:
     """One per client, for all servers of its queue. A forked child has a session and a name of its own.
 
-    A server keeps the answer of every call that took or changed something until it hears that the client has it.
-    That is said with the client's next message to that server (``received``).
+    A server keeps the answer of every call with an effect until the client confirms receipt.
+    The client's next message to that server does this (``received``).
     """
 
     def __init__(self, client_id: str, controller: Peer, key_file: str | None = None) -> None:
@@ -69,7 +69,7 @@ class Session:
         return next(self._numbers)
 
     async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[Reply]:
-        """Send all, then wait for all answers, in the order of ``asks``. A call that is given up is cancelled.
+        """Send all requests, then wait for all answers, in the order of ``asks``. On failure they are cancelled.
 
         Args:
             keep: The servers keep the answers until ``done``, because more steps follow.
@@ -93,11 +93,11 @@ class Session:
 
     def _cancel_of(self, request: p.Request) -> bytes:
         if isinstance(request, p.Publish):
-            return b""  # it can't be undone; its answer stays for the caller to ask again what became of it
+            return b""  # it can't be undone; its answer stays, so that the caller can ask for the outcome
         return p.encode_request(p.Cancel(self.number(), request.id))
 
     def done(self, peer: Peer, *calls: int) -> None:
-        """These calls were kept for more steps. All of them are done: the server may forget their answers."""
+        """These kept calls are done, so the server may delete their answers."""
         self._received.setdefault(peer.address, set()).update(calls)
 
     def hold(self, call: int) -> None:
@@ -117,7 +117,7 @@ class Session:
             await self.caller.tell(Call(self.controller, message))
 
     async def tell(self, peer: Peer, request: p.Request) -> None:
-        """Send without waiting for an answer; nothing is raised where the server is gone."""
+        """Send without waiting for an answer; a server that has ended raises nothing."""
         with contextlib.suppress(TransferQueueError):
             await self.caller.tell(Call(peer, p.encode_request(request)))
 
@@ -131,7 +131,7 @@ class Session:
         """The running queue's configuration.
 
         Raises:
-            QueueUnreachableError: nobody answers at the address.
+            QueueUnreachableError: no server answers at the address.
         """
         self.follow_fork()
         if not self._config:
@@ -139,7 +139,7 @@ class Session:
         return self._config
 
     def follow_fork(self) -> None:
-        """In a forked child: leave the parent's sockets alone and start over."""
+        """In a forked child, start a new session and leave the parent's sockets alone."""
         if self._pid == os.getpid():
             return
         with _fork_lock():
@@ -153,7 +153,7 @@ class Session:
             raise ClosedError("this client was closed; make a new one, or call init() again.")
         _check_socket(self.controller.address)
         if self._farewell is None:
-            # A process that just ends has left on purpose: without a goodbye it would count as a dead producer.
+            # A process that simply ends counts as having left. Without a goodbye it would count as a dead producer.
             self._farewell = Finalize(None, _leave, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
         hello = p.Hello(self.number(), os.getpid(), p.PROTOCOL_VERSION)
         reply = (await self.call_many([(self.controller, hello, ())], _HELLO_TIMEOUT_S))[0]
@@ -167,7 +167,7 @@ class Session:
         Args:
             wait_s: How long the controller may park the request, on top of the usual deadline.
         Raises:
-            TransferQueueError: what the controller answered instead, as the class it named.
+            TransferQueueError: the controller's error, as the class it named.
         """
         return await self.send(request(self.number(), *args), expected, wait_s)
 
@@ -183,7 +183,7 @@ class Session:
         frames: Sequence[Buffer] = (),
         keep: bool = False,
     ) -> tuple[R, list[memoryview]]:
-        """See ``ask``: what travels beside the request, and what came beside the reply."""
+        """See ``ask``; with the frames of the request and of the reply."""
         await self.config()
         try:
             replies = await self.call_many([(self.controller, message, frames)], self.timeout_s + wait_s, keep)
@@ -194,7 +194,7 @@ class Session:
             raise
 
     def read(self, answer: bytes, request: p.Request, expected: type[R]) -> R:
-        """The controller's answer to this request; raises what ``ask`` raises."""
+        """The controller's reply to this request; raises what ``ask`` raises."""
         try:
             reply = p.decode_reply(answer)
         except msgspec.DecodeError as error:
@@ -211,7 +211,7 @@ class Session:
 
     @contextmanager
     def using_memory(self) -> Iterator[None]:
-        """Inside, this session's leases and pins stay its own: ``close`` waits, for what it frees others may get."""
+        """Inside, ``close`` waits, so that this session's leases and pins stay its own."""
         with self._memory:
             if self._closed:
                 raise ClosedError("this client was closed; make a new one, or call init() again.")
@@ -246,7 +246,7 @@ class Session:
 
 
 def _check_socket(address: str) -> None:
-    """On this host a missing socket is known at once, without waiting for an answer."""
+    """Fail at once on a missing socket of this host, without waiting for an answer."""
     path = address.removeprefix("ipc://")
     try:
         missing = path != address and not Path(path).exists()
@@ -271,5 +271,5 @@ _locks: dict[int, threading.Lock] = {}
 
 
 def _fork_lock() -> threading.Lock:
-    """One lock per process: a parent's may have been held when it forked."""
+    """One lock per process, because a parent's may have been locked when it forked."""
     return _locks.setdefault(os.getpid(), threading.Lock())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking again and again for a moment before sleeping: to be woken takes longer than most answers do.
+"""Polls for a moment before sleeping, because waking up takes longer than most answers do.
 
-A processor that has nothing to do halts; when it is woken its caches are cold, and Python then runs at half its speed.
-Looking costs time that somebody else could use, so it is done only where it pays, and only with a core nobody wants.
+An idle processor halts. After it wakes, its caches are cold, and Python runs at half its speed.
+Polling takes time from other threads, so it is done only if it pays, and only on a core that no other thread wants.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from transfer_queue.config import environment_number
 
 LONGEST_S = 1e-3
-"""An exchange takes 0.1 to 0.3 ms; who works with what it brought asks again within one."""
+"""An exchange takes 0.1 to 0.3 ms, and a busy client asks again within one millisecond."""
 _YIELD: Callable[[], None] | None = getattr(os, "sched_yield", None)
 _PREEMPTED_S = 50e-6
-"""Two looks are so far apart, at least, when another thread had the core in between; or when the clock ticked."""
+"""A gap between two polls of at least this length means that another thread had the core, or the clock ticked."""
 _PRICE = 8
-"""A look in vain costs as much as this many others save."""
+"""A failed spin costs as much as this many successful ones save."""
 _LONGEST_REST = 6
-"""As a power of two: how many waits pass without a look when looks have always been in vain."""
+"""As a power of two: how many waits pass without a spin if all spins have failed."""
 _THIS_THREAD: int = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
@@ -34,10 +34,10 @@ def _times_preempted() -> int:
 
 
 class Spin:
-    """Of one thread. Rests for twice as many waits after each look in vain, unless enough others were not.
+    """The spinning of one thread. Each failed spin doubles the rest that follows, unless enough others succeeded.
 
-    A rest ends sooner where what was slept for came so soon that a look would have found it. Not where another thread
-    wanted the core: there, too, it comes soon for who sleeps, but who looks gets his turn last.
+    A rest ends sooner if sleeps were so short that a spin would have succeeded. This does not apply if another thread
+    wanted the core: then the sleeper is woken soon, but a spinning thread gets its turn last.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class Spin:
         pass_on: Callable[[], None] | None = _YIELD,
         times_preempted: Callable[[], int] = _times_preempted,
     ) -> None:
-        """``pass_on`` lets another thread have the core if one wants it; where there is none, nobody looks."""
+        """``pass_on`` yields the core to another thread; without it, nothing spins."""
         self._longest_s = longest_s
         self._clock = clock
         self._pass_on = pass_on
         self._times_preempted = times_preempted
         self._doubt = 0
-        self._rested = 0  # waits since the last look in vain
+        self._rested = 0  # waits since the last failed spin
         self._is_crowded = False  # another thread wanted the core then
 
     def look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
-        """What ``poll(0)`` gives within a moment. Nothing: sleep until there is something."""
+        """Spin until ``poll(0)`` returns something. Empty: sleep."""
         return [] if not self._may_look(math.inf) or self._rests() else self._look(poll)
 
     def wait(self, poll: Callable[[int], list[Any]], sleep: Callable[[], list[Any]], left_s: float) -> list[Any]:
-        """The same, or what ``sleep()`` gives, which returns after ``left_s`` at the latest."""
+        """The same, or the result of ``sleep()``, which returns after ``left_s`` at the latest."""
         if not self._may_look(left_s):
             return sleep()
         if not self._rests():
@@ -98,9 +98,9 @@ class Spin:
 
 
 def longest_s() -> float:
-    """TQ_SPIN_US: how long to look before sleeping, in microseconds; 0: sleep at once.
+    """TQ_SPIN_US: how long to poll before sleeping, in microseconds; 0: sleep at once.
 
-    On a single core who looks is in the way of whom he waits for: 0, whatever the variable says.
+    On a single core it is always 0, because a spinning thread would delay the process that it waits for.
     """
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < 2:
         return 0.0

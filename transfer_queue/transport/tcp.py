@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between hosts: what is said over ZMQ, and a caller's connections. Imported only where one is needed.
+"""Messages between hosts: the protocol over ZMQ, and a caller's connections. Imported only if needed.
 
-One thread of the caller sends and receives for all its connections. So nobody waits for ZMQ, and the servers hear that
-the client lives whatever its other threads do.
+One thread of the caller sends and receives for all its connections. So no caller waits for ZMQ,
+and the servers see that the client is alive whatever its other threads do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transfer_queue.transport.framing import FramingError, Inbound, Message, enc
 SCHEME = "tcp://"
 VERSION = b"TQT1"
 HELLO, BEAT, BYE, CALL = b"H", b"B", b"E", b"C"
-"""The first part of a message: with the version and a client's name; alone; alone; with pieces of calls or answers."""
+"""The first part of a message. HELLO: then the version and a client's name. CALL: then parts of calls or answers."""
 LINGER_MS = 500
 
 _CLOSE_S = 5.0
@@ -48,9 +48,10 @@ _EVENTS = (
 
 
 def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> Iterator[list[Any]]:
-    """A call or its answer as messages of ZMQ, with copies of all: the owners may change it from now on.
+    """Encode a call or an answer as ZMQ messages that copy everything, so that the owners may change their buffers.
 
-    A message arrives whole or not at all. So a large one is sent in pieces: each says that its sender lives.
+    A message arrives whole or not at all. So a large one is sent in parts, each of which shows that the sender is
+    alive.
     """
     message: list[Any] = [CALL]
     room = _PIECE_NBYTES
@@ -67,14 +68,14 @@ def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> Iterator[list[
 
 
 class Pieces:
-    """Messages out of the pieces that ``pack`` made."""
+    """Reassembles messages from the parts that ``pack`` made."""
 
     def __init__(self) -> None:
         self._inbound = Inbound()
         self._left: deque[memoryview] = deque()
 
     def add(self, parts: Sequence[zmq.Frame]) -> list[Message]:
-        """The messages that are whole now. Raises FramingError: it is nothing that ``pack`` made."""
+        """Return the complete messages. Raises FramingError for parts that ``pack`` did not make."""
         self._left.extend(part.buffer for part in parts if len(part))
         messages = []
         while self._left:
@@ -111,7 +112,7 @@ class Pieces:
 
 
 class TcpConnection:
-    """See ``Connection``. All connections of a caller to one peer share a link, which tells them apart by number."""
+    """See ``Connection``. All connections of a caller to one peer share a link, which distinguishes them by number."""
 
     unsent = False
 
@@ -130,14 +131,14 @@ class TcpConnection:
         if self._link.error is not None:
             raise self._broken(self._link.error)
         number = request_id and self._number << _ID_BITS | request_id
-        self._link.outbox.extend(list(pack(number, header, frames)))  # one step: nothing comes in between
+        self._link.outbox.extend(list(pack(number, header, frames)))  # one step, so that the parts stay together
         self._links.wake()
 
     def flush(self) -> None:
         """Nothing to do: the links' thread sends."""
 
     def own(self) -> None:
-        """Nothing to do: ``send`` has copied all."""
+        """Nothing to do: ``send`` has copied everything."""
 
     def receive(self) -> list[Message]:
         with contextlib.suppress(BlockingIOError):
@@ -149,7 +150,7 @@ class TcpConnection:
         if error is not None and not messages:
             raise self._broken(error)
         if error is not None:
-            self.notify()  # there is more to say
+            self.notify()  # the error comes next
         return messages
 
     def _broken(self, text: str) -> QueueUnreachableError:
@@ -157,12 +158,12 @@ class TcpConnection:
         return QueueUnreachableError(text)
 
     def deliver(self, message: Message) -> None:
-        """In the links' thread."""
+        """Add a message, in the links' thread."""
         self._inbox.append(message)
         self.notify()
 
     def notify(self) -> None:
-        """``receive`` is due."""
+        """Make ``receive`` due."""
         with self._closing:
             if self._news.at(0) >= 0:
                 os.eventfd_write(self._news.at(0), 1)
@@ -173,7 +174,7 @@ class TcpConnection:
 
 
 class _Link:
-    """One ZMQ connection. The sockets are used by the links' thread alone."""
+    """One ZMQ connection. Only the links' thread uses its sockets."""
 
     def __init__(self, peer: Peer, dealer: Any) -> None:
         self.peer = peer
@@ -186,12 +187,12 @@ class _Link:
         self._pieces = Pieces()
 
     def send(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection has ended: ``receive`` will hear of it
+        with contextlib.suppress(zmq.Again):  # the connection has ended; ``receive`` will notice
             while self.outbox:
                 self.dealer.send_multipart(self.outbox.popleft(), zmq.NOBLOCK, copy=False)
 
     def receive(self) -> None:
-        """All that is here; then, whether the connection has ended."""
+        """Take everything that is here; then check whether the connection has ended."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._take(self.dealer.recv_multipart(zmq.NOBLOCK, copy=False))
@@ -204,7 +205,7 @@ class _Link:
         kind = parts[0].bytes
         if kind == BYE:
             self.fail(
-                f"{self.peer.name} at {self.peer.address} has ended this connection: it was told to, or heard nothing "
+                f"{self.peer.name} at {self.peer.address} has ended this connection: it was asked to, or heard nothing "
                 f"of this client for too long. What the client held there has been released."
             )
         try:
@@ -229,7 +230,7 @@ class _Link:
             )
 
     def fail(self, text: str) -> None:
-        """The first reason counts."""
+        """Record an error; the first one counts."""
         if self.error is None:
             self.error = text
             for connection in list(self.connections.values()):
@@ -261,7 +262,7 @@ class TcpLinks:
         _all.add(self)
 
     def connect(self, peer: Peer) -> TcpConnection:
-        """One more connection. Raises QueueUnreachableError: the address is none, or there are no descriptors."""
+        """Add a connection. Raises QueueUnreachableError: the address is invalid, or there are no descriptors."""
         with self._lock:
             link = self._links.get(peer.address)
             if link is None or link.error is not None:
@@ -293,7 +294,7 @@ class TcpLinks:
     def _dealer(self) -> Any:
         dealer: Any = self._context.socket(zmq.DEALER)
         dealer.set_hwm(0)  # nothing is ever dropped, and a send never waits for room
-        # A connection that has ended is closed by us. (-1, for never, can keep a closed socket from ending.)
+        # We close connections that have ended. (-1, for never, can keep a closed socket from ending.)
         dealer.reconnect_ivl = _NEVER_MS
         if self._server_key is not None:
             public, secret = zmq.curve_keypair()
@@ -302,7 +303,7 @@ class TcpLinks:
         return dealer
 
     def wake(self) -> None:
-        """The thread has something to do."""
+        """Wake the thread, which has work to do."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._wake.at(0), 1)
@@ -331,13 +332,13 @@ class TcpLinks:
         self._context.term()
 
     def _serve(self, link: _Link, is_due: bool) -> bool:
-        """Returns False once it has ended."""
+        """Send and receive. Returns False once the link has ended."""
         if is_due:
             link.outbox.append([BEAT])
         link.send()
         link.receive()
         if is_due and link.error is None:
-            # Beats are counted, not seconds: where this process was stopped for a while, the peer may be well.
+            # Beats are counted, not seconds: after a pause of this process, the peer may still be well.
             if link.silent_beats * self._heartbeat_s >= self._lease_s:
                 link.fail(
                     f"{link.peer.name} at {link.peer.address} has been silent for {self._lease_s:.0f} s, and was given "
@@ -371,7 +372,7 @@ _of_parents: list[object] = []
 
 
 def _after_fork() -> None:
-    # A socket of the parent used, closed or collected here would disturb both: keep all for ever, untouched.
+    # To use, close or collect a socket of the parent here would disturb both, so all are kept forever.
     for links in list(_all):
         _of_parents.append((links._context, [(link.dealer, link.monitor) for link in links._links.values()]))
     _all.clear()

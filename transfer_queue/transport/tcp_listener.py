@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where clients of other hosts come in: one ZMQ socket, encrypted, and a lease for each client that it hears of."""
+"""Accepts clients of other hosts: one encrypted ZMQ socket, and a lease for each client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Route:
 
 
 class TcpListener:
-    """See ``Listener``. A client is gone when it says so, and when nothing came of it for ``lease_s``."""
+    """See ``Listener``. A client is gone when it says so, and after ``lease_s`` without a message."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class TcpListener:
         heartbeat_s: float,
         lease_s: float,
     ) -> None:
-        """Raises OSError: the address can't be bound. ConfigError: there are no keys, and that was not asked for."""
+        """Raises OSError: the address can't be bound. ConfigError: there are no keys, and ``insecure`` is False."""
         if keys is None and not insecure:
             raise ConfigError(f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True.")
         if keys is None:
-            _log.warning("%s is open to everybody who can reach it: there is no encryption and no key", address)
+            _log.warning("%s is open to every process that can reach it: there is no encryption and no key", address)
         self._readiness = readiness
         self._service = service
         self._heartbeat_s = heartbeat_s
@@ -78,7 +78,8 @@ class TcpListener:
                 raise ConfigError(f"{address!r} is no address of this host: tcp://HOST:PORT, or :0 for any.") from error
             raise OSError(error.errno, f"can't listen at {address}: {error.strerror}") from error
         self.address: str = self._router.last_endpoint.decode()
-        # ZMQ's own descriptor tells of news once, and any use of the socket may swallow that: hence the second one.
+        # ZMQ's own descriptor reports news once, and any use of the socket may consume that; hence the second
+        # descriptor.
         self._descriptor: int = self._router.FD
         self._again = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_taking = False
@@ -94,7 +95,7 @@ class TcpListener:
             for _ in range(_MESSAGES_PER_TURN):
                 guarded(self._handle, self._router.recv_multipart(zmq.NOBLOCK, copy=False))
         except zmq.Again:
-            while self._leaving:  # all that came has been handled
+            while self._leaving:  # everything that came has been handled
                 self._end(self._leaving.pop())
         else:
             os.eventfd_write(self._again, 1)
@@ -126,7 +127,7 @@ class TcpListener:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:
             route = self._routes[address] = _Route(self, address, parts[3].bytes.decode(errors="replace"))
             self._service.joined(route.client, route)
-        elif kind in (HELLO, BEAT, CALL):  # of another version, or one whose lease has ended
+        elif kind in (HELLO, BEAT, CALL):  # of another version, or its lease has ended
             self.send(address, [BYE])
 
     def _end(self, route: _Route) -> None:
@@ -135,13 +136,13 @@ class TcpListener:
             self._service.left(route.client, route)
 
     def send(self, address: bytes, parts: Sequence[Any]) -> None:
-        """Dropped when the client is there no more."""
+        """Send to a client; dropped if it has gone."""
         self._router.send_multipart([address, *parts], copy=False)
         if not self._is_taking and self._router.events & zmq.POLLIN:
             os.eventfd_write(self._again, 1)
 
     def disconnect(self, route: _Route) -> None:
-        """Soon; from any thread."""
+        """Disconnect soon; from any thread."""
         self._leaving.append(route)
         os.eventfd_write(self._again, 1)
 
@@ -152,7 +153,7 @@ class TcpListener:
         if now < self._beat_at:
             return
         self._beat_at = now + self._heartbeat_s
-        # Beats are counted, not seconds: where this process was stopped for a while, its clients may be well.
+        # Beats are counted, not seconds: after a pause of this process, its clients may still be well.
         for route in list(self._routes.values()):
             if route.silent_beats * self._heartbeat_s >= self._lease_s:
                 _log.warning(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix stream sockets of one host: a caller's connections, a server's listener, and directories short enough for them.
+"""Unix stream sockets of one host: a caller's connections, a server's listener, and directories with short paths.
 
-No thread lies between the two processes, and the end of a connection tells that the process at its other end has ended.
+No thread lies between the two processes. The end of a connection means that the other process has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transfer_queue.transport.framing import FramingError, Inbound, Message, Out
 from transfer_queue.transport.loop import READ, WRITE, Readiness
 
 SCHEME = "ipc://"
-_BUFFER_NBYTES = 1 << 20  # the kernel gives less where its limit is lower
+_BUFFER_NBYTES = 1 << 20  # the kernel gives less if its limit is lower
 _CONNECT_S = 1
 _BACKLOG = 4096
 _NEWCOMERS_PER_TURN = 64
@@ -43,7 +43,7 @@ class UnixConnection:
     """See ``Connection``."""
 
     def __init__(self, peer: Peer, client: str) -> None:
-        """Raises QueueUnreachableError: nobody listens there, or not for this user."""
+        """Raises QueueUnreachableError: no server listens there, or not for this user."""
         path = peer.address.removeprefix(SCHEME)
         if path == peer.address or not path:
             raise no_address(peer)
@@ -53,7 +53,7 @@ class UnixConnection:
             self._socket = _prepared(lambda new: _connect(new, path))
         except OSError as error:
             raise unconnected(peer, error) from error
-        # A caller may be dropped, or the process end, without closing it. Then it comes after the goodbyes of clients.
+        # A dropped caller or ending process may not close it. This runs after the clients' goodbyes.
         Finalize(self, self._socket.close, exitpriority=0)
         self.descriptor = self._socket.fileno()
         self._greeting: list[Buffer] = encode(NOBODY_WAITS, client.encode())
@@ -105,8 +105,8 @@ class UnixConnection:
 class _Route:
     """The server's end of a connection. See ``base.Route``.
 
-    A client that is slow to take its answers is read from again when it has taken some: its own queue stays short, and
-    nobody else notices.
+    If a client is slow to read answers, the server stops reading its requests meanwhile. So its queue stays short, and
+    other clients are not affected.
     """
 
     def __init__(self, listener: UnixListener, accepted: socket.socket) -> None:
@@ -123,7 +123,7 @@ class _Route:
         try:
             if ready & WRITE:
                 self._flush()
-            if ready & ~WRITE:  # also where the other end has closed: what it had sent before is read until its end
+            if ready & ~WRITE:  # also if the other end has closed: what it sent before is read to the end
                 self._take(self._inbound.receive(self._socket))
         except BlockingIOError:
             pass
@@ -158,7 +158,7 @@ class _Route:
         self._choose()
 
     def _deaf(self) -> None:
-        """The client has closed its end, and takes no answers. What it sent before is still to be read."""
+        """The client has closed its end and reads no answers. What it sent before is still read."""
         self._outbound.clear()
 
     def _choose(self) -> None:
@@ -173,7 +173,7 @@ class _Route:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self, quietly: bool = False) -> None:
-        """Idempotent. Half a message goes with it."""
+        """Close it, and drop an incomplete message. Idempotent."""
         if self._socket.fileno() < 0:
             return
         self._listener.readiness.remove(self._descriptor)
@@ -212,12 +212,12 @@ class UnixListener:
                 self._routes.add(_Route(self, _accepted(self._socket)))
         except (BlockingIOError, ConnectionError):
             return
-        except OSError:  # out of descriptors: newcomers wait, and the loop is not told of them all the time
+        except OSError:  # out of descriptors: stop accepting for a while, or the loop would never rest
             self._listen(False)
             self._listen_at = time.monotonic() + _NO_ROOM_S
 
     def left(self, route: _Route) -> None:
-        """It has closed."""
+        """A route has closed."""
         self._routes.discard(route)
 
     def next_deadline(self) -> float | None:
@@ -233,14 +233,15 @@ class UnixListener:
         if self._listening:
             self._listen(False)
         self._socket.close()
-        with contextlib.suppress(OSError):  # its directory has gone
+        with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
 
 
 def short_directory(prefix: str) -> str:
-    """A new directory of this user alone, in which sockets with names of up to 24 characters can be bound.
+    """Make a directory for this user only, in which sockets with names of up to 24 characters can be bound.
 
-    The system's directory for temporary files where that is short enough, else $XDG_RUNTIME_DIR, /tmp or /var/tmp.
+    It lies in the system's temporary directory if that path is short enough, else in $XDG_RUNTIME_DIR, /tmp or
+    /var/tmp.
 
     Raises:
         LaunchError: none of them will do.
@@ -254,7 +255,7 @@ def short_directory(prefix: str) -> str:
             tried[parent] = f"longer than {longest} bytes"
             continue
         try:
-            return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))  # 0700
+            return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))  # mode 0700
         except OSError as error:
             tried[parent] = error.strerror or str(error)
     found = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
@@ -280,7 +281,7 @@ def _prepared(start: Callable[[socket.socket], None]) -> socket.socket:
 
 
 def _connect(new: socket.socket, path: str) -> None:
-    # Where too many connect at once it waits a little for the server to let some in.
+    # If too many clients connect at once, it waits a little for the server to accept some.
     new.setblocking(True)
     new.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _CONNECT_S, 0))
     new.connect(path)
@@ -294,7 +295,7 @@ def _bind(new: socket.socket, path: str) -> None:
 
 
 def _is_stale(path: str) -> bool:
-    """Is this the socket of a server that was killed?"""
+    """Return whether this is the socket of a server that was killed."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return False
@@ -312,7 +313,7 @@ def _accepted(listener: socket.socket) -> socket.socket:
 
 
 def _after_fork() -> None:
-    # Else the other side would not notice the parent's end while this child lives.
+    # Otherwise the other side would not notice the parent's end while this child lives.
     for copy in list(_open):
         copy.close()
     _open.clear()

@@ -19,7 +19,7 @@ from transfer_queue.transport.spinning import Spin, longest_s
 
 
 class _Here(threading.local):
-    """What this thread has learnt."""
+    """This thread's spinning state."""
 
     def __init__(self) -> None:
         self.spin = Spin(longest_s())
@@ -43,10 +43,10 @@ class AllSent(NamedTuple):
 
 
 def wait_for_some(connections: Collection[Connection], wake: int, deadline: float) -> list[Message]:
-    """Messages that came; none when there may be some now, or the deadline has passed.
+    """Messages that arrived; none if there may be some now, or the deadline has passed.
 
     Raises:
-        ClosedError: ``wake`` or what ``cancel_on`` named is readable.
+        ClosedError: ``wake`` or the descriptor of ``cancel_on`` is readable.
         QueueUnreachableError: a peer has ended.
     """
     events = _poll(connections, wake, deadline)
@@ -59,7 +59,7 @@ def wait_for_some(connections: Collection[Connection], wake: int, deadline: floa
             if happened & ~select.POLLOUT:
                 arrived += connection.receive()
     except QueueUnreachableError:
-        _check_closed(events, wake)  # whoever closes the client may end the queue right then
+        _check_closed(events, wake)  # closing the client may end the queue at the same time
         raise
     if not arrived:
         _check_closed(events, wake)
@@ -79,7 +79,7 @@ def _poll(connections: Collection[Connection], wake: int, deadline: float) -> di
     def sleep() -> list[tuple[int, int]]:
         return poll.poll(math.ceil(left * 1000))
 
-    # What may be cancelled runs behind a reader that has other things to do with the core, and with the interpreter.
+    # Cancellable calls run for a reader that uses the core and the interpreter for other work, so they don't spin.
     return dict(sleep() if cancel is not None else _here.spin.wait(poll.poll, sleep, left))
 
 
@@ -87,4 +87,4 @@ def _check_closed(events: dict[int, int], wake: int) -> None:
     if wake in events:
         raise closed()
     if cancel_descriptor() in events:
-        raise ClosedError("the call was given up by its own process.")
+        raise ClosedError("the call was cancelled by its own process.")

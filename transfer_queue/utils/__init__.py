@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers without a better home: logging, processes."""
+"""Helpers that several packages share: logging, processes, rows, values."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small helpers for programs around the queue: flags in the environment, torch's threads."""
+"""Small helpers for programs that use the queue: flags in the environment, and torch's threads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _log = get_logger(__name__)
 
 
 def get_env_bool(key: str, default: bool = False) -> bool:
-    """Whether a variable says true, 1, yes, y or on, in any case; ``default`` where it is unset or empty."""
+    """Whether a variable is true, 1, yes, y or on, in any case; ``default`` if it is unset or empty."""
     return environment_text(key, str(default)).strip().lower() in _TRUE
 
 
 @contextmanager
 def limit_pytorch_auto_parallel_threads(target_num_threads: int | None = None, info: str = "") -> Iterator[None]:
-    """Let torch use at most so many threads inside the block; the number it had before comes back.
+    """Limit torch's threads inside the block, and restore their number afterwards.
 
     Args:
-        target_num_threads: None: what TQ_NUM_THREADS says, 8 by default. Never raises the number there is.
+        target_num_threads: None: TQ_NUM_THREADS, 8 by default. It never raises the current number.
         info: Named in the debug log.
     """
     import torch

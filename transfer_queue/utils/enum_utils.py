@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for who a process is and whether a field is there."""
+"""Names for the roles of processes and the status of fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, IntEnum
 
 
 class Role(str, Enum):
-    """What a process is to the queue; the value is what ``ZMQServerInfo.role`` says."""
+    """The role of a process in the queue; the value is used as ``ZMQServerInfo.role``."""
 
     CONTROLLER = "controller"
     STORAGE = "storage unit"

@@ -9,7 +9,9 @@ from transfer_queue.config import environment_text
 
 
 def get_logger(name: str, default_level: str = "WARNING") -> logging.Logger:
-    """A logger at the level of TQ_LOGGING_LEVEL, else ``default_level``; on stderr when nobody else handles it."""
+    """A logger at the level of TQ_LOGGING_LEVEL, else ``default_level``. It logs to stderr if there is no other
+    handler.
+    """
     logger = logging.getLogger(name)
     logger.setLevel(environment_text("TQ_LOGGING_LEVEL", default_level).upper())
     if not logger.handlers and not logging.getLogger().handlers:

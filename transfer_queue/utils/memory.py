@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amounts of memory: what a user writes, what this machine or container has."""
+"""Parses amounts of memory, and finds out what this machine or container has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine_memory() -> int:
 
 
 def _cgroup_limits() -> list[int]:
-    """Of this process' cgroup and those around it, version 1 and 2; none where there are none."""
+    """Limits of this process's cgroup and its parents, versions 1 and 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

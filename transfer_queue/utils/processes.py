@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noticing that another process of this host has ended, at once and without being its parent."""
+"""Detects at once that another process of this host has ended, without being its parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def pid_namespace() -> int | None:
-    """Identifies the set of processes that pids of ours are valid in; None where the system doesn't say."""
+    """Identifies the namespace in which this process's pids are valid; None if the system doesn't say."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -17,7 +17,7 @@ def pid_namespace() -> int | None:
 
 
 def open_process(pid: int | None, namespace: int | None) -> int | None:
-    """A file descriptor that becomes readable when the process ends, -1 if it has, None if that can't be watched.
+    """A file descriptor that becomes readable when the process ends; -1 if it has ended, None if it can't be watched.
 
     The caller closes it. A pid of another namespace (another host or container) can't be watched.
     """
@@ -32,7 +32,7 @@ def open_process(pid: int | None, namespace: int | None) -> int | None:
 
 
 def has_ended(descriptor: int | None) -> bool:
-    """Has the process of ``open_process`` ended? False where it can't be watched."""
+    """Return whether the process of ``open_process`` has ended; False if it can't be watched."""
     if descriptor is None:
         return False
     if descriptor < 0:

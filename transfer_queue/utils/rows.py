@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row positions: which rows of a batch a slice, list, permutation or chunk names."""
+"""Row positions: the rows of a batch that a slice, list, permutation or chunk names."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def pick(rows: Sequence[T], positions: slice | list[int]) -> list[T]:
 
 
 def check_length(name: str, rows: Sized | None, size: int) -> None:
-    """ValueError unless there is one entry per row; None passes."""
+    """Raise ValueError unless there is one entry per row; None passes."""
     if rows is not None and len(rows) != size:
         raise InvalidRequestError(f"{name} has {len(rows)} entries, the batch has {size} samples. Give one per sample.")
 
 
 def check_in_range(positions: Sequence[int], size: int) -> None:
-    """ValueError unless every position is in [0, size)."""
+    """Raise ValueError unless every position is in [0, size)."""
     if positions and (min(positions) < 0 or max(positions) >= size):
         outside = [position for position in positions if not 0 <= position < size][:5]
         raise InvalidRequestError(f"positions {outside} are out of range: the batch has {size} rows, 0 to {size - 1}.")
 
 
 def check_permutation(positions: Sequence[int], size: int) -> None:
-    """ValueError unless ``positions`` names each of ``size`` rows exactly once."""
+    """Raise ValueError unless ``positions`` names each of ``size`` rows exactly once."""
     if len(positions) != size:
         raise InvalidRequestError(
             f"the number of indexes, {len(positions)}, does not match the {size} rows of the batch. "
@@ -65,7 +65,7 @@ def even_sizes(size: int, chunks: int) -> list[int]:
 
 
 def consecutive(sizes: Iterable[int], size: int) -> list[slice]:
-    """One slice per given size, one after the other; together they hold exactly ``size`` rows."""
+    """One slice per given size, one after the other; together they cover exactly ``size`` rows."""
     sizes = as_ints(sizes)
     if any(part < 0 for part in sizes) or sum(sizes) != size:
         raise InvalidRequestError(

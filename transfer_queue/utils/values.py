@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values as users keep them in tags and extra_info: compare, copy and merge them, arrays and tensors included."""
+"""Plain values in tags and extra_info: compares, copies and merges them, including arrays and tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are equal, inside containers too; NaN equals NaN, a tuple the list it becomes on the wire."""
+    """Whether two values are equal, also inside containers. NaN equals NaN, and a tuple equals the list it becomes on
+    the wire.
+    """
     if a is b:
         return True
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -33,7 +35,7 @@ def same_value(a: Any, b: Any) -> bool:
 def _same_scalar(a: Any, b: Any) -> bool:
     try:
         return bool(a == b) or bool(a != a and b != b)  # the second half: NaN
-    except (ValueError, TypeError, RuntimeError):  # no single truth value: not comparable, so not known to be equal
+    except (ValueError, TypeError, RuntimeError):  # no single truth value, so not known to be equal
         return False
 
 
@@ -46,7 +48,7 @@ def _same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # never imported here: where it is not loaded, nothing can be a tensor
+    torch = sys.modules.get("torch")  # never imported here: without torch loaded, no value is a tensor
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -62,7 +64,7 @@ def _same_tensor(a: Any, b: Any) -> bool:
 
 
 def copy_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that shares nothing mutable with ``tags``; cheap when all values are plain scalars."""
+    """A copy that shares nothing mutable with ``tags``; cheap if all values are plain scalars."""
     if not tags:
         return {}
     if _ATOMS.issuperset(map(type, tags.values())):
@@ -71,17 +73,17 @@ def copy_tags(tags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_tags(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``now`` that are new or differ from ``before``. A key that is gone is no change: tags merge."""
+    """The entries of ``now`` that are new or differ from ``before``. A missing key is no change, because tags merge."""
     if not now:
         return {}
     return {key: value for key, value in now.items() if key not in before or not same_value(value, before[key])}
 
 
 def merge_extra_info(parts: Iterable[Mapping[str, Any]], *, validate: bool = True) -> dict[str, Any]:
-    """Union of the keys of all parts.
+    """The union of the keys of all parts.
 
     Raises:
-        ValueError: two parts hold different values under one key (without ``validate`` the last one wins).
+        ValueError: two parts have different values under one key (without ``validate`` the last one wins).
     """
     merged: dict[str, Any] = {}
     for part in parts:

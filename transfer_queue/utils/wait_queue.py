@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that wait for room: which may go next, so that a large one is neither starved nor holds up all others.
+"""Requests that wait for room. The order neither starves a large request nor lets it block all others.
 
-They go in order of arrival. One that fits may overtake those that don't, as long as what has overtaken each of them is
-together no more than its own size. So a large request waits for at most twice its size to come free.
+Requests are admitted in order of arrival. One that fits may overtake those that don't fit.
+What has overtaken a request never exceeds its own size in total. So it waits for at most twice its size.
 """
 
 # Sizes are samples here, bytes there. Deadlines are the caller's monotonic seconds: this file must not read a clock.
@@ -24,7 +24,7 @@ class _Waiting(Generic[T]):
 
 
 class WaitQueue(Generic[T]):
-    """Items are told apart by identity."""
+    """Items are distinguished by identity."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting[T]] = {}  # by identity, in order of arrival
@@ -33,23 +33,23 @@ class WaitQueue(Generic[T]):
         return len(self._waiting)
 
     def add(self, item: T, size: int, deadline: float) -> None:
-        """The last in the queue; it must not be there yet."""
+        """Add an item at the end; it must not be queued yet."""
         self._waiting[id(item)] = _Waiting(item, size, deadline)
 
     def resize(self, item: T, size: int) -> None:
-        """The item needs another amount of room now."""
+        """Change the amount of room that the item needs."""
         self._waiting[id(item)].size = size
 
     def remove(self, item: T) -> bool:
-        """The item waits no longer. Returns whether it did."""
+        """Remove the item. Returns whether it was queued."""
         return self._waiting.pop(id(item), None) is not None
 
     def items(self) -> list[T]:
-        """In order of arrival."""
+        """The items in order of arrival."""
         return [each.item for each in self._waiting.values()]
 
     def admit(self, free: int) -> list[T]:
-        """Remove and return those that may go now, in order; together they are no larger than ``free``."""
+        """Remove and return the items that may go now, in order; their sizes sum to at most ``free``."""
         admitted: list[T] = []
         in_front: list[_Waiting[T]] = []
         allowed = free  # what may still overtake all of those in front
@@ -66,7 +66,7 @@ class WaitQueue(Generic[T]):
         return admitted
 
     def expired(self, now: float) -> list[T]:
-        """Remove and return those whose deadline has come, in order of arrival."""
+        """Remove and return the items past their deadline, in order of arrival."""
         late = [key for key, each in self._waiting.items() if each.deadline <= now]
         return [self._waiting.pop(key).item for key in late]
 

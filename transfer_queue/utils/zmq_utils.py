@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a server is: plain, picklable, the same for controllers and storage units."""
+"""A server's address, plain and picklable, the same for controllers and storage units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transfer_queue.transport.base import Peer
 class ZMQServerInfo:
     """One server. ``ports`` maps the name of a socket to its full address."""
 
-    # No dataclass: OmegaConf would take it apart when it is put into a configuration.
+    # Not a dataclass, because OmegaConf would convert one inside a configuration.
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ZMQServerInfo:
         return f"ZMQServerInfo({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
     def to_addr(self, port_name: str) -> str:
-        """Address of a socket. Raises KeyError naming those there are."""
+        """The address of a socket. Raises KeyError that lists the known ones."""
         if port_name not in self.ports:
             raise KeyError(f"{self.role} {self.id} has no socket {port_name!r}, only {', '.join(self.ports)}.")
         return self.ports[port_name]
@@ -60,7 +60,7 @@ class ZMQServerInfo:
         return cls(**{str(key): data[key] for key in data})
 
     def peer(self) -> Peer:
-        """The server as the transport knows it; its first socket."""
+        """The server's first socket as the transport's ``Peer``."""
         return Peer(f"{self.role} {self.id}", next(iter(self.ports.values())))
 
 

@@ -134,7 +134,7 @@ def test_an_error_inside_leaves_nothing_and_comes_out_as_it_is(tmp_path):
 
 def test_two_saves_to_one_place_are_told_apart(tmp_path):
     with save(tmp_path / "c", "first") as first:
-        with pytest.raises(CheckpointError, match="somebody else is saving"):
+        with pytest.raises(CheckpointError, match="another process is saving"):
             Staging(tmp_path / "c").begin()
         first.commit()
     assert what_is_at(tmp_path / "c") == "first"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimpleStorage: values in the memory of storage unit processes."""
+"""SimpleStorage keeps values in the memory of storage unit processes."""

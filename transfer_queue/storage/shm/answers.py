@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A unit's answer to a read: places in the arena for blocks that lie there, frames for the rest."""
+"""A unit's answer to a read: extents for blocks in the arena, frames for the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transfer_queue.storage.shm.messages import FieldParts, Rows
 from transfer_queue.storage.shm.parts import Packer
 
 Place = Callable[[ByteArray], int]
-"""Where memory lies in the arena, -1 if elsewhere."""
+"""Returns the arena offset of this memory, or -1 if it lies elsewhere."""
 
 
 class RowsAnswer(NamedTuple):
@@ -27,7 +27,7 @@ class RowsAnswer(NamedTuple):
 
 
 def answer_in_frames(call: int, parts: FieldParts) -> RowsAnswer:
-    """Everything travels in the message."""
+    """Send everything in the message."""
     packer = Packer()
     for part in parts:
         packer.add(*part)
@@ -35,7 +35,7 @@ def answer_in_frames(call: int, parts: FieldParts) -> RowsAnswer:
 
 
 def answer_in_place(call: int, located: Located, place: Place) -> RowsAnswer:
-    """No row of a block in the arena is copied here: the reader does that, once."""
+    """Answer with extents. Rows of blocks in the arena are not copied here: the reader copies them once."""
     packer, pinned = Packer(), []
     rest: dict[str, list[tuple[Piece, IntArray, IntArray]]] = {}
     for field, piece, at, rows in located:
@@ -61,11 +61,11 @@ def answer_in_place(call: int, located: Located, place: Place) -> RowsAnswer:
 
 
 def _chosen(piece: Piece, rows: Positions) -> Piece | None:
-    """These rows of a block as a reader finds them; None where they must be copied together here."""
+    """Select these rows of a block in place; None if they must be copied together here."""
     if isinstance(rows, slice):
         return piece.slice(rows.start, rows.stop)
     if piece.layout.kind == "objects":
-        return None  # readers decode them from one buffer, back to back
+        return None  # readers decode objects from one contiguous buffer
     if piece.layout.kind == "dense":
         return Piece(piece.layout, len(rows), piece.data, picks=rows)
     assert piece.side is not None

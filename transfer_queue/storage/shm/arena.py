@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena of a storage unit: anonymous shared memory that processes of this host map. Gone with its last process."""
+"""The arena of a storage unit: anonymous shared memory that processes of this host map. The last one ends it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from transfer_queue.storage.shm.free_list import FreeList
 
 PAGE_NBYTES = mmap.PAGESIZE
 IDLE_S = 30.0
-"""As many pages as were free all this time go back to the kernel; until then they are recycled as they are, because
-the first touch of a page costs several times what a copy into it does."""
+"""Pages that were free for this long are returned to the kernel. Until then they are recycled as they are, because
+first touching a page costs several times as much as copying into it.
+"""
 
 _TRIMMED_NBYTES = 32 * 1024 * 1024
-"""At most so many bytes in one go, which takes some ten milliseconds."""
-_SPARSE_FACTOR = 4  # addresses are free, pages come with use: room enough that fragmentation never matters
+"""The most bytes to return in one go, which takes some ten milliseconds."""
+_SPARSE_FACTOR = 4  # addresses are free and pages come with use: enough that fragmentation never matters
 
 
 def whole_pages(nbytes: int) -> int:
-    """What an allocation of so many bytes takes."""
+    """The size of an allocation of this many bytes."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 class _Extent(np.ndarray[Any, Any]):
-    """Its base is the mapping, not another array, so that every view made of it keeps it alive."""
+    """Its base is the mapping and not another array, so that every view keeps it alive."""
 
 
 class _Watch(weakref.ref[_Extent]):
@@ -43,10 +44,10 @@ class _Watch(weakref.ref[_Extent]):
 
 
 class Arena:
-    """Whole pages, taken and recycled. An extent comes back by itself when nothing points at its memory any more:
-    no block, no pin of a reader, no answer on its way out.
+    """Allocates and recycles whole pages.
 
-    Used by the unit's thread; extents may end in any thread.
+    An extent is freed when nothing refers to its memory any more: no block, no reader's pin, no answer being sent.
+    Only the unit's thread uses it, but extents may end in any thread.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
@@ -73,10 +74,10 @@ class Arena:
         self._now = 0.0
         self._watched = 0.0
         self._idle_nbytes = 0
-        """The least that was free since the time ``_watched``."""
+        """The smallest amount that was free since the time ``_watched``."""
 
     def close(self) -> None:
-        """Let go of the descriptor; the memory goes with the last mapping."""
+        """Close the descriptor; the memory ends with the last mapping."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -84,7 +85,7 @@ class Arena:
     # ---- allocation ----
 
     def allocate(self, nbytes: int) -> ByteArray | None:
-        """Memory of this size with undefined contents; None when no range of addresses is left."""
+        """Return memory of this size with undefined contents; None if no address range is left."""
         size = whole_pages(max(nbytes, 1))
         self._collect()
         start = self._warm.take(size)
@@ -98,12 +99,12 @@ class Arena:
         return extent
 
     def carve(self, extent: ByteArray, ranges: Sequence[tuple[int, int]]) -> list[ByteArray]:
-        """Turn an extent that nobody else refers to into separate ones, each freed on its own.
+        """Split an extent, which must have no other references, into separate ones that are freed one by one.
 
         Args:
             ranges: (offset in the arena, nbytes), ascending, each beginning on a page of its own.
         Returns:
-            One extent per range; what none of them covers is free again.
+            One extent per range; pages outside all ranges are free again.
         """
         start = self.offset_of(extent)
         watch = self._watches.pop(start)
@@ -117,7 +118,7 @@ class Arena:
         return made
 
     def offset_of(self, memory: ByteArray) -> int:
-        """Where it begins in the arena; -1: elsewhere."""
+        """The offset of this memory in the arena; -1 if it lies elsewhere."""
         offset: int = memory.__array_interface__["data"][0] - self._first
         return offset if 0 <= offset < self.nbytes else -1
 
@@ -137,11 +138,11 @@ class Arena:
     def _collect(self) -> None:
         while self._ended:
             watch = self._ended.popleft()
-            if self._watches.get(watch.start) is watch:  # else it was carved
+            if self._watches.get(watch.start) is watch:  # otherwise it was carved
                 del self._watches[watch.start]
                 self._give(watch.start, watch.nbytes)
 
-    # ---- what it takes ----
+    # ---- usage ----
 
     @property
     def used_nbytes(self) -> int:
@@ -151,19 +152,20 @@ class Arena:
 
     @property
     def recyclable_nbytes(self) -> int:
-        """Bytes of free pages that the kernel still keeps for us."""
+        """Bytes of free pages that the kernel still keeps for the arena."""
         self._collect()
         return self._warm.total
 
     def tick(self, now: float) -> None:
-        """The time, for ``trim``."""
+        """Set the time for ``trim``."""
         self._now = now
         self._collect()
 
     def trim(self, now: float) -> None:
-        """Give the kernel back as much as was free for ``IDLE_S`` seconds.
+        """Return as much memory to the kernel as was free for ``IDLE_S`` seconds.
 
-        Not the very pages that lay idle: steady traffic goes through all of them, however little of them it needs.
+        It does not track which pages were idle: steady traffic goes through all of them, even if it needs few at a
+        time.
         """
         self.tick(now)
         if now < self._watched + IDLE_S:
@@ -173,9 +175,9 @@ class Arena:
             self._map.madvise(mmap.MADV_REMOVE, start, size)
             self._cold.give(start, size)
         self._idle_nbytes -= some
-        if not self._idle_nbytes:  # else the rest is due at once, after whoever waits for an answer
+        if not self._idle_nbytes:  # otherwise the rest is due at once, after the waiting requests
             self._watched, self._idle_nbytes = now, self._warm.total
 
     def next_trim(self) -> float | None:
-        """When to ``trim``; None while there is nothing to give back."""
+        """The time of the next ``trim``; None if there is nothing to return."""
         return self._watched + IDLE_S if len(self._warm) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one storage unit holds: column blocks by (index, field). Bookkeeping and bytes only, no socket or clock."""
+"""What one storage unit holds: blocks of columns by (index, field). It has no socket and no clock."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from transfer_queue.storage.shm.messages import FieldParts
 from transfer_queue.storage.shm.slots import Slots
 
 Located: TypeAlias = list[tuple[str, Piece, Positions, Positions]]
-"""(field, block, positions in the batch, their rows in the block)."""
+"""(field, block, positions in the batch, their row indices in the block)."""
 
 
 class BlockStore:
-    """Values lie as they came, one block per field and write. A block that is mostly dead is copied and freed: a small
-    one at once, a large one a step at a time, by ``move``."""
+    """Keeps values as received, one block per field and write.
+
+    A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
+    """
 
     def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
-        """``allocate``: memory for the blocks that are made of others here.
-
+        """``allocate``: memory for blocks that are made from others here.
         ``step_nbytes``: how much is moved at once.
         """
         self._allocate = allocate
@@ -40,7 +41,7 @@ class BlockStore:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of all buffers, dead rows included."""
+        """Bytes of all buffers, including dead rows."""
         return sum(field.held_nbytes for field in self._fields.values())
 
     @property
@@ -53,7 +54,7 @@ class BlockStore:
 
     @property
     def num_samples(self) -> int:
-        """Indexes with at least one field. Looks at every slot: for statistics, not for each request."""
+        """Indexes with at least one field. It looks at every slot: use it for statistics only."""
         held = np.zeros(self._slots.capacity, np.bool_)
         for field in self._fields.values():
             present = field.present_slots()
@@ -61,14 +62,14 @@ class BlockStore:
         return int(held.sum())
 
     def write(self, indexes: IntArray, parts: FieldParts) -> None:
-        """Keep these values; a value that is there already is replaced. The pieces' memory is kept, not copied."""
+        """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
         slots = self._claim(indexes, parts)
         for name, positions, piece in parts:
             mine = slots if _is_all(positions, len(slots)) else slots[positions]
             self._slots.keep(self._fields[name].add(mine, piece))
 
     def _claim(self, indexes: IntArray, parts: FieldParts) -> IntArray:
-        # An index that no part gives a value must not get a page: nothing would ever release it.
+        # An index without any value must not get a page, because nothing would ever release it.
         if any(_is_all(positions, len(indexes)) for _, positions, _ in parts):
             self._slots.claim(indexes)
         else:
@@ -83,7 +84,7 @@ class BlockStore:
         return self._slots.find(indexes)
 
     def read(self, indexes: IntArray, fields: Sequence[str]) -> FieldParts:
-        """These fields of all these indexes, which may repeat and come in any order.
+        """Return these fields of all these indexes, which may repeat and come in any order.
 
         Raises:
             StorageKeyNotFoundError: a value was cleared or never written.
@@ -100,7 +101,7 @@ class BlockStore:
         return parts
 
     def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
-        """Where ``read`` would take them from; slices where one block without dead rows holds all of a field.
+        """Return where ``read`` finds the values. Slices mean that one block without dead rows holds all of a field.
 
         Raises:
             StorageKeyNotFoundError: as ``read`` does.
@@ -117,7 +118,7 @@ class BlockStore:
     def _found(
         self, indexes: IntArray, fields: Sequence[str]
     ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[Piece, slice] | None]]:
-        """(name, field, slots, where one block without dead rows holds all of them in order: its piece and rows)."""
+        """(field name, blocks, slots, (block, rows) if one block without dead rows holds all slots in order)."""
         slots = self._slots.find(indexes)
         run = as_run(slots)
         known = run if isinstance(run, slice) and run.start >= 0 and len(slots) else None
@@ -141,7 +142,7 @@ class BlockStore:
         return {name: indexes if field is None else indexes[field.missing(slots)] for name, field in held.items()}
 
     def likely_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> float:
-        """Bytes of these fields of these indexes, judged by what came together with the first and the last of them."""
+        """Estimate the bytes of these fields from the blocks that hold the first and the last index."""
         if not len(indexes):
             return 0.0
         ends = [self._slots.find_one(int(indexes[at])) for at in (0, -1)]
@@ -149,7 +150,9 @@ class BlockStore:
         return len(indexes) * sum(field.mean_nbytes_beside(ends) for field in held)
 
     def delete(self, indexes: IntArray, fields: Iterable[str] | None = None) -> int:
-        """Delete these fields (None: all) of these indexes, unknown ones skipped. Returns how many values that were."""
+        """Delete these fields (None: all) of these indexes, skipping unknown ones. Returns the number of values
+        deleted.
+        """
         slots = distinct(self._slots.find(indexes))
         deleted = 0
         for name in list(self._fields if fields is None else fields):
@@ -174,24 +177,24 @@ class BlockStore:
 
     @property
     def is_moving(self) -> bool:
-        """Is there something for ``move`` to do?"""
+        """Whether ``move`` has work to do."""
         return any(field.is_moving for field in self._fields.values())
 
     def move(self) -> None:
-        """One step nearer to where no more than half of what is held is dead."""
+        """Make one step towards at most half of the held bytes being dead."""
         for field in self._fields.values():
             if field.is_moving:
                 field.move()
                 return
 
     def pack(self) -> None:
-        """Begin to move all that lies in blocks with dead rows, as ``move`` goes on with; small ones are moved now."""
+        """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""
         if self.held_nbytes > self.live_nbytes:
             for field in self._fields.values():
                 field.pack()
 
     def squeeze(self) -> None:
-        """Copy live rows together until nothing dead is held, at once."""
+        """Compact all blocks with dead rows now."""
         if self.held_nbytes > self.live_nbytes:
             for field in self._fields.values():
                 field.squeeze()

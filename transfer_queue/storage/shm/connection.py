@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's way to one storage unit: its address, and its arena once that is mapped."""
+"""A client's connection to one storage unit: its address, and its arena once that is mapped."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Path: TypeAlias = Literal["arena", "frames", "undecided"]
 
 
 class SeenStats(UnitStats, frozen=True):
-    """A unit's numbers, and how the values of the client that asked go there.
+    """A unit's statistics, and how the asking client's values reach it.
 
-    ``path``: "arena", through memory that both map, but for small values; "frames", in messages; "undecided" before the
-    client's first put or get there.
+    ``path``: "arena", through memory that both map (except small values); "frames", in messages; "undecided", before
+    this client's first put or get there.
     """
 
     path: Path = "undecided"
@@ -32,7 +32,7 @@ class UnitConnection:
     """Any thread may use it."""
 
     def __init__(self, peer: Peer, shared: bool = True) -> None:
-        """``shared`` False: don't try to map the arena, values travel as frames."""
+        """``shared`` False: don't map the arena; values travel as frames."""
         self.peer = peer
         self._trying = threading.Lock()  # held for as long as a unit may take to answer
         self._tried = not shared or arena_path(peer.address) is None
@@ -41,7 +41,7 @@ class UnitConnection:
 
     @property
     def arena(self) -> MappedArena | None:
-        """Decided once, by trying; that may take seconds where a unit does not answer."""
+        """The mapped arena, or None. Decided once by trying, which may take seconds if the unit does not answer."""
         if not self._tried:
             with self._trying:
                 if not self._tried:
@@ -53,13 +53,13 @@ class UnitConnection:
 
     @property
     def path(self) -> Path:
-        """How this client's values go there. Nothing is tried for it."""
+        """How this client's values reach the unit. It tries nothing."""
         if not self._tried:
             return "undecided"
         return "frames" if self._arena is None else "arena"
 
     def stats(self, stats: UnitStats) -> SeenStats:
-        """The unit's numbers, and how this client's values go there."""
+        """The unit's statistics, with this client's ``path``."""
         return SeenStats(**msgspec.structs.asdict(stats), path=self.path)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class UnitConnection:
 
 
 async def decide_paths(connections: Sequence[UnitConnection], units: Iterable[int]) -> None:
-    """Try to map the arenas of these units: in a thread where an event loop would have to wait."""
+    """Try to map the arenas of these units, in a thread if an event loop is running."""
     if is_blocking():
         return
     undecided = [connections[unit] for unit in units if connections[unit].path == "undecided"]

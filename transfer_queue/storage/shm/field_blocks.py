@@ -13,29 +13,29 @@ from transfer_queue.storage.selection import as_run, cut, distinct, gather, grou
 
 _SMALL_NBYTES = 64 * 1024
 _MERGE_BLOCKS = 32
-"""This many small blocks become one: samples put one by one would else cost a block each, and a copy each to read."""
+"""This many small blocks are merged. Otherwise samples put one by one would cost a block and a copy each."""
 STEP_NBYTES = 2 * 1024 * 1024
-"""So many bytes are moved at once: a millisecond or less, in which nobody is served."""
+"""Bytes moved per step: a millisecond or less, during which no request is served."""
 
 
 class _Block:
-    """Rows as they were received. Never changed: answers on their way out share its memory."""
+    """Rows as received. It never changes, because answers being sent share its memory."""
 
     __slots__ = ("family", "first", "left", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots", "stays")
 
     def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32], run: Positions) -> None:
-        """``run``: of the slots, see ``as_run``."""
+        """``run``: the slots as ``as_run`` returns them."""
         self.number = number
         self.family = piece.layout.family if piece.nbytes < _SMALL_NBYTES else None
-        """Small blocks of one family are merged; None: it isn't small."""
+        """Small blocks of one family are merged; None: the block is not small."""
         self.piece = piece
         self.slots = slots
         self.first = run.start if isinstance(run, slice) else None
-        """The slot of row 0, where the others' follow it in order."""
+        """The slot of row 0 if the slots are consecutive, else None."""
         self.live = piece.rows
         self.live_nbytes = piece.nbytes
         self.row_nbytes = piece.nbytes / piece.rows
-        """On average."""
+        """The mean over its rows."""
         self.left = 0
         """Rows before this one were moved elsewhere, or are dead."""
         self.stays = False
@@ -47,16 +47,15 @@ class _Block:
 
 
 class FieldBlocks:
-    """Slots given to a method other than ``add`` must not repeat, except in ``missing`` and ``pick``."""
+    """Slots passed to a method must not repeat, except in ``add``, ``missing`` and ``pick``."""
 
     def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
-        """``allocate``: memory for the blocks that are made of others here.
-
-        ``step_nbytes``: how much of a block that is mostly dead is moved at once.
+        """``allocate``: memory for blocks that are made from others here.
+        ``step_nbytes``: how much of a mostly dead block is moved at once.
         """
         self._allocate = allocate
         self._step_nbytes = step_nbytes
-        # -1: no value. Whatever else a block holds at a row that the table doesn't name is dead.
+        # -1: no value. Rows of a block that this table does not name are dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
         self._blocks: dict[int, _Block] = {}
@@ -73,7 +72,7 @@ class FieldBlocks:
 
     @property
     def is_moving(self) -> bool:
-        """Is there a block whose live rows wait for ``move``?"""
+        """Whether a block's live rows wait for ``move``."""
         return bool(self._moving)
 
     def grow(self, capacity: int) -> None:
@@ -84,24 +83,24 @@ class FieldBlocks:
             self._row_of = np.append(self._row_of, np.zeros(more, np.int32))
 
     def missing(self, slots: IntArray) -> NDArray[np.bool_]:
-        """True where the slot is -1 or holds no value."""
+        """True where the slot is -1 or has no value."""
         return (slots < 0) | (self._block_of[slots] < 0)
 
     def present_slots(self) -> NDArray[np.bool_]:
         return self._block_of >= 0
 
     def nbytes_of(self, slots: IntArray) -> int:
-        """Bytes that the values of these slots take; all must hold one."""
+        """Bytes of the values of these slots, which must all have one."""
         rows = self._row_of[slots]
         return sum(self._blocks[n].piece.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
 
     def mean_nbytes_beside(self, slots: Sequence[int]) -> float:
-        """Bytes of a value, on average over the blocks that hold those of these slots; 0 without any."""
+        """Mean bytes of a value in the blocks that hold these slots; 0 without any."""
         numbers = {self._block_of.item(slot) for slot in slots if slot >= 0} - {-1}
         return sum(self._blocks[number].row_nbytes for number in numbers) / max(len(numbers), 1)
 
     def add(self, slots: IntArray, piece: Piece) -> IntArray:
-        """Row i becomes the value of ``slots[i]``; of a slot given twice the last row counts.
+        """Row i becomes the value of ``slots[i]``; if a slot repeats, its last row counts.
 
         Returns the slots that had no value, each once.
         """
@@ -113,7 +112,7 @@ class FieldBlocks:
         else:
             fresh = slots if isinstance(run, slice) else distinct(slots)
         block = self._insert(slots, run, piece)
-        if not isinstance(run, slice):  # else no slot comes twice
+        if not isinstance(run, slice):  # a slice has no repeated slots
             stale = np.flatnonzero(self._row_of[slots] != np.arange(piece.rows))
             if len(stale):
                 self._kill(block, stale)
@@ -122,7 +121,7 @@ class FieldBlocks:
         return fresh
 
     def whole(self, run: slice) -> tuple[Piece, slice] | None:
-        """The one piece whose rows, none of them dead, are the values of these slots in order, and which ones."""
+        """Return the block without dead rows that holds these slots in order, and their rows in it; else None."""
         block = self._blocks.get(self._block_of.item(run.start))
         if block is None or block.first is None or block.live < block.piece.rows:
             return None
@@ -130,7 +129,7 @@ class FieldBlocks:
         return (block.piece, rows) if rows.stop <= block.piece.rows else None
 
     def pick(self, slots: IntArray) -> list[tuple[Positions, Piece]]:
-        """The values of these slots; all must hold one."""
+        """Return the values of these slots, which must all have one."""
         numbers, rows = self._block_of[slots], self._row_of[slots].astype(np.int64)
         if len(slots) == 1 or (numbers == numbers[0]).all():
             return cut(self._blocks[int(numbers[0])].piece, as_run(rows))
@@ -138,24 +137,24 @@ class FieldBlocks:
         return pick([self._blocks[n].piece for n in found.tolist()], which, rows)
 
     def located(self, slots: IntArray) -> list[tuple[Piece, IntArray, IntArray]]:
-        """(piece, positions in ``slots``, their rows in it) for every block that holds some; all must hold one."""
+        """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
         rows = self._row_of[slots].astype(np.int64)
         return [(self._blocks[number].piece, at, rows[at]) for number, at in groups(self._block_of[slots])]
 
     def delete(self, slots: IntArray) -> None:
-        """Delete the values of these slots; all must hold one."""
+        """Delete the values of these slots, which must all have one."""
         numbers, rows = self._block_of[slots], self._row_of[slots]
         self._block_of[slots] = -1
         for number, at in groups(numbers):
             self._kill(self._blocks[number], rows[at])
 
     def pack(self) -> None:
-        """Give back what dead rows still hold: in small blocks now, in large ones as ``move`` gets to them."""
+        """Compact blocks with dead rows: small ones now, large ones by later calls of ``move``."""
         for block in self._with_dead_rows():
             self._compact(block)
 
     def squeeze(self) -> None:
-        """The same, all of it now."""
+        """Compact all blocks with dead rows now."""
         for block in self._with_dead_rows():
             self._rewrite([block])
 
@@ -170,10 +169,10 @@ class FieldBlocks:
             self._moving[block.number] = block
 
     def move(self) -> None:
-        """Move the next few live rows of a block with dead ones into one of their own.
+        """Move the next live rows of a block with dead ones into a block of their own.
 
-        Readers of all other fields and blocks are served between two steps, and find each value in one place or the
-        other. Without memory for it the block stays as it is until more of its rows die.
+        Requests are served between two steps and find each value in one of the two blocks. Without memory, the block
+        stays as it is until more of its rows die.
         """
         block = next(iter(self._moving.values()))
         start, stop = block.left, self._step_end(block.piece, block.left)
@@ -194,7 +193,7 @@ class FieldBlocks:
         self._insert(slots, as_run(slots), piece)
 
     def _step_end(self, piece: Piece, start: int) -> int:
-        """One past the last row of those from ``start`` on that are a step."""
+        """One past the last row of the step that begins at ``start``."""
         if piece.layout.kind == "dense":
             rows = self._step_nbytes // max(piece.layout.row_nbytes, 1)
         else:
@@ -219,7 +218,7 @@ class FieldBlocks:
         self.values -= len(rows)
 
     def _lives(self, block: _Block, rows: slice) -> NDArray[np.bool_]:
-        """True for those of these rows that are their slots' values."""
+        """True for the rows that are still their slots' values."""
         slots, numbers = block.slots[rows], np.arange(rows.start, rows.stop)
         lives: NDArray[np.bool_] = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
         return lives
@@ -257,7 +256,7 @@ class FieldBlocks:
     def _rewrite(self, blocks: Sequence[_Block]) -> None:
         """Copy the live rows of these blocks, all of one family, into one new block.
 
-        Without memory for it they stay as they are: dead rows take room, but nothing is wrong.
+        Without memory they stay as they are: the dead rows take room, but nothing is wrong.
         """
         parts: list[tuple[Piece, Positions]] = []
         slots = []

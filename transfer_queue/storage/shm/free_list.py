@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free ranges of an address space: the smallest that fits is taken, neighbours grow together. Numbers only."""
+"""Free ranges of an address space: the smallest that fits is taken, and neighbours merge. Numbers only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FreeList:
         return sorted(self._sizes.items())
 
     def take(self, size: int) -> int | None:
-        """The start of a range of this size, no longer free; None when no range is large enough."""
+        """Return the start of a range of this size, which is no longer free; None if none is large enough."""
         at = bisect_left(self._by_size, (size, -1))
         if at == len(self._by_size):
             return None
@@ -34,7 +34,7 @@ class FreeList:
         return start
 
     def give(self, start: int, size: int) -> None:
-        """Make a range free; it must not overlap one that is."""
+        """Make a range free; it must not overlap a free one."""
         end = start + size
         before = self._starts.get(start)
         if before is not None:
@@ -45,7 +45,7 @@ class FreeList:
         self._insert(start, end - start)
 
     def take_largest(self, total: int) -> list[tuple[int, int]]:
-        """Take so much in all, which must be free, from as few ranges as will do: (start, size), the largest first."""
+        """Take this much free space in total from as few ranges as possible: (start, size), the largest first."""
         taken = []
         while total:
             found, start = self._by_size[-1]

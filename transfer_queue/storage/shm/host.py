@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A storage unit behind a server, and its arena, which clients of the same host find beside the server's socket."""
+"""Sets up a storage unit behind a server, and the socket that lends its arena to clients of the same host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _log = get_logger(__name__)
 def host_unit(
     name: str, capacity_bytes: int | None, shared: bool, server: SocketServer, inline_nbytes: int = INLINE_NBYTES
 ) -> StorageUnit:
-    """The unit for this server. Without an arena, by wish or because there can be none here, values are frames."""
+    """Make the unit for this server. Without an arena, by configuration or necessity, values are frames."""
     path = arena_path(server.address)
     if shared and path is not None:
         try:
             return StorageUnit(name, capacity_bytes, _lent(server, path), inline_nbytes)
-        except OSError as error:  # no memfd, a limit on addresses
+        except OSError as error:  # no memfd_create, or a limit on addresses
             _log.warning("storage unit %s shares no memory (%s): values travel as frames, which is slower", name, error)
     return StorageUnit(name, capacity_bytes, None, inline_nbytes)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arena memory that sessions keep from being reused: leases to write into, pins to read from. Named by their calls."""
+"""Arena memory that sessions protect from reuse: leases to write, pins to read. Each is named by its call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Leases:
-    """Per client and call. All of a client's end with its session."""
+    """Leases and pins per client and call. All of a client's end with its session."""
 
     def __init__(self) -> None:
         self._leases: dict[str, dict[int, ByteArray]] = {}
@@ -33,11 +33,11 @@ class Leases:
         self._pins.setdefault(client, {})[call] = list(extents)
 
     def leased(self, client: str, call: int) -> ByteArray | None:
-        """The memory of this lease; None when there is no such lease."""
+        """The memory of this lease; None if there is no such lease."""
         return self._leases.get(client, {}).get(call)
 
     def take(self, client: str, call: int) -> ByteArray | None:
-        """The lease's memory, which is no longer leased; None when there is no such lease."""
+        """Remove the lease and return its memory; None if there is no such lease."""
         return _take(self._leases, client, call)
 
     def release(self, client: str, call: int) -> bool:
@@ -46,17 +46,17 @@ class Leases:
         return lease is not None or pin is not None
 
     def memory_of(self, client: str) -> list[ByteArray]:
-        """All that the client has leased or pinned."""
+        """All memory that the client has leased or pinned."""
         pinned = self._pins.get(client, {}).values()
         return [*self._leases.get(client, {}).values(), *(extent for extents in pinned for extent in extents)]
 
     def end(self, client: str) -> bool:
-        """The client's session has ended. Returns whether it held anything."""
+        """The client's session has ended. Returns whether it had a lease or a pin."""
         lease, pin = self._leases.pop(client, None), self._pins.pop(client, None)
         return bool(lease or pin)
 
     def held_by(self) -> dict[str, tuple[int, int]]:
-        """Per client, how many leases and how many pins it holds."""
+        """Per client, the number of its leases and of its pins."""
         clients = {**self._leases, **self._pins}
         return {client: (len(self._leases.get(client, ())), len(self._pins.get(client, ()))) for client in clients}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage in shared memory, the client's side: which unit holds which sample, and one message to each unit."""
+"""Shared-memory storage, the client side: which unit holds which sample, and one message to each unit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryManager(StorageManager, InFront):
-    """``config``: ``units`` [{name, address}] in the order all processes share, ``allow_pickle``, ``layout``,
+    """``config``: ``units`` [{name, address}] in the order that all processes share, ``allow_pickle``, ``layout``,
     ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides), ``arena``
     (False: don't map the units' memory, send frames), ``inline_nbytes`` (writes up to this size travel as frames).
     """
@@ -66,7 +66,7 @@ class SharedMemoryManager(StorageManager, InFront):
 
     @property
     def is_in_front(self) -> bool:
-        """See ``InFront``: does the only unit share the controller's process?"""
+        """Whether the only unit shares the controller's process. See ``InFront``."""
         return len(self._units) == 1 and self._units[0].peer.address == self.session.controller.address
 
     # ---- one message to the front ----
@@ -121,7 +121,7 @@ class SharedMemoryManager(StorageManager, InFront):
             decode_answer(answer.header, Done)
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:
-        """The controller's word: this client has ended, and of its uncommitted writes these were published."""
+        """See ``StorageManager.end_session``."""
         asks = [(unit.peer, EndSession(self.session.number(), client, list(published)), ()) for unit in self._units]
         for answer in await self.session.call_many(asks, self._timeout_s):
             decode_answer(answer.header, Done)
@@ -133,7 +133,7 @@ class SharedMemoryManager(StorageManager, InFront):
         if data_parser is not None:
             from transfer_queue.storage.parsing import parsed
 
-            # It may take long (fetching from a URL): on an event loop it must not hold up everything else.
+            # A parser may be slow (fetching from a URL), so it must not block the event loop.
             data = parsed(data, data_parser) if is_blocking() else await asyncio.to_thread(parsed, data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
         rows = columns.num_rows(data)
@@ -196,7 +196,7 @@ class SharedMemoryManager(StorageManager, InFront):
         await self._ask_shares(indexes, lambda unit, own: Delete(self.session.number(), own, names), Deleted)
 
     async def stats(self) -> list[SeenStats]:
-        """What every unit holds, in the order of the configuration, and which way this client's values go there."""
+        """Statistics of every unit, in the order of the configuration, with the ``path`` of this client's values."""
         asks = [(unit.peer, AskUnitStats(self.session.number()), ()) for unit in self._units]
         answers = await self.session.call_many(asks, self._timeout_s)
         return [
@@ -214,7 +214,9 @@ class SharedMemoryManager(StorageManager, InFront):
         return shares_of(indexes, len(self._units))
 
     async def _ask_shares(self, indexes: Sequence[int], request: Any, kind: Any) -> None:
-        """Ask every unit that holds some of these samples. ``request``: of the unit and its packed share."""
+        """Send a request to every unit that holds some of these samples. ``request`` is called with the unit and its
+        packed share.
+        """
         wanted = _as_indexes(indexes)
         calls: list[tuple[Any, Request, Sequence[Any]]] = [
             (self._units[unit].peer, request(unit, pack_indexes(wanted[at])), ()) for unit, at in self._shares(wanted)
@@ -234,7 +236,7 @@ class SharedMemoryManager(StorageManager, InFront):
             answers = await self.session.call_many(calls, self._timeout_s)
             for (unit, at), answer in zip(shares, answers, strict=True):
                 reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
-        except BaseException:  # answers that nobody has looked at may have pinned something, too
+        except BaseException:  # unread answers may have pinned memory, too
             for peer, read, _ in calls:
                 await self.session.tell(peer, Release(self.session.number(), [read.id]))
             raise
@@ -305,7 +307,7 @@ class SharedMemoryManager(StorageManager, InFront):
                 await self.session.tell(write.connection.peer, Release(self.session.number(), [write.lease_call]))
 
     def _columns(self, writes: Sequence[UnitWrite]) -> list[tuple[Columns, list[Any]]]:
-        """Copies what lies in arenas; all shares together, which takes less time."""
+        """Copy the columns that go into arenas, for all shares together, which takes less time."""
         from transfer_queue.storage.copying import Copies
 
         pieces: dict[str, Piece] = {}

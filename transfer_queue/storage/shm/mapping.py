@@ -16,15 +16,15 @@ _TIMEOUT_S = 10.0
 
 
 def arena_path(address: str) -> str | None:
-    """Where the server at this address lends its arena; None for one that may be on another host."""
+    """The socket that lends the arena of the server at this address; None if the server may be on another host."""
     return address.removeprefix(_SCHEME) + ".arena" if address.startswith(_SCHEME) else None
 
 
 class MappedArena:
-    """Mapped whole, once: only pages that are touched cost anything. Unmapped when no array refers to it."""
+    """A whole arena, mapped once; only touched pages cost anything. It is unmapped when no array refers to it."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Raises OSError where a mapping of this size is refused."""
+        """Raises OSError if a mapping of this size is refused."""
         self.nbytes = nbytes
         self._memory = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8, nbytes)
 
@@ -33,7 +33,7 @@ class MappedArena:
 
 
 def map_arena(address: str) -> MappedArena | None:
-    """The arena of the server at this address, or None: another host, switched off, or no mapping to be had here."""
+    """Map the arena of the server at this address. None: another host, switched off, or no mapping possible here."""
     path = arena_path(address)
     if path is None or not os.path.exists(path):
         return None
@@ -43,7 +43,7 @@ def map_arena(address: str) -> MappedArena | None:
     descriptor, greeting = borrowed
     try:
         return MappedArena(descriptor, int.from_bytes(greeting, "little"))
-    except (OSError, ValueError, OverflowError):  # a limit on addresses, say: frames work everywhere
+    except (OSError, ValueError, OverflowError):  # for example a limit on addresses; frames work everywhere
         return None
     finally:
         os.close(descriptor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between a client and a storage unit. Columns travel beside the header, or lie in the shared arena."""
+"""Messages between a client and a storage unit. Columns are frames after the header, or in the arena."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A column, or some rows of one. Its rows are ``start`` and following, or those in table ``positions``.
+    """A column, or some rows of one. Its rows are those from ``start`` on, or those in table ``positions``.
 
-    Its values are the next frame. With an ``offset`` they are so many bytes of the arena instead, of which table
-    ``picks`` names the rows if they don't lie back to back. Shapes or offsets of rows are one more frame.
+    Its values are the next frame, or ``nbytes`` of the arena from ``offset`` on. Table ``picks`` selects rows of the
+    latter if they are not contiguous. Row shapes or offsets are one more frame.
     """
 
     field: str
@@ -38,7 +38,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Columns(msgspec.Struct, frozen=True, array_like=True):
-    """What a write stores. Parts with an offset lie in the memory that the call ``lease`` was given (0: none)."""
+    """What a write stores. Parts with an offset lie in the memory that call ``lease`` leased (0: none)."""
 
     parts: list[Part]
     tables: list[bytes] = []
@@ -46,9 +46,9 @@ class Columns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lease(Request, frozen=True):
-    """Memory of the arena for a write that follows; it waits up to ``wait_s`` for room.
+    """Lease arena memory for a write that follows, waiting up to ``wait_s`` for room.
 
-    ``indexes`` and ``fields`` name the values that the write replaces, whose memory then counts as free.
+    ``indexes`` and ``fields`` name the values that the write replaces; their memory counts as free.
     """
 
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
@@ -64,7 +64,7 @@ class Leased(Reply, frozen=True):
 
 
 class Write(Request, frozen=True):
-    """Keep these rows. Readers see them once the write is committed: by ``Commit``, or at once with ``commit``.
+    """Store these rows. Readers see them once the write is committed: by ``Commit``, or at once with ``commit``.
 
     A write without a lease waits up to ``wait_s`` for room.
     """
@@ -76,17 +76,17 @@ class Write(Request, frozen=True):
 
 
 class Written(Reply, frozen=True):
-    """The write is stored whole."""
+    """The whole write is stored."""
 
 
 class Commit(Request, frozen=True):
-    """These writes of this client have been published: they replace what was there."""
+    """These writes of this client were published: they replace the old values."""
 
     writes: list[int]
 
 
 class Read(Request, frozen=True):
-    """These fields of all these indexes, which may repeat. ``mapped``: the client has the arena mapped."""
+    """These fields of all these indexes, which may repeat. ``mapped``: the client has mapped the arena."""
 
     indexes: bytes
     fields: list[str]
@@ -94,7 +94,7 @@ class Read(Request, frozen=True):
 
 
 class Rows(Reply, frozen=True):
-    """Every field asked for. ``pinned``: some lie in the arena, and stay there until the call is released."""
+    """Every requested field. ``pinned``: some values lie in the arena, and stay there until the call is released."""
 
     parts: list[Part]
     tables: list[bytes] = []  # noqa: RUF012 (msgspec copies it)
@@ -109,19 +109,19 @@ class Delete(Request, frozen=True):
 
 
 class Deleted(Reply, frozen=True):
-    """``values``: how many (index, field) pairs there were."""
+    """``values``: how many (index, field) pairs were deleted."""
 
     values: int
 
 
 class Release(Request, frozen=True):
-    """These calls' leases and pins are no longer needed. It gets no answer."""
+    """Release the leases and pins of these calls. It gets no answer."""
 
     calls: list[int]
 
 
 class EndWrite(Request, frozen=True):
-    """From the controller: this client has given up this write. Commit it if it was published, else delete it."""
+    """From the controller: this client cancelled this write. Commit it if it was published, else delete it."""
 
     client: str
     call: Call
@@ -136,14 +136,14 @@ class EndSession(Request, frozen=True):
 
 
 class AskUnitStats(Request, frozen=True):
-    """How full is this unit?"""
+    """Ask for a unit's statistics."""
 
 
 class UnitStats(Reply, frozen=True):
-    """``held_nbytes`` is what buffers take, ``live_nbytes`` what readers can still ask for.
+    """``held_nbytes`` is the size of all buffers, ``live_nbytes`` that of readable values.
 
-    Of the arena: ``arena_nbytes`` in use, ``recyclable_nbytes`` free pages kept for the next writes, ``leased_nbytes``
-    given to writers, ``pins`` of readers. ``uncommitted_nbytes`` belongs to writes that are not published yet.
+    Of the arena: ``arena_nbytes`` in use, ``recyclable_nbytes`` of free pages kept for later writes, ``leased_nbytes``
+    leased to writers, ``pins`` of readers. ``uncommitted_nbytes`` belongs to writes that are not published yet.
     """
 
     unit: str
@@ -181,7 +181,7 @@ def decode_columns(data: bytes) -> Columns:
 
 
 def decode_answer(header: bytes | memoryview, kind: type[Expected]) -> Expected:
-    """A unit's answer, which must be of this kind; raises what the unit refused with."""
+    """Decode a unit's answer, which must be of this kind; raises the error that the unit answered with."""
     answer = _decode(_answers, header)
     if isinstance(answer, Failed):
         raise from_wire(answer.code, answer.text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces as parts of a message and back: their headers, their frames, and the tables of row numbers they share."""
+"""Converts wire columns to message parts and back: headers, frames, and shared tables of row indices."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transfer_queue.storage.pieces import ByteArray, IntArray, Piece, Positions
 from transfer_queue.storage.shm.messages import FieldParts, Part, pack_indexes, unpack_indexes
 
 View = Callable[[int, int], ByteArray]
-"""Memory of the arena: (offset, nbytes)."""
+"""Returns memory of the arena: (offset, nbytes)."""
 
 
 class Packer:
-    """Collects what a message carries. Fields put together have their rows at the same places: one table serves all."""
+    """Collects the contents of a message. Fields with the same row indices share one table."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -26,13 +26,13 @@ class Packer:
         self._numbers: dict[bytes, int] = {}
 
     def add(self, field: str, positions: Positions, piece: Piece) -> None:
-        """A piece whose bytes travel in the message."""
+        """Add a wire column with its bytes in the message."""
         self._add(field, positions, piece, -1, 0)
         self.frames.append(piece.data)
         self._add_side(piece)
 
     def add_at(self, field: str, positions: Positions, piece: Piece, offset: int) -> None:
-        """A piece whose bytes lie in the arena."""
+        """Add a wire column with its bytes in the arena."""
         self._add(field, positions, piece, offset, piece.data.nbytes)
         self._add_side(piece)
 
@@ -56,10 +56,10 @@ class Packer:
 def unpack_parts(
     headers: Sequence[Part], tables: Sequence[bytes], frames: Sequence[Any], count: int, view: View | None = None
 ) -> FieldParts:
-    """The inverse; ``count`` is how many indexes the positions may name.
+    """The inverse; positions must be below ``count``.
 
     Raises:
-        ProtocolError: frames are missing or too many, a position lies outside, or there is no arena to look into.
+        ProtocolError: frames are missing or too many, a position is out of range, or the arena is not mapped.
     """
     expected = sum((part.offset < 0) + (part.layout.kind != "dense") for part in headers)
     if expected != len(frames):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers to one read: what each unit gave, as parts of the batch; the pins that keep it there meanwhile."""
+"""The answers to one read: each unit's values as parts of the batch, and the pins that protect them meanwhile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FoundParts: TypeAlias = dict[str, list[tuple[Positions, Piece]]]
 
 
 class Reading:
-    """What lies in arenas stays there until ``close``."""
+    """Values in arenas stay there until ``close``."""
 
     def __init__(self, session: Session, fields: Sequence[str]) -> None:
         self._session = session
         self._pinned: list[tuple[UnitConnection, int]] = []
         self.parts: FoundParts = {name: [] for name in fields}
-        """By field, the rows and which positions of the batch they fill."""
+        """By field, the wire columns and the positions of the batch that they fill."""
 
     def add(self, connection: UnitConnection, at: Positions, rows: Rows, frames: Sequence[memoryview]) -> None:
-        """One unit's answer. ``at``: the positions of the batch that it was asked for."""
+        """Add one unit's answer. ``at``: the positions of the batch that it was asked for."""
         if rows.pinned:
             self._pinned.append((connection, rows.id))
         arena = connection.arena if rows.pinned else None

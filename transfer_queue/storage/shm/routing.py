@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which unit holds which sample: a formula that clients and servers share, so that nobody has to look it up."""
+"""Which unit holds which sample: a formula that clients and servers share, so that no lookup is needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transfer_queue.storage.selection import groups
 from transfer_queue.transport.base import Peer
 
 Shares: TypeAlias = list[tuple[int, Positions]]
-"""(unit, positions of its own indexes); the whole as a slice where one unit has them all."""
+"""(unit, positions of its indexes); a slice if one unit has them all."""
 
 ROUTING_RUN = 64
-"""Neighbouring indexes share a unit in runs of this many: a put is cut into few slices, yet spreads over all units."""
+"""This many neighbouring indexes share a unit, so a put is cut into few slices, yet spreads over all units."""
 
 
 def unit_of(indexes: IntArray, num_units: int, run: int = ROUTING_RUN) -> IntArray:
-    """Which unit holds each index. Every process must answer the same, so it depends on nothing else."""
+    """Return the unit of each index. It depends on nothing else, because every process must get the same result."""
     return (indexes // run) % num_units
 
 
@@ -31,7 +31,7 @@ def peers_of(settings: Mapping[str, Any]) -> list[Peer]:
 
 
 def shares_of(indexes: Sequence[int] | IntArray, num_units: int, run: int = ROUTING_RUN) -> Shares:
-    """Units without any index left out."""
+    """Units that hold none of the indexes are left out."""
     if not len(indexes):
         return []
     if num_units == 1:

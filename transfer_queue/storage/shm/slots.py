@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an index lives in a unit's tables: index -> slot, in pages of 64, recycled when nothing of a page is kept."""
+"""Maps indexes to slots of a unit's tables, in pages of 64 that are recycled once they hold no values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE = 1 << _PAGE_BITS
 
 
 class Slots:
-    """Indexes only grow, so an array over all of them would too; pages keep the tables as large as what is kept."""
+    """Indexes only grow, so an array over all of them would grow forever. Pages bound the tables by what is kept."""
 
     def __init__(self) -> None:
         self._reset()
@@ -29,17 +29,17 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """One more than the largest slot handed out so far, rounded up: the length tables need."""
+        """The length that tables need: one more than the largest slot used so far, rounded up."""
         return len(self._kept) << _PAGE_BITS
 
     def find(self, indexes: IntArray) -> IntArray:
-        """The slot of each index, -1 where its page is unknown."""
+        """The slot of each index, -1 if its page is unknown."""
         name = _one_page(indexes)
         if name is not None:
             page = self._pages.get(name, -1)
             return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
         names = indexes >> _PAGE_BITS
-        if len(names) and isinstance(as_run(indexes), slice):  # as most puts
+        if len(names) and isinstance(as_run(indexes), slice):  # most puts
             own = range(names.item(0), names.item(-1) + 1)
             pages = self._pages_of(own)[names - own.start]
         elif 4 * len(cuts := np.flatnonzero(names[1:] != names[:-1]) + 1) < len(names):  # mostly neighbours
@@ -54,12 +54,12 @@ class Slots:
         return np.array([self._pages.get(name, -1) for name in names], np.int64)
 
     def find_one(self, index: int) -> int:
-        """``find`` of a single index."""
+        """``find`` for a single index."""
         page = self._pages.get(index >> _PAGE_BITS, -1)
         return -1 if page < 0 else (page << _PAGE_BITS) | (index & (_PAGE - 1))
 
     def claim(self, indexes: IntArray) -> None:
-        """Give these indexes slots. Follow it with ``keep``: a page without values would stay for ever."""
+        """Give these indexes slots. ``keep`` must follow, because a page without values would never be released."""
         one = _one_page(indexes)
         for name in dict.fromkeys((indexes >> _PAGE_BITS).tolist()) if one is None else (one,):
             if name not in self._pages:
@@ -69,7 +69,7 @@ class Slots:
                     self._kept = np.append(self._kept, np.zeros(max(16, len(self._kept)), np.int64))
 
     def keep(self, slots: IntArray) -> None:
-        """One value more in each of these slots."""
+        """Add one value to each of these slots."""
         page = _one_page(slots)
         if page is None:
             np.add.at(self._kept, slots >> _PAGE_BITS, 1)
@@ -77,7 +77,7 @@ class Slots:
             self._kept[page] += len(slots)
 
     def release(self, slots: IntArray) -> None:
-        """One value less in each of these slots; pages without any are recycled."""
+        """Remove one value from each of these slots; pages without any are recycled."""
         pages = slots >> _PAGE_BITS
         np.subtract.at(self._kept, pages, 1)
         for page in np.unique(pages[self._kept[pages] == 0]).tolist():
@@ -88,7 +88,7 @@ class Slots:
 
 
 def _one_page(numbers: IntArray) -> int | None:
-    """The page that all of these are on; None where there are several, or none."""
+    """The page that all numbers are on; None if there are several pages or no numbers."""
     if len(numbers) == 1:  # most small requests
         return int(numbers[0]) >> _PAGE_BITS
     if len(numbers) == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes that are stored and not yet published: the one place where they lie until a commit or an abort."""
+"""Writes that are stored but not yet published. They stay here until a commit or an abort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMEMBERED = 1024
 
 
 class UncommittedWrite(NamedTuple):
-    """Rows for these indexes, as they came."""
+    """Rows for these indexes, as received."""
 
     indexes: IntArray
     parts: FieldParts
@@ -27,18 +27,18 @@ class UncommittedWrite(NamedTuple):
         return sum(piece.nbytes for _, _, piece in self.parts)
 
     def holds(self, values: Mapping[str, IntArray]) -> bool:
-        """Has it one of these values? ``values``: indexes by field."""
+        """Return whether it has one of these values. ``values``: indexes by field."""
         return any(name in values and bool(np.isin(self.indexes[at], values[name]).any()) for name, at, _ in self.parts)
 
     def without(self, indexes: IntArray) -> UncommittedWrite:
-        """The same write, without the rows of these indexes."""
+        """The same write without the rows of these indexes."""
         kept = ~np.isin(self.indexes, indexes)
         parts = [(name, where, rest) for name, at, piece in self.parts for where, rest in _kept(at, piece, kept)]
         return UncommittedWrite(self.indexes, parts)
 
 
 def _kept(at: Positions, piece: Piece, kept: NDArray[np.bool_]) -> list[tuple[Positions, Piece]]:
-    """Those rows of a part that are kept, and their positions. ``kept``: by position."""
+    """The rows of a part that are kept, and their positions. ``kept``: by position."""
     rows = np.flatnonzero(kept[at])
     if len(rows) == piece.rows:
         return [(at, piece)]
@@ -49,7 +49,7 @@ def _kept(at: Positions, piece: Piece, kept: NDArray[np.bool_]) -> list[tuple[Po
 
 
 class Uncommitted:
-    """By client and call. Clients that ended are remembered, since a message of theirs may still be on its way."""
+    """By client and call. Ended clients are remembered, because one of their messages may still arrive."""
 
     def __init__(self) -> None:
         self._writes: dict[str, dict[int, UncommittedWrite]] = {}
@@ -68,7 +68,7 @@ class Uncommitted:
         self.nbytes += write.nbytes
 
     def take(self, client: str, call: int) -> UncommittedWrite | None:
-        """Remove the write of this call: to commit it, or to abort it."""
+        """Remove the write of this call, to commit or to abort it."""
         own = self._writes.get(client, {})
         write = own.pop(call, None)
         if write is None:
@@ -79,9 +79,9 @@ class Uncommitted:
         return write
 
     def take_holding(self, values: Mapping[str, IntArray]) -> list[UncommittedWrite]:
-        """Remove every write that has one of these values, which readers miss. ``values``: indexes by field.
+        """Remove every write that has one of these missing values. ``values``: indexes by field.
 
-        A reader asks only for what was published, so such a write is published, and its commit is on its way.
+        A reader only asks for published values, so these writes were published and their commits are on the way.
         """
         found = [
             (client, call) for client, own in self._writes.items() for call, write in own.items() if write.holds(values)
@@ -89,7 +89,7 @@ class Uncommitted:
         return [write for key in found if (write := self.take(*key)) is not None]
 
     def forget(self, indexes: IntArray) -> None:
-        """These samples were cleared: their rows are dropped, for a commit would bring them back."""
+        """Delete the rows of these cleared samples, which a commit would bring back."""
         touched = [
             (client, call, write)
             for client, own in self._writes.items()
@@ -103,7 +103,7 @@ class Uncommitted:
                 self.add(client, call, rest)
 
     def end(self, client: str, published: Iterable[int]) -> list[UncommittedWrite]:
-        """The client has ended. Returns its published writes, to be committed; the others are dropped."""
+        """End the client. Returns its published writes, which must be committed; its other writes are deleted."""
         self._ended[client] = None
         if len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One storage unit: leases, writes, reads and deletes on a block store. What does not fit yet waits for room."""
+"""One storage unit: leases, writes, reads and deletes on a block store. A write that does not fit waits for room."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from transfer_queue.storage.shm.uncommitted import Uncommitted, UncommittedWrite
 from transfer_queue.utils.wait_queue import WaitQueue
 
 INLINE_NBYTES = 64 * 1024
-"""Values of at most so many bytes travel in the message: cheaper than to lease, or to pin, memory for them."""
+"""Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
 
 
 _QUARANTINE_S = 60.0
 
 
 def least_in_arena(inline_nbytes: int) -> int:
-    """Smaller blocks lie outside the arena, which gives whole pages only."""
+    """Smaller blocks stay outside the arena, which allocates whole pages only."""
     return max(1, inline_nbytes // 4)
 
 
 class UnitReply(NamedTuple):
-    """An answer, the client it goes to, and the values that travel beside it."""
+    """An answer, the client it goes to, and its frames."""
 
     client: str
     reply: Reply
@@ -70,7 +70,7 @@ class UnitReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parked:
-    """A request that waits for room. ``size``: its ``nbytes``, less what the values that it replaces take."""
+    """A request that waits for room. ``size``: its ``nbytes`` minus the values that it replaces."""
 
     client: str
     call: int
@@ -83,7 +83,7 @@ class _Parked:
 
 
 class StorageUnit:
-    """Decides like the control plane does: requests in, answers out, ``now`` passed in. Values stay opaque bytes."""
+    """Decides like the control plane: requests in, answers out, ``now`` passed in. Values are opaque bytes."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class StorageUnit:
         arena: Arena | None = None,
         inline_nbytes: int = INLINE_NBYTES,
     ) -> None:
-        """``capacity_bytes``: what all values together may take; None is unlimited. Without an arena all is frames."""
+        """``capacity_bytes``: the bound on all values; None: unlimited. Without an arena, values are frames."""
         self.name = name
         self._inline_nbytes = inline_nbytes
         self._capacity = capacity_bytes
@@ -115,19 +115,19 @@ class StorageUnit:
             AskUnitStats: self._stats,
         }
 
-    # ---- the machine ----
+    # ---- entry points ----
 
     def serves(self, request: Request) -> bool:
-        """Is it one of a unit's requests?"""
+        """Return whether it is one of a unit's requests."""
         return type(request) in self._verbs
 
     def handle(self, client: str, request: Request, frames: list[memoryview], now: float) -> list[UnitReply]:
-        """Carry out one request. Returns its answer, unless it waits for room, and those of requests that got room."""
+        """Serve one request. Returns its answer, unless it waits for room, and answers to requests that got room."""
         self._tick(now)
         return self._answered(client, request.id, lambda: self._verbs[type(request)](client, request, frames))
 
     def expire(self, now: float) -> list[UnitReply]:
-        """Answer what may wait no longer; give memory back; move the live rows of mostly dead blocks a step on."""
+        """Answer requests past their deadline, return memory, and move live rows of mostly dead blocks."""
         self._tick(now)
         answers = self._expire_waiting()
         trim = None if self._arena is None else self._arena.next_trim()
@@ -140,12 +140,12 @@ class StorageUnit:
 
     def next_deadline(self) -> float | None:
         if self._store.is_moving:
-            return -math.inf  # one step each turn, between requests
+            return -math.inf  # one step per turn, between requests
         deadlines = [self._waiting.next_deadline(), None if self._arena is None else self._arena.next_trim()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def cancel(self, client: str, call: int, now: float) -> list[UnitReply]:
-        """The client no longer waits for this call: what it wrote, leased or pinned is freed."""
+        """Cancel this call: free what it wrote, leased or pinned."""
         self._tick(now)
         self._remove(lambda parked: parked.client == client and parked.call == call)
         self._leases.release(client, call)
@@ -153,9 +153,9 @@ class StorageUnit:
         return self._admit()
 
     def client_gone(self, client: str, now: float, may_live: bool = False) -> list[UnitReply]:
-        """Its session has ended. Its uncommitted writes stay until ``EndSession`` says which were published.
+        """The client's session has ended. Its uncommitted writes stay until ``EndSession`` says which were published.
 
-        ``may_live``: it was evicted, so what it leased and pinned is not used again for a minute.
+        ``may_live``: it was evicted and may still run, so its leased and pinned memory is not reused for a minute.
         """
         self._tick(now)
         if may_live:
@@ -165,11 +165,11 @@ class StorageUnit:
         return self._admit()
 
     def holders(self) -> dict[str, tuple[int, int]]:
-        """Per client, how many leases and how many pins it holds."""
+        """Per client, the number of its leases and of its pins."""
         return self._leases.held_by()
 
     def waiting(self, now: float) -> list[dict[str, Any]]:
-        """The requests that wait for room, as the controller's statistics show waiting requests."""
+        """The requests that wait for room, in the format of the controller's statistics."""
         return [
             {
                 "partition": None, "task": None, "client": parked.client, "waited_s": now - parked.since,
@@ -258,7 +258,7 @@ class StorageUnit:
         if self._arena is None:
             return [UnitReply(client, Leased(request.id, -1))]
         held = self._leases.leased(client, request.id)
-        if held is not None:  # the same call again
+        if held is not None:  # a retry of the same call
             return [UnitReply(client, Leased(request.id, self._arena.offset_of(held)))]
         grant = partial(self._grant, client, request.id, request.nbytes)
         indexes = unpack_indexes(request.indexes)
@@ -278,7 +278,7 @@ class StorageUnit:
         columns = request.columns
         lease = self._leases.take(client, columns.lease) if columns.lease else None
         if columns.lease:
-            # The lease has ended, whatever becomes of the write, and may have been larger than what is kept now.
+            # The lease ends whether or not the write succeeds, and may have been larger than what is kept.
             kept = self._answered(client, request.id, lambda: self._keep(client, request, frames, lease))
             return kept + self._admit()
         if self._capacity is None:
@@ -305,7 +305,7 @@ class StorageUnit:
         return unpack_parts(columns.parts, columns.tables, frames, count, view)
 
     def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
-        """The parts' own memory, cut out of the lease."""
+        """Carve the parts' memory out of the lease."""
         if extent is None or self._arena is None:
             raise ProtocolError(f"a write names lease {columns.lease}, which this client does not hold.")
         ranges = sorted((part.offset, part.nbytes) for part in columns.parts if part.offset >= 0)
@@ -320,7 +320,7 @@ class StorageUnit:
     def _commit(self, client: str, request: Commit, frames: list[memoryview]) -> list[UnitReply]:
         for call in request.writes:
             write = self._uncommitted.take(client, call)
-            if write is not None:  # else a reader was here first
+            if write is not None:  # otherwise a reader has committed it
                 self._store.write(*write)
         self._squeeze()
         return [UnitReply(client, Done(request.id)), *self._admit()]
@@ -342,7 +342,7 @@ class StorageUnit:
         answers = [UnitReply(client, Deleted(request.id, self._store.delete(indexes, request.fields)))]
         if request.fields is None:
             self._uncommitted.forget(indexes)
-            # What still waits to be written for these samples has lost its purpose.
+            # Writes for these samples that still wait for room are pointless now.
             error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
             lost = self._remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
             answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
@@ -364,7 +364,7 @@ class StorageUnit:
         self, client: str, call: int, indexes: IntArray, fields: Sequence[str], nbytes: int, wait_s: float,
         carry_out: Callable[[], list[UnitReply]],
     ) -> list[UnitReply]:  # fmt: skip
-        """Carry it out now if it fits and overtakes nothing that must come first; else it waits."""
+        """Run it now if it fits and no earlier request must come first; otherwise it waits."""
         if self._capacity is not None and nbytes > self._capacity:
             raise StorageFullError(
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
@@ -383,7 +383,7 @@ class StorageUnit:
         return self._store.held_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
 
     def _admit(self) -> list[UnitReply]:
-        """Carry out what has room now. For the others dead rows free their room, those of large blocks in steps."""
+        """Run the requests that fit now. Compact dead rows to make room for the others, large blocks in steps."""
         answers: list[UnitReply] = []
         while self._capacity is not None and len(self._waiting):
             free = self._capacity - self._taken_nbytes
@@ -395,7 +395,7 @@ class StorageUnit:
         return answers
 
     def _pack(self, free: int) -> bool:
-        """Make dead rows free their room, where that helps one that waits. Returns whether there is more room now."""
+        """Compact dead rows if that helps a waiting request. Returns whether room was gained."""
         held = self._store.held_nbytes
         dead = held - self._store.live_nbytes
         if not any(parked.size <= free + dead for parked in self._waiting.items()):
@@ -404,7 +404,7 @@ class StorageUnit:
         return self._store.held_nbytes < held
 
     def _expire_waiting(self) -> list[UnitReply]:
-        """What may wait no longer fails, unless there is room once dead rows are freed at once."""
+        """Fail requests past their deadline, unless compacting everything now makes room for them."""
         due = self._waiting.next_deadline()
         if due is None or due > self._now:
             return []
@@ -415,14 +415,14 @@ class StorageUnit:
         return answers + self._admit()
 
     def _remove(self, which: Callable[[_Parked], bool]) -> list[_Parked]:
-        """Those that meet the condition wait no longer."""
+        """Remove the waiting requests that meet the condition."""
         removed = [parked for parked in self._waiting.items() if which(parked)]
         for parked in removed:
             self._waiting.remove(parked)
         return removed
 
     def _squeeze(self) -> None:
-        """What was let in counting on values that it replaced needs their room now."""
+        """Compact at once if a write was admitted because of values that it replaces."""
         if self._capacity is not None and self._taken_nbytes > self._capacity:
             self._store.squeeze()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One write's share for one unit: which columns lie in leased memory, which travel in the message."""
+"""One unit's share of a write: which columns go to leased memory, and which travel in the message."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Sources = Mapping[str, "Source"]
 
 
 class UnitWrite:
-    """``lease`` first, unless it is None; then ``columns``, which copies."""
+    """Call ``lease`` first, unless it returns None; then ``columns``, which copies."""
 
     def __init__(
         self, connection: UnitConnection, rows: Positions, count: int, sources: Sources, inline_nbytes: int
     ) -> None:
-        """``rows``: those of the write that belong to this unit; there are ``count`` of them."""
+        """``rows``: the ``count`` rows of the write that belong to this unit."""
         self.connection = connection
         self._rows = rows
         self._count = count
@@ -36,10 +36,10 @@ class UnitWrite:
         self._sizes = self._sizes_in_arena(inline_nbytes)
         self._offset = -1
         self.lease_call = 0
-        """Number of the call that leases memory for it; 0: none does."""
+        """The call that leases memory for it; 0: none."""
 
     def _sizes_in_arena(self, inline_nbytes: int) -> dict[str, int]:
-        """Fields that the arena takes, with their bytes; none where frames are cheaper, or all there is."""
+        """Bytes of the fields that go to the arena; none if frames are cheaper, or without an arena."""
         sizes = {name: source.nbytes_of(self._rows) for name, source in self._sources.items()}
         if sum(sizes.values()) <= inline_nbytes or self._arena is None:
             return {}
@@ -51,7 +51,7 @@ class UnitWrite:
         return list(self._sources)
 
     def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
-        """What to ask for first. ``replaced``: packed indexes of samples whose values this write replaces."""
+        """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
         total = sum(map(whole_pages, self._sizes.values()))
         if not total:
             return None
@@ -59,15 +59,15 @@ class UnitWrite:
         return Lease(call, total, replaced, self.fields if replaced else [], wait_s)
 
     def leased(self, offset: int) -> None:
-        """The unit has answered; -1: it has no range of addresses left."""
+        """Take the unit's answer; -1: no address range is left."""
         self._offset = offset
         if offset < 0:
             self.lease_call = 0
 
     def columns(self, pieces: dict[str, Piece], copy: Copy) -> tuple[Columns, list[Any]]:
-        """The message's part about values, and its frames. What lies in the arena is there once ``copy`` is finished.
+        """Return the message's columns and frames. Arena values are there once ``copy`` is finished.
 
-        ``pieces`` keeps what several units' frames are cut from.
+        ``pieces`` caches what several units' frames are cut from.
         """
         packer, offset = Packer(), self._offset
         for name, source in self._sources.items():
