@@ -22,8 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Buffer, Peer
-from transfer_queue.transport.connection import absent, gone, no_address, unconnected
-from transfer_queue.transport.descriptors import Descriptors
+from transfer_queue.transport.connection import Descriptors, absent, gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, encode
 
 SCHEME = "tcp://"

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
 from transfer_queue.server.front import Front
+from transfer_queue.storage.shm.connection import ROUTING_RUN, shares_of, unit_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.shm.messages import (
     Commit,
@@ -30,7 +31,6 @@ from transfer_queue.storage.shm.messages import (
     decode_columns,
     unpack_indexes,
 )
-from transfer_queue.storage.shm.routing import ROUTING_RUN, shares_of, unit_of
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Peer, Reply
 from transfer_queue.transport.local import LocalCaller

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from transfer_queue.storage.shm.arena import Arena
-from transfer_queue.storage.shm.mapping import arena_path
+from transfer_queue.storage.shm.connection import arena_path
 from transfer_queue.storage.shm.unit import INLINE_NBYTES, StorageUnit
 from transfer_queue.transport.attachments import Lender
 from transfer_queue.transport.server import SocketServer

@@ -15,7 +15,7 @@ from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
 from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
 from transfer_queue.storage.pieces import IntArray, Piece, Positions
 from transfer_queue.storage.selection import as_run
-from transfer_queue.storage.shm.connection import SeenStats, UnitConnection, decide_paths
+from transfer_queue.storage.shm.connection import SeenStats, Shares, UnitConnection, decide_paths, peers_of, shares_of
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Columns,
@@ -36,9 +36,9 @@ from transfer_queue.storage.shm.messages import (
     pack_indexes,
 )
 from transfer_queue.storage.shm.read import Reading
-from transfer_queue.storage.shm.routing import Shares, peers_of, shares_of
 from transfer_queue.storage.shm.unit import INLINE_NBYTES
 from transfer_queue.storage.shm.write import Sources, UnitWrite
+from transfer_queue.storage.spans import AT_ONCE
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 
@@ -307,10 +307,12 @@ class SharedMemoryManager(StorageManager, InFront):
                 await self.session.tell(write.connection.peer, Release(self.session.number(), [write.lease_call]))
 
     def _columns(self, writes: Sequence[UnitWrite]) -> list[tuple[Columns, list[Any]]]:
-        """Copy the columns that go into arenas, for all shares together, which takes less time."""
+        """Copies into the arenas the columns that lie there; of all units together, which takes less time."""
+        pieces: dict[str, Piece] = {}
+        if not any(write.lease_call for write in writes):
+            return [write.columns(pieces, AT_ONCE) for write in writes]
         from transfer_queue.storage.copying import Copies
 
-        pieces: dict[str, Piece] = {}
         with self.session.using_memory():
             copies = Copies(into_mapped=True)
             made = [write.columns(pieces, copies) for write in writes]
