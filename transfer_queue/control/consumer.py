@@ -184,7 +184,7 @@ class Consumer:
     # ---- the end of an unsealed stream ----
 
     def is_past_end(self, readers: int | None, pass_start: int, batch_index: int) -> bool:
-        """Whether an earlier reader of the same pass was given an end of stream at this batch or before."""
+        """Whether the pass that began at ``pass_start`` has ended at this batch or before."""
         ends = self._ends.get(readers, [])
         at = bisect_right(ends, pass_start)
         return at < len(ends) and ends[at] <= batch_index

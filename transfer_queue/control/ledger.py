@@ -135,7 +135,7 @@ class Ledger:
         return [entry for at, entry in self._entries.items() if at[0] == key[0] and at[1] <= key[1]]
 
     def first_open(self) -> int:
-        """Where a reader without a position begins: after all batches that every rank has acknowledged."""
+        """Where a reader without a position begins: no rank has acknowledged this batch or a later one."""
         return max((self._first_open(rank) for rank in self._drawn), default=0)
 
     def _first_open(self, rank: int | None) -> int:

@@ -61,7 +61,7 @@ class InFront(ABC):
     async def staged(self, call: int, sources: Mapping[str, Any], count: int, replaced: Sequence[int]) -> Staged:
         """Wait for room, then copy large columns into the arena.
 
-        ``call`` leases that memory; if the write fails, ``closed`` must follow. ``replaced``: the samples whose values
+        ``call`` leases that memory; if the write fails, ``closed`` must follow. ``replaced``: samples with values that
         the write replaces.
         """
 

@@ -2,7 +2,7 @@
 """Requests that wait for room. The order neither starves a large request nor lets it block all others.
 
 Requests are admitted in order of arrival. One that fits may overtake those that don't fit.
-What has overtaken a request never exceeds its own size in total. So it waits for at most twice its size.
+What has overtaken a request never exceeds its own size in total. So it is admitted once twice its size has become free.
 """
 
 # Sizes are samples here, bytes there. Deadlines are the caller's monotonic seconds: this file must not read a clock.
