@@ -6,6 +6,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
+from transfer_queue.protocol import Indexes
+
 _LEAST_GONE = 64
 
 
@@ -17,6 +19,7 @@ class KeyMap:
         self._key_of: dict[int, str] = {}
         self._order: list[int] = []  # indexes in order of insertion, which is ascending; some may be gone
         self._num_gone = 0
+        self._watches: list[dict[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._index_of)
@@ -40,8 +43,23 @@ class KeyMap:
             if key is not None:
                 del self._index_of[key]
                 self._num_gone += 1
+                for watch in self._watches:
+                    watch[index] = key
         if self._num_gone > _LEAST_GONE and 2 * self._num_gone > len(self._order):
             self._order, self._num_gone = list(self._key_of), 0
+
+    def watch(self) -> dict[int, str]:
+        """From now on the names of samples that go are kept in here, for ``names_of``."""
+        self._watches.append({})
+        return self._watches[-1]
+
+    def unwatch(self, watch: dict[int, str]) -> None:
+        self._watches = [each for each in self._watches if each is not watch]
+
+    def names_of(self, indexes: Indexes, gone: dict[int, str]) -> tuple[list[str], list[int]]:
+        """(keys, their indexes): those of these samples that had a key when ``gone`` began."""
+        named = [(self._key_of.get(i, gone.get(i)), i) for i in indexes.tolist()]
+        return [key for key, _ in named if key is not None], [i for key, i in named if key is not None]
 
     def shrink(self, count: int) -> bool:
         """Free so many keys, the last ones first, of a partition that is gone. Returns whether there are more."""

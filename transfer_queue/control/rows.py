@@ -12,6 +12,7 @@ from transfer_queue.protocol import Indexes
 
 Rows = npt.NDArray[np.intp]
 _MIN_ROWS = 64
+_FIXED = ("index", "put_offset", "put_size", "put_number")
 
 
 class RowState:
@@ -83,6 +84,24 @@ class RowTable:
         """View of the used rows: valid until the next ``append`` or ``compact``."""
         return self._columns[name][: self.size]
 
+    def frozen(self) -> RowTable:
+        """The rows as they are now, whatever becomes of them here. Columns of objects are left out.
+
+        Columns that a sample never changes aren't copied: they take half of the memory. Rows that are no samples yet
+        may change there.
+        """
+        copy = RowTable()
+        copy.size, copy.num_dead = self.size, self.num_dead
+        for name, column in self._columns.items():
+            if column.dtype != np.object_:
+                copy._columns[name] = column[: self.size] if name in _FIXED else column[: self.size].copy()
+        return copy
+
+    def reserve(self, count: int) -> None:
+        """Room for so many rows, which takes no memory before they are written."""
+        if count > self.capacity:
+            self._grow(count)
+
     def append(self, indexes: Indexes, state: int) -> Rows:
         """New rows at the end. ``indexes`` must be larger than all before: the allocator only counts up."""
         count = len(indexes)
@@ -142,6 +161,8 @@ class RowTable:
 
 def _filled(shape: tuple[int, ...], dtype: Any, fill: Any) -> npt.NDArray[Any]:
     """Memory full of zeros takes no pages before it is written."""
+    if dtype == np.object_:
+        return np.empty(shape, dtype=dtype)  # None everywhere
     array = np.zeros(shape, dtype=dtype)
     if isinstance(fill, np.ndarray) or fill:
         array[:] = fill

@@ -115,12 +115,12 @@ class PlaneState:
 
     def tidy(self) -> None:
         """Free a slice of the partitions that are gone."""
-        if self._discarded and not self._discarded[-1].shrink(_SLICE):
+        if not self.is_tidy and not self._discarded[-1].shrink(_SLICE):
             self._discarded.pop()
 
     @property
     def is_tidy(self) -> bool:
-        return not self._discarded
+        return not self._discarded or bool(self.frozen)  # a freeze may still read what is gone
 
     def delete(self, indexes: Indexes) -> None:
         """Values of these samples, none of which is in a partition now, are to be deleted in storage."""

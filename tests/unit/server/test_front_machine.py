@@ -27,7 +27,13 @@ from tests.unit.server.front_kit import (
 from transfer_queue import protocol as p
 from transfer_queue.storage.shm.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
 
-REFUSALS = {"ProducersGoneError", "StorageFullError", "SampleClearedError", "InvalidRequestError", "UnknownPartitionError"}
+REFUSALS = {
+    "ProducersGoneError",
+    "StorageFullError",
+    "SampleClearedError",
+    "InvalidRequestError",
+    "UnknownPartitionError",
+}
 WAIT_S = st.sampled_from([0.0, 0.0, 5.0, 20.0])
 VALUES = st.lists(st.integers(1, 250), min_size=1, max_size=3)
 
