@@ -116,6 +116,10 @@ class RowTable:
     def _grow(self, needed: int) -> None:
         capacity = max(needed, self.capacity + self.capacity // 2, _MIN_ROWS)
         for name, column in self._columns.items():
+            if column.dtype == np.object_:
+                # Copies would count a million references up, and then down again. No view of it is in use.
+                column.resize(capacity, refcheck=False)
+                continue
             grown = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
             grown[: self.size] = column[: self.size]
             self._columns[name] = grown
@@ -149,12 +153,12 @@ class RowTable:
 
     def compact(self) -> None:
         """Drop dead rows. Every row number known outside is void afterwards."""
-        alive = self.column("state") != RowState.DEAD
-        size = int(np.count_nonzero(alive))
+        alive = (self.column("state") != RowState.DEAD).nonzero()[0]
+        size = len(alive)
         capacity = max(_MIN_ROWS, size + size // 4)
         for name, column in self._columns.items():
             kept = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
-            kept[:size] = column[: self.size][alive]
+            column.take(alive, axis=0, out=kept[:size], mode="clip")  # any other mode goes by way of a copy
             self._columns[name] = kept
         self.size, self.num_dead = size, 0
 
