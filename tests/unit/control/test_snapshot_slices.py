@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
 from transfer_queue.control import slices, snapshot
+from transfer_queue.control import state as control_state
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.saved import SavedQueue, decode
 from transfer_queue.control.slices import encoded_parts, joined, merge, split
@@ -153,6 +154,28 @@ def test_a_state_read_in_slices_is_that_of_its_moment_whatever_happens_between_t
     assert decode(joined(parts)) == expected
     ask(plane, SAVER, p.Thaw, frozen.id)
     plane.check_invariants()
+
+
+@pytest.mark.parametrize("how", ["some", "all", "the partition"])
+def test_keys_and_tags_of_samples_that_are_cleared_between_slices_are_still_told(plane, monkeypatch, how):
+    monkeypatch.setattr(control_state, "_SLICE", 2)  # what is gone is freed in slices
+    reply = ask(plane, ROLLOUT, p.ResolveKeys, "p", KEYS, True, True)
+    samples = indexes(reply)
+    tags = {index: {"v": index} for index in samples}
+    send(plane, ROLLOUT, p.Publish, "p", reply.indexes, {"x": INT}, tags, begun=reply.id)
+    expected = at_once(plane)
+    frozen = ask(plane, SAVER, p.Freeze)
+    if how == "the partition":
+        ask(plane, ACTOR, p.ClearPartition, "p")
+    else:
+        clear(plane, samples if how == "all" else samples[5:])
+    assert plane.next_deadline() is None, "a freeze may still read what is gone"
+    others = [ask(plane, SAVER, p.ReadFrozen, frozen.id, part).state for part in range(1, frozen.num_parts)]
+    assert decode(joined([frozen.state, *others])) == expected
+    assert len(expected.partitions[0].tags) == len(expected.partitions[0].keys) == len(KEYS)
+    ask(plane, SAVER, p.Thaw, frozen.id)
+    while plane.next_deadline() is not None:
+        plane.expire(0.0)
 
 
 @settings(max_examples=200, deadline=None, print_blob=True)
