@@ -32,15 +32,28 @@ class FreezeRecord(Record):
     """A freeze under way."""
 
     holds = True
-    __slots__ = ("_call", "_client", "_state", "snapshot")
+    __slots__ = ("_call", "_client", "_part", "_snapshot", "_state", "_told")
 
-    def __init__(self, state: PlaneState, client: str, reply: p.Frozen, snapshot: Snapshot) -> None:
-        super().__init__(p.Freeze, reply)
-        self._state, self._client, self._call, self.snapshot = state, client, reply.id, snapshot
+    def __init__(self, state: PlaneState, client: str, call: int, snapshot: Snapshot) -> None:
+        super().__init__(p.Freeze, p.Done(call))
+        self._state, self._client, self._call, self._snapshot = state, client, call, snapshot
+        self._part, self._told = -1, b""
+        self.reply = self.read(call, 0)
+
+    def read(self, call: int, part: int) -> p.Frozen:
+        """The next part, or the last one again. After the last of all, nothing is kept for this."""
+        snapshot = self._snapshot
+        if part == self._part + 1 < snapshot.num_parts:
+            self._part, self._told = part, snapshot.part(part)
+            if part + 1 == snapshot.num_parts:
+                snapshot.close()
+        elif part != self._part:
+            raise CheckpointError(f"part {part} of a frozen state comes after part {self._part}. Save again.")
+        return p.Frozen(call, self._told, snapshot.num_parts)
 
     def end(self) -> p.Indexes:
         """Returns what was cleared since, and may be deleted now."""
-        self.snapshot.close()
+        self._snapshot.close()
         return self._state.frozen.end(self._client, self._call)
 
     def undo(self) -> bool:
@@ -74,18 +87,19 @@ def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.R
 def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
     """The state as it is. A write that holds a leave and still isn't published is taken for one that never will be."""
     snapshot = Snapshot(state, now)
-    state.frozen.begin(client, request.id, snapshot.live())
-    reply = p.Frozen(request.id, snapshot.part(0), snapshot.num_parts)
-    state.calls.add(client, request.id, FreezeRecord(state, client, reply, snapshot))
-    return reply
+    live = snapshot.live()
+    record = FreezeRecord(state, client, request.id, snapshot)
+    state.calls.add(client, request.id, record)
+    state.frozen.begin(client, request.id, live)
+    return record.read(request.id, 0)
 
 
 def read_frozen(state: PlaneState, client: str, request: p.ReadFrozen) -> p.Reply:
     """One slice of the state as it was."""
     record = state.calls.get(client, request.call)
-    if not isinstance(record, FreezeRecord) or request.part >= record.snapshot.num_parts:
-        raise CheckpointError(f"call {request.call} is no freeze under way with a part {request.part}. Save again.")
-    return p.Frozen(request.id, record.snapshot.part(request.part), record.snapshot.num_parts)
+    if not isinstance(record, FreezeRecord):
+        raise CheckpointError(f"call {request.call} is no freeze under way. Save again.")
+    return record.read(request.id, request.part)
 
 
 def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:

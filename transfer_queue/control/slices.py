@@ -27,7 +27,7 @@ from transfer_queue.control.saved import (
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import pack_indexes, unpack_indexes
 
-ROWS = 10_000
+ROWS = 5000
 """Rows of one slice: some milliseconds."""
 BATCHES = 1000
 """Batches of each ledger in one slice: they take longer."""
@@ -192,7 +192,7 @@ def joined(parts: list[bytes]) -> bytes:
 
 def encoded_parts(data: bytes) -> list[bytes]:
     """The slices of an encoded queue, each encoded. What is small, or can't be read, stays as it is."""
-    if len(data) <= ROWS:
+    if len(data) <= ROWS:  # a row takes more than a byte
         return [data]
     parts = [msgspec.msgpack.encode(each) for each in split(decode(data))]
     return parts if len(parts) > 1 else [data]

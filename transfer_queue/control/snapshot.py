@@ -50,15 +50,14 @@ class Snapshot:
             [_save_task(task, state.tasks.default) for task in state.tasks], save_sampler(state.tasks.default),
         )  # fmt: skip
         _check(self._head)
+        self._state = state
         self._partitions = [_Frozen(partition, now) for partition in state.partitions.values()]
         self._slices = grouped(
             (_Piece(each, at), each.piece_rows) for each in self._partitions for at in range(each.num_pieces)
         )
 
-    @property
-    def num_parts(self) -> int:
-        """How many slices there are."""
-        return len(self._slices)
+        self.num_parts = len(self._slices)
+        state.snapshots.add(self)
 
     def part(self, number: int) -> bytes:
         """One slice. Raises IndexError where there are fewer."""
@@ -76,9 +75,11 @@ class Snapshot:
         return together
 
     def close(self) -> None:
-        """No slice is asked for any more."""
+        """No slice is asked for any more. Idempotent."""
         for each in self._partitions:
             each.close()
+        self._partitions, self._slices = [], []
+        self._state.snapshots.discard(self)
 
 
 class _Frozen:

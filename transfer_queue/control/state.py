@@ -79,6 +79,8 @@ class PlaneState:
         self._discarded: list[Partition] = []
         self.incarnations = 0
         self.frozen = Frozen()
+        self.snapshots: set[object] = set()
+        """Those of which slices are still to be made."""
         self.calls = Calls()
 
     def touch(self, partition: str, task: str | None = None) -> None:
@@ -120,7 +122,7 @@ class PlaneState:
 
     @property
     def is_tidy(self) -> bool:
-        return not self._discarded or bool(self.frozen)  # a freeze may still read what is gone
+        return not self._discarded or bool(self.snapshots)  # these may still read what is gone
 
     def delete(self, indexes: Indexes) -> None:
         """Values of these samples, none of which is in a partition now, are to be deleted in storage."""

@@ -265,18 +265,27 @@ def test_what_was_staged_for_a_restore_is_taken_by_its_parts(plane, make_plane):
 def test_a_part_that_no_freeze_has_is_refused(plane):
     put(plane, 9)
     frozen = ask(plane, SAVER, p.Freeze)
-    refused(ask(plane, SAVER, p.ReadFrozen, frozen.id, frozen.num_parts), "CheckpointError", "no freeze under way")
+    refused(ask(plane, SAVER, p.ReadFrozen, frozen.id, frozen.num_parts), "CheckpointError", "comes after part 0")
+    again = ask(plane, SAVER, p.ReadFrozen, frozen.id, 0)
+    assert (again.state, again.num_parts) == (frozen.state, 3)
     ask(plane, SAVER, p.Thaw, frozen.id)
     refused(ask(plane, SAVER, p.ReadFrozen, frozen.id, 1), "CheckpointError", "no freeze under way")
 
 
-def test_a_frozen_state_keeps_nothing_aside_once_it_is_thawed(plane):
+@pytest.mark.parametrize("how", ["read", "thaw", "end"])
+def test_a_frozen_state_keeps_nothing_aside_once_it_is_read(plane, how):
     ask(plane, ROLLOUT, p.ResolveKeys, "p", KEYS, True)
     frozen = ask(plane, SAVER, p.Freeze)
     partition = plane.state.partitions["p"]
     assert (len(partition.keys._watches), len(partition.tags._watches)) == (1, 1)
-    ask(plane, SAVER, p.Thaw, frozen.id)
-    assert (partition.keys._watches, partition.tags._watches) == ([], [])
+    if how == "read":
+        for part in range(1, frozen.num_parts):
+            ask(plane, SAVER, p.ReadFrozen, frozen.id, part)
+    elif how == "thaw":
+        ask(plane, SAVER, p.Thaw, frozen.id)
+    else:
+        plane.client_gone(SAVER, 0.0)
+    assert (partition.keys._watches, partition.tags._watches, plane.state.snapshots) == ([], [], set())
 
 
 def test_columns_of_different_lengths_are_refused_before_anything_is_cut(plane):
