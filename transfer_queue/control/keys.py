@@ -77,13 +77,14 @@ class KeyMap:
 
     def shrink(self, count: int) -> bool:
         """Free so many keys, the last ones first, of a partition that is gone. Returns whether there are more."""
-        while count > 0 and self._blocks:
-            _, block = self._blocks.popitem()
-            for key in block.values():
-                del self._shards[hash(key) % _SHARDS][key]
-            self._size -= len(block)
-            count -= len(block)
-        return bool(self._blocks)
+        for _ in range(min(count, self._size)):
+            number = next(reversed(self._blocks))
+            _, key = self._blocks[number].popitem()
+            del self._shards[hash(key) % _SHARDS][key]
+            if not self._blocks[number]:
+                del self._blocks[number]
+            self._size -= 1
+        return bool(self._size)
 
     def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
         """The first keys behind this one, with their indexes, and whether there are more.
