@@ -27,7 +27,7 @@ from transfer_queue.control.saved import (
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import pack_indexes, unpack_indexes
 
-ROWS = 5000
+ROWS = 3000
 """Rows of one slice: some milliseconds."""
 BATCHES = 1000
 """Batches of each ledger in one slice: they take longer."""
