@@ -48,9 +48,11 @@ REQUESTS = [
     p.GetStats(25),
     p.EvictClient(25, "client"),
     p.Freeze(26, 5.0),
+    p.ReadFrozen(26, 1, 3),
     p.Thaw(27, 1),
     p.Stage(28, p.pack_indexes([3, 4])),
-    p.Restore(29, b"state", 7),
+    p.RestorePart(29, 29, 0, b"state", 7),
+    p.Restore(29, b"state", 7, 28),
 ]
 REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),
@@ -65,7 +67,7 @@ REPLIES = [
     p.Cleared(10, INDEXES, {"t": 3}, ["u"], True, 4),
     p.Names(11, ["a", None]),
     p.KeyList(12, {"p": {"k": {"a": 1}}}, True),
-    p.Frozen(13, b"state"),
+    p.Frozen(13, b"state", 2),
 ]
 
 

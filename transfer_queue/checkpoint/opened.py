@@ -17,8 +17,7 @@ from transfer_queue.checkpoint.directory import find
 from transfer_queue.checkpoint.manifest import FORMAT, METADATA, STORAGE, VALUES, DataFile, Metadata
 from transfer_queue.checkpoint.npy import SavedFile, write_bytes
 from transfer_queue.checkpoint.values import SavedValues
-from transfer_queue.control.saved import SavedQueue
-from transfer_queue.control.snapshot import decode
+from transfer_queue.control.saved import SavedQueue, decode
 from transfer_queue.errors import (
     CheckpointError,
     CheckpointNotFoundError,

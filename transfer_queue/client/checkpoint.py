@@ -16,8 +16,8 @@ from transfer_queue.checkpoint.npy import replace_bytes, write_bytes
 from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
 from transfer_queue.checkpoint.values import SavedValues, off_loop, save_values
 from transfer_queue.client.base import ClientBase
-from transfer_queue.control.saved import SavedQueue
-from transfer_queue.control.snapshot import decode, saved_indexes
+from transfer_queue.control.saved import SavedQueue, decode, saved_indexes
+from transfer_queue.control.slices import encoded_parts, joined
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -109,7 +109,11 @@ class Checkpoints(ClientBase):
         freeze = p.Freeze(session.number(), wait_s)
         frozen = await session.send(freeze, p.Frozen, wait_s, keep=True)
         try:
-            yield frozen.state
+            parts = [frozen.state]
+            while len(parts) < frozen.num_parts:
+                part = await session.ask(p.ReadFrozen, p.Frozen, freeze.id, len(parts))
+                parts.append(part.state)
+            yield await off_loop(joined, parts)
         except BaseException:
             await session.cancel(freeze.id)
             raise
@@ -144,11 +148,21 @@ class Checkpoints(ClientBase):
             raise
 
     async def _restore(self, data: bytes) -> None:
+        session, shift, begun = self.session, self._staged.shift, 0
         try:
-            await self.clear(p.Restore, data, self._staged.shift)
+            *first, last = await off_loop(encoded_parts, data)
+            for number, part in enumerate(first):
+                call = session.number()
+                begun = begun or call
+                await session.send(p.RestorePart(call, begun, number, part, shift), p.Done, keep=call == begun)
+            await self.clear(p.Restore, last, shift, begun)
         except BaseException:
+            if begun:
+                await session.cancel(begun)
             await self._unstage()
             raise
+        if begun:
+            session.done(session.controller, begun)
         self.session.done(self.session.controller, self._staged.call)
         self._staged = _Staged()
 

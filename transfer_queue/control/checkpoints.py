@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
+import numpy.typing as npt
 
 from transfer_queue import protocol as p
 from transfer_queue.control.calls import Record
 from transfer_queue.control.indexes import MAX_INDEX
 from transfer_queue.control.lifecycle import cleared
-from transfer_queue.control.snapshot import Restored, decode, live_indexes, saved_indexes, snapshot
+from transfer_queue.control.restoring import Restored
+from transfer_queue.control.saved import decode, saved_indexes
+from transfer_queue.control.snapshot import Snapshot
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError, StorageFullError
 
+T = TypeVar("T")
 FREEZERS = "\0freezers"
 """Wait queue of freezes, which wait for writers that are replacing values."""
 REWRITERS = "\0rewriters"
@@ -25,19 +32,37 @@ class FreezeRecord(Record):
     """An active freeze."""
 
     holds = True
-    __slots__ = ("_call", "_client", "_state")
+    __slots__ = ("_call", "_client", "_part", "_snapshot", "_state", "_told")
 
-    def __init__(self, state: PlaneState, client: str, reply: p.Frozen) -> None:
-        super().__init__(p.Freeze, reply)
-        self._state, self._client, self._call = state, client, reply.id
+    def __init__(self, state: PlaneState, client: str, call: int, snapshot: Snapshot) -> None:
+        super().__init__(p.Freeze, p.Done(call))
+        self._state, self._client, self._call, self._snapshot = state, client, call, snapshot
+        self._part, self._told = -1, b""
+        self.reply = self.read(call, 0)
+
+    def read(self, call: int, part: int) -> p.Frozen:
+        """The next part, or the last one again. After the last of all, nothing is kept for this."""
+        snapshot = self._snapshot
+        if part == self._part + 1 < snapshot.num_parts:
+            self._part, self._told = part, snapshot.part(part)
+            if part + 1 == snapshot.num_parts:
+                snapshot.close()
+        elif part != self._part:
+            raise CheckpointError(f"part {part} of a frozen state comes after part {self._part}. Save again.")
+        return p.Frozen(call, self._told, snapshot.num_parts)
+
+    def end(self) -> p.Indexes:
+        """Returns what was cleared since, and may be deleted now."""
+        self._snapshot.close()
+        return self._state.frozen.end(self._client, self._call)
 
     def undo(self) -> bool:
-        self._state.delete(self._state.frozen.end(self._client, self._call))
+        self._state.delete(self.end())
         return True
 
 
 class Staged(Record):
-    """Samples with values that the client stores for a restore."""
+    """Samples whose values the client stores for a restore. ``indexes`` ascend."""
 
     holds = True
     __slots__ = ("_state", "indexes")
@@ -60,19 +85,30 @@ def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.R
 
 
 def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
-    """Snapshot the state. A write that has a permit but is still unpublished is assumed never to be published."""
-    data = snapshot(state, now)
-    state.frozen.begin(client, request.id, live_indexes(state))
-    reply = p.Frozen(request.id, data)
-    state.calls.add(client, request.id, FreezeRecord(state, client, reply))
-    return reply
+    """The state as it is. A write that holds a leave and still isn't published is taken for one that never will be."""
+    snapshot = Snapshot(state, now)
+    live = snapshot.live()
+    record = FreezeRecord(state, client, request.id, snapshot)
+    state.calls.add(client, request.id, record)
+    state.frozen.begin(client, request.id, live)
+    return record.read(request.id, 0)
+
+
+def read_frozen(state: PlaneState, client: str, request: p.ReadFrozen) -> p.Reply:
+    """One slice of the state as it was."""
+    record = state.calls.get(client, request.call)
+    if not isinstance(record, FreezeRecord):
+        raise CheckpointError(f"call {request.call} is no freeze under way. Save again.")
+    return record.read(request.id, request.part)
 
 
 def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:
-    """End this call's freeze, if there is one."""
-    if isinstance(state.calls.get(client, request.call), FreezeRecord):
-        state.calls.take(client, request.call)
-    return cleared(state, client, request, state.frozen.end(client, request.call))
+    """Ends the freeze of this call, if there is one."""
+    record = state.calls.get(client, request.call)
+    if not isinstance(record, FreezeRecord):
+        return p.Cleared(request.id, b"")
+    state.calls.take(client, request.call)
+    return cleared(state, client, request, record.end())
 
 
 def park_rewrite(state: PlaneState, client: str, request: Rewrite, now: float) -> bool:
@@ -144,38 +180,115 @@ def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
     shift = max(0, state.allocator.next_index - int(indexes.min()))
     state.allocator.next_index = int(indexes.max()) + shift + 1
     reply = p.Done(request.id, shift)
-    state.calls.add(client, request.id, Staged(state, reply, indexes + shift))
+    state.calls.add(client, request.id, Staged(state, reply, np.sort(indexes, kind="stable") + shift))
     return reply
 
 
+class Restoring(Record):
+    """A restore that comes in parts."""
+
+    holds = True
+    __slots__ = ("_client", "_free_from", "_restored", "_shift", "_state", "_used", "num_parts")
+
+    def __init__(self, state: PlaneState, client: str, shift: int, now: float) -> None:
+        super().__init__(p.RestorePart, p.Done(0))
+        self._state, self._client, self._shift, self.num_parts = state, client, shift, 0
+        self._restored = Restored(state, shift, now)
+        self._free_from = MAX_INDEX  # the least index that no client staged
+        self._used: dict[int, tuple[Staged, npt.NDArray[np.bool_]]] = {}
+
+    def add(self, data: bytes) -> None:
+        """The next part."""
+        saved = decode(data)
+        indexes = saved_indexes(saved) + self._shift
+        lacking = np.ones(len(indexes), dtype=np.bool_)
+        for call, record in self._state.calls.of(self._client):
+            if isinstance(record, Staged):
+                at = record.indexes.searchsorted(indexes)
+                at[at == len(record.indexes)] = 0
+                found = record.indexes[at] == indexes
+                lacking &= ~found
+                self._used.setdefault(call, (record, np.zeros(len(record.indexes), dtype=np.bool_)))[1][at[found]] = (
+                    True
+                )
+        if lacking.any():
+            self._free_from = min(self._free_from, int(indexes[lacking].min()))
+        self._check_staged()
+        self._restored.add(saved)
+        self.num_parts += 1
+
+    def _check_staged(self) -> None:
+        is_there = all(self._state.calls.get(self._client, call) is record for call, (record, _) in self._used.items())
+        if not is_there or self._free_from < self._state.allocator.next_index:
+            raise CheckpointError(
+                "the saved samples' indexes are in use here, and no others were set aside for them. Load the storage "
+                "part of the checkpoint first, with the same client."
+            )
+
+    def finish(self) -> p.Indexes:
+        """The saved state takes the place of the queue's. Returns the indexes that it had."""
+        state, restored = self._state, self._restored
+        self._check_staged()
+        restored.finish()
+        old = [np.empty(0, dtype=np.int64)]
+        for partition in state.partitions.values():
+            old.append(partition.drop())
+            state.discard(partition)
+        state.partitions, state.tasks = restored.partitions, restored.tasks
+        state.allocator, state.incarnations = restored.allocator, restored.incarnations
+        for call, (record, used) in self._used.items():
+            state.calls.take(self._client, call)
+            state.delete(record.indexes[~used])
+        return np.concatenate(old)
+
+    def undo(self) -> bool:
+        self._restored.drop()
+        return True
+
+
+def restore_part(state: PlaneState, client: str, request: p.RestorePart, now: float) -> p.Reply:
+    """Nothing has changed but for what is built aside. Refused: that is dropped."""
+    if request.begun == request.id:
+        state.calls.add(client, request.id, Restoring(state, client, request.shift, now))
+    record = _restoring(state, client, request.begun)
+    if request.part == record.num_parts:
+        _build(state, client, request.begun, lambda: record.add(request.state))
+    elif request.part != record.num_parts - 1:  # else it is asked for again
+        raise CheckpointError(f"part {request.part} of a restore comes after {record.num_parts}. Load again.")
+    if request.begun == request.id:
+        record.reply = p.Done(request.id)
+    return p.Done(request.id)
+
+
 def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p.Reply:
-    """Replace the state by the saved one, or change nothing. Waiting requests are examined again."""
-    saved = decode(request.state)
-    indexes = saved_indexes(saved) + request.shift
-    staged = [(call, record) for call, record in state.calls.of(client) if isinstance(record, Staged)]
-    _check_staged(state, [record.indexes for _, record in staged], indexes)
-    restored = Restored(saved, state, request.shift, now)
-    old = [np.empty(0, dtype=np.int64)]
-    for partition in state.partitions.values():
-        old.append(partition.drop())
-        state.discard(partition)
-    state.partitions, state.tasks = restored.partitions, restored.tasks
-    state.allocator, state.incarnations = restored.allocator, restored.incarnations
-    for call, record in staged:
-        state.calls.take(client, call)
-        state.delete(record.indexes[~np.isin(record.indexes, indexes)])
+    """The saved state in place of this one, or nothing changed. Requests that wait are looked at again."""
+    record = _restoring(state, client, request.begun) if request.begun else Restoring(state, client, request.shift, now)
+    old = _build(state, client, request.begun, lambda: _finished(record, request.state))
+    state.calls.take(client, request.begun)
     for lane in state.waiters.lanes():
         if not lane.startswith("\0"):
             state.touch(lane)
-    return cleared(state, client, request, state.frozen.keep(np.concatenate(old)))
+    return cleared(state, client, request, state.frozen.keep(old))
 
 
-def _check_staged(state: PlaneState, sets: list[p.Indexes], indexes: p.Indexes) -> None:
-    used = indexes[indexes < state.allocator.next_index]
-    staged = np.concatenate([np.full(1, -1, dtype=np.int64), *sets])
-    staged.sort()
-    if (staged[staged.searchsorted(used, side="right") - 1] != used).any():
-        raise CheckpointError(
-            "the saved samples' indexes are in use here, and no others were reserved for them. Load the storage part "
-            "of the checkpoint first, with the same client."
-        )
+def _restoring(state: PlaneState, client: str, call: int) -> Restoring:
+    record = state.calls.get(client, call)
+    if not isinstance(record, Restoring):
+        raise CheckpointError(f"call {call} is no restore under way. Load the checkpoint again.")
+    return record
+
+
+def _finished(record: Restoring, data: bytes) -> p.Indexes:
+    record.add(data)
+    return record.finish()
+
+
+def _build(state: PlaneState, client: str, begun: int, act: Callable[[], T]) -> T:
+    """A restore that is refused at one part is dropped."""
+    try:
+        return act()
+    except BaseException:
+        record = state.calls.take(client, begun)
+        if record is not None:
+            record.undo()
+        raise

@@ -61,6 +61,11 @@ class Consumer:
     def consumed(self) -> npt.NDArray[np.bool_]:
         return self._table.column(self._consumed)
 
+    @property
+    def columns(self) -> tuple[str, str]:
+        """Names of both in the table."""
+        return self._given, self._consumed
+
     def _live(self) -> Rows:
         live: Rows = (self._table.column("state") == RowState.LIVE).nonzero()[0]
         return live
@@ -209,25 +214,32 @@ class Consumer:
 
     # ---- checkpoints ----
 
-    def save(self, rows: Rows) -> SavedConsumer:
-        """Save these rows; ready sets are rebuilt on next use."""
-        given, consumed = self.given[rows].astype("<i4"), self.consumed[rows]
+    def save(self) -> SavedConsumer:
+        """All but the columns and the ledger's entries. Ready sets are made anew at their next use."""
         return SavedConsumer(
-            self.task, given.tobytes(), consumed.tobytes(), self.ledger.save(), self.ended, self.dropped,
+            self.task, b"", b"", self.ledger.save(), self.ended, self.dropped,
             self._over_at, sorted(self._over_ranks), list(self._ends.items()),
         )  # fmt: skip
 
-    def load(self, saved: SavedConsumer, shift: int) -> None:
-        """Load a saved state into a new consumer; its partition must have exactly the saved rows."""
-        self.given[:] = np.frombuffer(saved.given, dtype="<i4")
-        self.consumed[:] = np.frombuffer(saved.consumed, dtype=np.bool_)
+    def load(self, saved: SavedConsumer, shift: int, start: int) -> npt.NDArray[np.int32]:
+        """Become what was saved, of the rows from ``start`` on; they count as inserted. Returns what is given of them.
+
+        Raises ValueError where that contradicts itself.
+        """
+        given, consumed = self.given[start:], self.consumed[start:]
+        given[:] = np.frombuffer(saved.given, dtype="<i4")
+        consumed[:] = np.frombuffer(saved.consumed, dtype=np.bool_)
+        live = self._table.column("state")[start:] == RowState.LIVE
+        if (consumed & (given == 0) & live).any():
+            raise ValueError(f"task {self.task!r} has consumed what it wasn't given")
+        self.num_undrawn -= int(np.count_nonzero(given[live]))
+        self.num_unconsumed -= int(np.count_nonzero(consumed[live]))
         self.ledger.load(saved.ledger, shift)
         self.ended, self.dropped = saved.ended, saved.dropped
         self._over_at, self._over_ranks = saved.over_at, set(saved.told)
         self._ends = {readers: list(ends) for readers, ends in saved.ends}
-        live = self._live()
-        self.num_undrawn = int(np.count_nonzero(self.given[live] == 0))
-        self.num_unconsumed = int(np.count_nonzero(~self.consumed[live]))
+        of_batches: npt.NDArray[np.int32] = given[live & (given > 0)]
+        return of_batches
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""

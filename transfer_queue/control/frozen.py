@@ -39,14 +39,15 @@ class Frozen:
         self._leaves: set[CallKey] = set()
 
     def begin(self, client: str, call: int, indexes: Indexes) -> None:
-        self._freezes[client, call] = _Freeze(np.sort(indexes))
+        """``indexes`` ascending."""
+        self._freezes[client, call] = _Freeze(indexes)
 
     def end(self, client: str, call: int) -> Indexes:
         """Returns what was cleared since, and may be deleted now."""
         freeze = self._freezes.pop((client, call), None)
         if freeze is None or not freeze.kept:
             return np.empty(0, dtype=np.int64)
-        kept = np.sort(np.concatenate(freeze.kept))  # many times faster than np.unique, which hashes
+        kept = np.sort(np.concatenate(freeze.kept), kind="stable")  # many times faster than np.unique, which hashes
         return self.keep(kept[np.diff(kept, prepend=-1) > 0])
 
     def keep(self, cleared: Indexes) -> Indexes:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,19 +188,16 @@ class Ledger:
     # ---- checkpoints ----
 
     def save(self) -> SavedLedger:
-        entries = [
-            SavedBatch(
-                entry.key[0], entry.key[1], entry.number, pack_indexes(entry.indexes), entry.token, entry.owned,
-                None if entry.consumes is entry.indexes else pack_indexes(entry.consumes),
-                None if entry.padding is None else entry.padding.tobytes(), entry.dp_size,
-            )
-            for entry in self._entries.values()
-        ]  # fmt: skip
+        """All but the entries."""
         ranks = [SavedRank(rank, *runs.edges, self._next_index.get(rank)) for rank, runs in self._drawn.items()]
-        return SavedLedger(entries, ranks, self._count, self._resets)
+        return SavedLedger([], ranks, self._count, self._resets)
+
+    def entries(self) -> list[tuple[Entry, str, int]]:
+        """Open batches with what may change about each: its token, and how many samples it owns."""
+        return [(entry, entry.token, entry.owned) for entry in self._entries.values()]
 
     def load(self, saved: SavedLedger, shift: int) -> None:
-        """Load a saved state into a new ledger, with ``shift`` added to the samples' indexes."""
+        """Become what was saved, or a next slice of it. The samples' indexes are greater by ``shift``."""
         self._count, self._resets = saved.count, saved.resets
         for rank in saved.ranks:
             self._drawn[rank.rank] = Runs.of_edges(rank.starts, rank.stops)
@@ -211,8 +208,18 @@ class Ledger:
             consumes = indexes if batch.consumes is None else unpack_indexes(batch.consumes) + shift
             padding = None if batch.padding is None else np.frombuffer(batch.padding, dtype=np.uint8)
             key = (batch.rank, batch.batch_index)
+            if key in self._entries or batch.number in self._by_number or not self.holds(key):
+                raise ValueError(f"batch {key} is there twice, or was never drawn")
             entry = Entry(key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned)
             self._entries[key] = self._by_number[entry.number] = entry
+
+    def rename(self, name: str) -> None:
+        """What the tokens of batches to come begin with."""
+        self._name = name
+
+    def owns(self, counts: Mapping[int, int]) -> bool:
+        """Does each batch own so many samples as are given under its number?"""
+        return all(entry.owned == counts.get(number, 0) for number, entry in self._by_number.items())
 
     def _is_torn(self, entry: Entry) -> bool:
         return entry.dp_size is not None and any(self.is_settled((rank, entry.key[1])) for rank in self._drawn)
@@ -226,3 +233,12 @@ class Ledger:
             assert entry.key == key, f"{key} is filed under its key"
             assert self.holds(key), f"{key} is known as drawn"
             assert entry.owned == owned.get(entry.number, 0), f"{key} owns its live samples"
+
+
+def save_entry(entry: Entry, token: str, owned: int) -> SavedBatch:
+    """A batch as it was when it had this token."""
+    return SavedBatch(
+        entry.key[0], entry.key[1], entry.number, pack_indexes(entry.indexes), token, owned,
+        None if entry.consumes is entry.indexes else pack_indexes(entry.consumes),
+        None if entry.padding is None else entry.padding.tobytes(), entry.dp_size,
+    )  # fmt: skip

@@ -230,6 +230,12 @@ class Partition:
             self.consumers[task] = consumer
         return consumer
 
+    def restored_as(self, number: int) -> None:
+        """Tokens to come bear this number."""
+        self._restored = number
+        for task, consumer in self.consumers.items():
+            consumer.ledger.rename(f"{self._tokens(task)}.{number}")
+
     def _tokens(self, task: str) -> str:
         return f"{self.name}/{task}/{self.incarnation}"
 

@@ -69,8 +69,10 @@ class ControlPlane:
             p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
             p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
+            p.ReadFrozen: lambda client, request, now: checkpoints.read_frozen(state, client, request),
             p.Thaw: lambda client, request, now: checkpoints.thaw(state, client, request),
             p.Stage: lambda client, request, now: checkpoints.stage(state, client, request),
+            p.RestorePart: lambda client, request, now: checkpoints.restore_part(state, client, request, now),
             p.Restore: lambda client, request, now: checkpoints.restore(state, client, request, now),
         }
 

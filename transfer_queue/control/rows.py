@@ -12,6 +12,7 @@ from transfer_queue.protocol import Indexes
 
 Rows = npt.NDArray[np.intp]
 _MIN_ROWS = 64
+_FIXED = ("index", "put_offset", "put_size", "put_number")
 
 
 class RowState:
@@ -83,6 +84,24 @@ class RowTable:
         """View of the used rows, valid until the next ``append`` or ``compact``."""
         return self._columns[name][: self.size]
 
+    def frozen(self) -> RowTable:
+        """The rows as they are now, whatever becomes of them here. Columns of objects are left out.
+
+        Columns that a sample never changes aren't copied: they take half of the memory. Rows that are no samples yet
+        may change there.
+        """
+        copy = RowTable()
+        copy.size, copy.num_dead = self.size, self.num_dead
+        for name, column in self._columns.items():
+            if column.dtype != np.object_:
+                copy._columns[name] = column[: self.size] if name in _FIXED else column[: self.size].copy()
+        return copy
+
+    def reserve(self, count: int) -> None:
+        """Room for so many rows, which takes no memory before they are written."""
+        if count > self.capacity:
+            self._grow(count)
+
     def append(self, indexes: Indexes, state: int) -> Rows:
         """Add rows at the end. ``indexes`` must be larger than all existing ones; the allocator only counts up."""
         count = len(indexes)
@@ -97,6 +116,10 @@ class RowTable:
     def _grow(self, needed: int) -> None:
         capacity = max(needed, self.capacity + self.capacity // 2, _MIN_ROWS)
         for name, column in self._columns.items():
+            if column.dtype == np.object_:
+                # Copies would count a million references up, and then down again. No view of it is in use.
+                column.resize(capacity, refcheck=False)
+                continue
             grown = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
             grown[: self.size] = column[: self.size]
             self._columns[name] = grown
@@ -129,19 +152,21 @@ class RowTable:
         return self.num_dead > _MIN_ROWS and self.num_dead * 2 > self.size
 
     def compact(self) -> None:
-        """Remove dead rows. All row numbers become invalid."""
-        alive = self.column("state") != RowState.DEAD
-        size = int(np.count_nonzero(alive))
+        """Drop dead rows. Every row number known outside is void afterwards."""
+        alive = (self.column("state") != RowState.DEAD).nonzero()[0]
+        size = len(alive)
         capacity = max(_MIN_ROWS, size + size // 4)
         for name, column in self._columns.items():
             kept = _filled((capacity, *column.shape[1:]), column.dtype, self._fill[name])
-            kept[:size] = column[: self.size][alive]
+            column.take(alive, axis=0, out=kept[:size], mode="clip")  # any other mode goes by way of a copy
             self._columns[name] = kept
         self.size, self.num_dead = size, 0
 
 
 def _filled(shape: tuple[int, ...], dtype: Any, fill: Any) -> npt.NDArray[Any]:
-    """Zero-filled memory takes no pages until it is written."""
+    """Memory full of zeros takes no pages before it is written."""
+    if dtype == np.object_:
+        return np.empty(shape, dtype=dtype)  # None everywhere
     array = np.zeros(shape, dtype=dtype)
     if isinstance(fill, np.ndarray) or fill:
         array[:] = fill

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The saved form of a control plane: plain data. Arrays are raw little-endian bytes, one entry per row.
 
-Checkpoints contain it: add fields with a default, never rename or renumber.
+It lies in checkpoints: add fields with a default, never rename or renumber. ``slices.py`` cuts it for the way.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
+
+from transfer_queue.control.rows import Rows, RowState
+from transfer_queue.errors import CheckpointError
+from transfer_queue.protocol import Indexes, unpack_indexes
 
 FORMAT = 1
 
@@ -124,3 +129,36 @@ class SavedQueue(msgspec.Struct):
     partitions: list[SavedPartition]
     tasks: list[SavedTask]
     sampler: SavedSampler
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+_decoder = msgspec.msgpack.Decoder(SavedQueue)
+
+
+def decode(data: bytes) -> SavedQueue:
+    """Raises CheckpointError for what is no saved state, or one of a newer version."""
+    try:
+        found = msgspec.msgpack.decode(data, type=_Format).format
+        if found == FORMAT:
+            return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"the saved state of the queue can't be read: {error}.") from error
+    raise CheckpointError(
+        f"the saved state of the queue has format {found}, this version reads {FORMAT}. Update lightning-tq, or save "
+        f"again with the version that runs here."
+    )
+
+
+def saved_indexes(saved: SavedQueue) -> Indexes:
+    """All indexes that the saved rows have."""
+    return np.concatenate([np.empty(0, np.int64), *(unpack_indexes(each.index) for each in saved.partitions)])
+
+
+def rows_with(saved: SavedPartition) -> tuple[Indexes, dict[str, Rows]]:
+    """Samples of a saved partition, and for each field the positions of those that have it."""
+    live = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
+    has = {each.name: np.frombuffer(each.has, dtype=np.bool_)[live].nonzero()[0] for each in saved.fields}
+    return unpack_indexes(saved.index)[live], {name: rows for name, rows in has.items() if len(rows)}

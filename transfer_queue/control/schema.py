@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -149,20 +149,28 @@ class Schema:
             shapes,
         )  # fmt: skip
 
-    def load(self, fields: Iterable[SavedField]) -> None:
-        """Load a saved state into a new schema; its table must have exactly the saved rows."""
+    def frozen(self, table: RowTable) -> Schema:
+        """As it is now; ``table``: the rows as they are now."""
+        copy = Schema(table)
+        copy._fields = {name: field and replace(field) for name, field in self._fields.items()}
+        return copy
+
+    def load(self, fields: Iterable[SavedField], start: int) -> None:
+        """Become what was saved, or a next slice of it: of the rows from ``start`` on."""
+        count = self._table.size - start
         for saved in fields:
             self.expect(saved.name)
-            self._table.column(_has(saved.name))[:] = np.frombuffer(saved.has, dtype=np.bool_)
+            self._table.column(_has(saved.name))[start:] = np.frombuffer(saved.has, dtype=np.bool_)
             if not saved.written:
                 continue
             field = _Field(saved.dtype, saved.shape, saved.is_nested, saved.is_non_tensor, saved.ndim, saved.mixed)
             self._fields[saved.name] = field
             if saved.ndim is not None:
-                # Rows without the field have its fill value, as if it was never saved.
-                shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(self._table.size, saved.ndim)
-                self._table.add_column(_shapes(saved.name), np.int32, width=saved.ndim)
-                self._table.column(_shapes(saved.name))[:] = shapes
+                # Rows without the field show its fill, as they do where it was never saved.
+                shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
+                if not self._table.has_column(_shapes(saved.name)):
+                    self._table.add_column(_shapes(saved.name), np.int32, width=saved.ndim)
+                self._table.column(_shapes(saved.name))[start:] = shapes
 
     def spec(self, name: str, rows: Rows) -> FieldSpec:
         """Describe the field for these rows; a field without values is a placeholder."""

@@ -80,6 +80,8 @@ class PlaneState:
         self._discarded: list[Partition] = []
         self.incarnations = 0
         self.frozen = Frozen()
+        self.snapshots: set[object] = set()
+        """Those of which slices are still to be made."""
         self.calls = Calls()
 
     def touch(self, partition: str, task: str | None = None) -> None:
@@ -115,13 +117,13 @@ class PlaneState:
             self._discarded.append(partition)
 
     def tidy(self) -> None:
-        """Free a slice of the deleted partitions."""
-        if self._discarded and not self._discarded[-1].shrink(_SLICE):
+        """Free a slice of the partitions that are gone."""
+        if not self.is_tidy and not self._discarded[-1].shrink(_SLICE):
             self._discarded.pop()
 
     @property
     def is_tidy(self) -> bool:
-        return not self._discarded
+        return not self._discarded or bool(self.snapshots)  # these may still read what is gone
 
     def delete(self, indexes: Indexes) -> None:
         """Delete the values of these samples, none of which is in a partition now."""

@@ -24,12 +24,15 @@ class TagStore(Mapping[int, Tags]):
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self._num_freed = 0
+        self._watches: list[dict[int, bytes | None]] = []
 
     def put(self, row: int, tags: Tags, merge: bool) -> None:
         """Set the row's tags; ``merge`` keeps other existing tags."""
         if not self._table.has_column(_COLUMN):
             self._table.add_column(_COLUMN, np.object_, None)
         column = self._table.column(_COLUMN)
+        for watch in self._watches:
+            watch.setdefault(self._table.column("index").item(row), column[row])
         if merge and column[row]:
             tags = {**_decoder.decode(column[row]), **tags}
         column[row] = _encoder.encode(tags) if tags else None
@@ -60,28 +63,47 @@ class TagStore(Mapping[int, Tags]):
         column[len(column) - self._num_freed :][:count] = None
         return self._num_freed < len(column)
 
-    def save(self, rows: Rows) -> tuple[Rows, list[bytes]]:
-        """The positions of those rows that have tags, and their packed tags."""
+    def watch(self) -> dict[int, bytes | None]:
+        """From now on tags are kept in here before they change, for ``save``."""
+        self._watches.append({})
+        return self._watches[-1]
+
+    def unwatch(self, watch: dict[int, bytes | None]) -> None:
+        self._watches = [each for each in self._watches if each is not watch]
+
+    def save(self, indexes: Indexes, before: Mapping[int, bytes | None]) -> tuple[list[int], list[bytes]]:
+        """Which of these samples had tags when ``before`` began, by their position; and the tags, packed."""
         if not self._table.has_column(_COLUMN):
-            return np.empty(0, dtype=np.intp), []
-        packed = self._table.column(_COLUMN)[rows]
-        tagged = packed.nonzero()[0]
-        return tagged, packed[tagged].tolist()
+            return [], []
+        rows, found = self._table.find(indexes)
+        column = self._table.column(_COLUMN)[rows] if self._table.size else np.empty(len(rows), dtype=np.object_)
+        column[~found] = None
+        packed = column.tolist()
+        if before:
+            packed = [before.get(i, own) for i, own in zip(indexes.tolist(), packed, strict=True)]
+        return [at for at, own in enumerate(packed) if own], [own for own in packed if own]
 
     def load(self, rows: Rows, packed: Sequence[bytes]) -> None:
-        """Load tags of these rows into a new store. Raises msgspec.DecodeError for invalid tags."""
+        """Tags of these rows, which must have none. Raises msgspec.DecodeError for what are none."""
         if not len(packed):
             return
-        _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # as one msgpack array
-        self._table.add_column(_COLUMN, np.object_, None)
+        _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # a msgpack array of them
+        if not self._table.has_column(_COLUMN):
+            self._table.add_column(_COLUMN, np.object_, None)
         column = self._table.column(_COLUMN)
         for row, own in zip(rows.tolist(), packed, strict=True):
             column[row] = own
 
     def forget(self, rows: Rows) -> None:
-        """Delete the tags of these rows."""
-        if self._table.has_column(_COLUMN):
-            self._table.column(_COLUMN)[rows] = None
+        """These rows' samples are gone."""
+        if not self._table.has_column(_COLUMN):
+            return
+        column = self._table.column(_COLUMN)
+        for watch in self._watches:
+            for index, own in zip(self._table.column("index")[rows].tolist(), column[rows].tolist(), strict=True):
+                if own:
+                    watch.setdefault(index, own)
+        column[rows] = None
 
     def __getitem__(self, index: int) -> Tags:
         wanted = np.array([index], dtype=np.int64)

@@ -127,9 +127,10 @@ class KeyList(Reply, frozen=True):
 
 
 class Frozen(Reply, frozen=True):
-    """The queue's state, for ``Restore``."""
+    """A part of the queue's state. There are ``num_parts`` of them, the first one is number 0."""
 
     state: bytes
+    num_parts: int = 1
 
 
 AnyReply = (

@@ -298,6 +298,13 @@ class Freeze(Request, frozen=True):
     wait_s: Seconds = 30.0
 
 
+class ReadFrozen(Request, frozen=True):
+    """A further part of the state that a Freeze was answered with. ``call``: number of the Freeze."""
+
+    call: Call
+    part: Position
+
+
 class Thaw(Request, frozen=True):
     """The values are read. The reply names those that were cleared meanwhile: they may be deleted now.
 
@@ -316,21 +323,37 @@ class Stage(Request, frozen=True):
     indexes: bytes
 
 
+class RestorePart(Request, frozen=True):
+    """A part of a saved state, in order; nothing changes before Restore brings the last one.
+
+    ``begun``: number of the call with the first part, which a Cancel of the whole names. ``shift``: see Restore.
+    """
+
+    begun: Call
+    part: Position
+    state: bytes
+    shift: Position = 0
+
+
 class Restore(Request, frozen=True):
-    """Replace the state of the queue by a saved one, whose values are stored. Cleared names what was here before."""
+    """Replace the state of the queue by a saved one, whose values are stored. Cleared names what was here before.
+
+    ``shift``: what Stage answered. ``begun``: number of the first RestorePart, where ``state`` is the last part only.
+    """
 
     state: bytes
     shift: Position = 0
+    begun: Call = 0
 
 
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
-    | EvictClient | Freeze | Thaw | Stage | Restore
+    | EvictClient | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
-    Thaw, Stage, Restore,
+    Thaw, Stage, RestorePart, Restore,
 )  # fmt: skip
 """Requests whose answers a server may keep until the client says that it has them."""

@@ -42,6 +42,7 @@ from test_plane_machine import HEALTH, PlaneMachine
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.saved import SavedQueue
+from transfer_queue.control.slices import joined
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
@@ -52,8 +53,15 @@ SAVER = "saver"
 def save(plane: ControlPlane, now: float = 0.0) -> bytes:
     frozen = ask(plane, SAVER, p.Freeze, now=now)
     assert isinstance(frozen, p.Frozen), frozen
+    state = rest(plane, frozen)
     assert indexes(ask(plane, SAVER, p.Thaw, frozen.id)) == []
-    return frozen.state
+    return state
+
+
+def rest(plane: ControlPlane, frozen: p.Frozen) -> bytes:
+    """The whole state, once its other slices are read."""
+    others = [ask(plane, SAVER, p.ReadFrozen, frozen.id, part).state for part in range(1, frozen.num_parts)]
+    return joined([frozen.state, *others])
 
 
 def load(plane: ControlPlane, state: bytes, now: float = 0.0) -> Any:
