@@ -165,6 +165,11 @@ class Partition:
         if self.num_free:
             self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
 
+    def holds(self, indexes: Indexes) -> bool:
+        """Is one of these reserved and not published?"""
+        rows, found = self.table.find(indexes)
+        return bool(_HELD[self.table.column("state")[rows[found]]].any())
+
     def give_back(self, rows: Rows) -> Indexes:
         """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
         state = self.table.column("state")

@@ -380,19 +380,21 @@ class ControlPlane:
     def _admit_writers(self, now: float) -> list[To]:
         """Answer writers that fit, as the wait queue allows, and writers that can no longer succeed."""
         state, replies = self._state, []
-        for parked in state.writers.items():
-            refused = _guarded(parked.request.id, partial(writing.check, state, parked.request))
-            if refused is not None:
-                replies.append(self._answer_writer(parked, refused))
-            elif isinstance(parked.request, p.ResolveKeys):  # its keys may have been created or cleared
-                state.writers.resize(parked, writing.count_of(state, parked.request))
-        room = state.room()
-        admitted = state.writers.admit(2**62 if room is None else room)
-        for parked in admitted:
-            reply = _guarded(parked.request.id, partial(writing.admit, state, parked.client, parked.request))
-            assert reply is not None, "there is room for what the queue of writers admits"
-            replies.append(self._answer_writer(parked, reply))
-        return replies
+        while True:
+            for parked in state.writers.items():
+                refused = _guarded(parked.request.id, partial(writing.check, state, parked.request))
+                if refused is not None:
+                    replies.append(self._answer_writer(parked, refused))
+                elif isinstance(parked.request, p.ResolveKeys):  # its keys may have been created or cleared
+                    state.writers.resize(parked, writing.count_of(state, parked.request))
+            room = state.room()
+            admitted = state.writers.admit(2**62 if room is None else room)
+            if not admitted:
+                return replies
+            for parked in admitted:  # one of them may seal the partition that others wait for
+                reply = _guarded(parked.request.id, partial(writing.admit, state, parked.client, parked.request))
+                assert reply is not None, "there is room for what the queue of writers admits"
+                replies.append(self._answer_writer(parked, reply))
 
     def _answer_writer(self, parked: Parked, reply: p.Reply) -> To:
         self._state.waiters.remove(parked)

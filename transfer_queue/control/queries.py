@@ -106,7 +106,7 @@ def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
         keys[name] = _published_keys(partition, items)
         room, more = room - len(items), more or others
         last = items[-1][0] if items else last
-    return p.KeyList(request.id, keys, more, last)
+    return p.KeyList(request.id, keys, more, last if more else None)
 
 
 def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[str, p.Tags]:

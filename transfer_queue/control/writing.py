@@ -184,10 +184,10 @@ def held_up_by(state: PlaneState) -> str:
 
 
 def writers_of(state: PlaneState, partition: Partition) -> list[str]:
-    """Clients with reserved, unpublished samples of this partition."""
+    """Clients that have reserved samples of this partition, not published and not cleared since."""
     names = dict.fromkeys(
         record.client for record in state.calls
-        if isinstance(record, Reservation) and record.serial == partition.serial and len(record.indexes)
+        if isinstance(record, Reservation) and record.serial == partition.serial and partition.holds(record.indexes)
     )  # fmt: skip
     return list(names)
 

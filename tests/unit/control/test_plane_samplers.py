@@ -237,17 +237,6 @@ def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_sam
     refused(failed, "SamplerError", f"Own failed: {error.__name__}: on purpose")
 
 
-def test_ctrl_c_in_a_sampler_is_not_the_samplers(plane):
-    def interrupt(ready):
-        raise KeyboardInterrupt
-
-    put(plane, 1)
-    plane.state.tasks.set_sampler("train", Own(interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        fetch(plane, 1)
-    assert plane.running is None
-
-
 def test_the_plane_tells_which_sampler_runs_and_for_which_task(plane):
     seen = []
     plane.state.tasks.set_sampler("train", Own(lambda ready: seen.append(plane.running) or ([0], [0])))
