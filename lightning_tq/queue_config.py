@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_tq.checks import check_int
 from transfer_queue.errors import ConfigError, InvalidRequestError
-from transfer_queue.utils.memory import parse_bytes
 
 _SECTIONS = (
     "address", "listen", "key_file", "launch", "server_processes", "metrics", "client", "controller", "backend",
 )  # fmt: skip
+_SIZE = re.compile(r"\s*(?=[\d.]*[1-9])\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}
 """Backends that this version doesn't have. A shared configuration may still have sections for them."""
 
@@ -57,7 +58,7 @@ class QueueConfig:
             check_int("queue.units", self.units, 1)
         except InvalidRequestError as error:
             raise ConfigError(str(error)) from None
-        if self.memory not in (None, "auto") and not parse_bytes(self.memory):
+        if self.memory not in (None, "auto") and not _SIZE.fullmatch(str(self.memory)):
             raise ConfigError(
                 f"queue.memory must be 'auto', null, a number of bytes above 0 or a text such as '4GiB', got "
                 f"{self.memory!r}."

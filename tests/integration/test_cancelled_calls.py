@@ -66,7 +66,7 @@ def test_a_batch_with_its_values_takes_nothing_and_keeps_no_memory(client, other
         return await cancelled_too_late(client.async_fetch_batch(fetch_of(["x"], 2, name, "t")), other, name)
 
     assert asyncio.run(go())["tasks"]["t"]["consumed"] == 2
-    assert numbers(other, name)["tasks"]["t"]["consumed"] == 0
+    assert until(lambda: numbers(other, name)["tasks"]["t"]["consumed"] == 0)
     assert until(lambda: pins(other) == 0)
 
 
@@ -124,7 +124,7 @@ def test_a_reservation_is_given_back(client, other, name):
         assert (await cancelled_too_late(client.session.send(reserve, p.Reserved), other, name))["held"] == 3
 
     asyncio.run(go())
-    assert (numbers(other, name)["held"], numbers(other, name)["samples"]) == (0, 0)
+    assert until(lambda: (numbers(other, name)["held"], numbers(other, name)["samples"]) == (0, 0))
 
 
 def test_a_put_by_key_is_there_whole(client, other, name):
@@ -149,5 +149,5 @@ def test_a_fetch_takes_nothing(client, other, name, timeout_s):
         return await cancelled_too_late(call, other, name)
 
     assert asyncio.run(go())["tasks"]["t"]["consumed"] == 2
-    assert numbers(other, name)["tasks"]["t"]["consumed"] == 0
+    assert until(lambda: numbers(other, name)["tasks"]["t"]["consumed"] == 0)
     assert other.get_data(other.get_meta(["x"], 4, name, task_name="t"))["x"].tolist() == [0, 1, 2, 3]

@@ -171,7 +171,7 @@ def test_what_a_killed_writer_had_published_replaces_what_was_there(client, name
 def put_what_is_refused_and_die(partition: str, indexes: list[int]) -> None:
     """Its samples are cleared when it publishes, and it dies before it aborts its write."""
     client = tq.get_client()
-    client.storage_manager.abort = die
+    client.session.cancel = die
     meta = tq.BatchMeta(indexes, [partition] * 2)
     with before(client, p.Publish, lambda: client.clear_samples(meta[:1])):
         client.put(rows(b=torch.arange(2)), metadata=meta)

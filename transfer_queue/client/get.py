@@ -204,9 +204,8 @@ class Gets(ClientBase):
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         await self.session.config()
-        data = await self.storage_manager.get_data(metadata)
-        self._unread.read(metadata)
-        return data
+        self._unread.read(metadata)  # first, so that the read itself says that the metadata has arrived
+        return await self.storage_manager.get_data(metadata)
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already.

@@ -182,10 +182,12 @@ class Front:
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
         answers = self._of_plane(self.plane.handle(client, request, now))
-        if self._janitor is not None and isinstance(request, p.Publish) and request.begun:
+        if self._janitor is not None and isinstance(request, p.Reserve | p.CheckFields | p.ResolveKeys):
+            self._janitor.began(client, request.id)
+        elif self._janitor is not None and isinstance(request, p.Publish) and request.begun:
             own = [answer.reply for answer in answers if (answer.client, answer.reply.id) == (client, request.id)]
             if not any(isinstance(reply, p.Failed) for reply in own):
-                self._janitor.published(client, request.id, request.begun)
+                self._janitor.published(client, request.begun)
         return answers
 
     def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:
@@ -343,9 +345,7 @@ class Front:
             return [Answer(client, p.Done(cancel.id)), *answers]
         replies = self._of_plane(self.plane.handle(client, cancel, now))
         if self._janitor is not None:
-            self._janitor.cancelled(
-                client, cancel.call, p.Done(cancel.id, "undone") in [each.reply for each in replies]
-            )
+            self._janitor.cancelled(client, cancel.call)
         return [*answers, *replies]
 
     def _drop(self, client: str, number: int) -> None:

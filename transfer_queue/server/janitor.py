@@ -25,34 +25,38 @@ class Janitor:
 
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
-        self._published: dict[str, dict[int, int]] = {}
+        self._writes: dict[str, dict[int, bool]] = {}  # by client and the call that began it: is it published?
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tq-janitor", daemon=True)
         self._thread.start()
 
-    def published(self, client: str, call: int, write: int) -> None:
-        """This call publishes that write, which its client has still to commit."""
-        self._published.setdefault(client, {})[call] = write
+    def began(self, client: str, write: int) -> None:
+        """This call begins a write, whose values the client stores, publishes and commits in calls of their own."""
+        self._writes.setdefault(client, {})[write] = False
+
+    def published(self, client: str, write: int) -> None:
+        """The write that this call began is published. Its client has still to commit it."""
+        self._writes.setdefault(client, {})[write] = True
 
     def received(self, client: str, calls: Iterable[int]) -> None:
-        """The client has committed what these calls published."""
-        own = self._published.get(client)
+        """The client is done with these calls: what they began is committed."""
+        own = self._writes.get(client)
         if own is None:
             return
         for call in calls:
             own.pop(call, None)
         if not own:
-            del self._published[client]
+            del self._writes[client]
 
-    def cancelled(self, client: str, call: int, undone: bool) -> None:
+    def cancelled(self, client: str, call: int) -> None:
         """The client has given this call up. Where it began a write, that is committed if published, else aborted."""
-        published = [number for number, write in self._published.get(client, {}).items() if write == call]
-        self.received(client, published)
-        if published or undone:
-            self._jobs.put(lambda: self._storage.end_write(client, call, bool(published)))
+        published = self._writes.get(client, {}).get(call)
+        if published is not None:
+            self.received(client, [call])
+            self._jobs.put(lambda: self._storage.end_write(client, call, published))
 
     def end_session(self, client: str) -> None:
-        published = list(self._published.pop(client, {}).values())
+        published = [write for write, is_published in self._writes.pop(client, {}).items() if is_published]
         self._jobs.put(lambda: self._storage.end_session(client, published))
 
     def delete(self, indexes: Any) -> None:
