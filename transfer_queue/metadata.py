@@ -51,7 +51,6 @@ class BatchMeta(Annotations):
     """
 
     __slots__ = (
-        "__weakref__",
         "_batch_index",
         "_custom_backend_meta",
         "_token",
@@ -371,7 +370,7 @@ class BatchMeta(Annotations):
         self.production_status = np.array(self.production_status, dtype=np.int8)
 
 
-_ATTRIBUTES = (*Annotations.__slots__, *(name for name in BatchMeta.__slots__ if name != "__weakref__"))
+_ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
 # Not the snapshot of the tags: it says how the batch came about, not what it is.
 _COMPARED = tuple(name for name in _ATTRIBUTES if name != "_tags_as_made")
 

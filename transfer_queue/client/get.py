@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, Invali
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata_wire import to_meta
 from transfer_queue.storage.base import InFront
-from transfer_queue.transport.session import Session
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
@@ -50,41 +48,8 @@ class FetchedBatch:
             await front.closed(self._call)
 
 
-class Unread:
-    """Metadata that was fetched and whose values were not read yet. Until then ``clear_consumed`` spares its samples.
-
-    A batch counts as read when ``get_data`` has given its values, or when nothing refers to its metadata any more.
-    """
-
-    def __init__(self) -> None:
-        self._batches: dict[int, weakref.finalize[Any, BatchMeta]] = {}  # by the metadata's identity while it lives
-
-    def kept(self, meta: BatchMeta, call: int, session: Session) -> BatchMeta:
-        """The same metadata; ``call`` fetched it, and the server keeps that call's answer."""
-        key = id(meta)
-        session.hold(call)
-
-        def read() -> None:
-            self._batches.pop(key, None)
-            session.release(call)
-
-        self._batches[key] = weakref.finalize(meta, read)
-        self._batches[key].atexit = False
-        return meta
-
-    def read(self, meta: BatchMeta) -> None:
-        """Its values are here."""
-        finalizer = self._batches.get(id(meta))
-        if finalizer is not None:
-            finalizer()
-
-
 class Gets(ClientBase):
     """``async_get_meta``, ``async_get_data``, and what a stream is made of."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._unread = Unread()
 
     async def async_get_meta(
         self,
@@ -135,12 +100,12 @@ class Gets(ClientBase):
         polling = bool((await self.session.config())["controller"]["polling_mode"])
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
-        reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()), keep=True)
+        reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
             raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
-        return self._unread.kept(to_meta(reply), reply.id, self.session)
+        return to_meta(reply)
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
         """In pages, so that a large partition holds up no other client."""
@@ -176,8 +141,8 @@ class Gets(ClientBase):
                 await front.closed(fetch.id)
             raise
 
-    async def _fetched(self, fetch: p.Fetch, keep: bool = False) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
-        reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s, keep=keep)
+    async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
+        reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s)
         if isinstance(reply, p.Ended):
             raise EndOfPartitionError(
                 f"no more batches of partition {fetch.partition!r} for task {fetch.task!r}: it is {reply.reason}; "
@@ -204,7 +169,6 @@ class Gets(ClientBase):
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         await self.session.config()
-        self._unread.read(metadata)  # first, so that the read itself says that the metadata has arrived
         return await self.storage_manager.get_data(metadata)
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:

@@ -60,7 +60,7 @@ class Keys(Puts):
 
     async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
         """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}."""
-        names = [partition_id] if partition_id is not None else await self.async_get_partition_list()
+        names = [partition_id] if partition_id is not None else await self._partitions()
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name in names:
             page = await self.session.ask(p.ListKeys, p.KeyList, name)
@@ -69,6 +69,9 @@ class Keys(Puts):
                 page = await self.session.ask(p.ListKeys, p.KeyList, name, page.last)
                 found.setdefault(name, {}).update(page.keys.get(name, {}))
         return found
+
+    async def _partitions(self) -> list[str]:
+        return [str(name) for name in (await self.session.ask(p.ListPartitions, p.Names)).names]
 
 
 def check_keys(keys: Sequence[str] | str) -> list[str]:

@@ -57,7 +57,6 @@ class Session:
     def _begin(self) -> None:
         self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}", self._server_key)
         self._received: dict[str, set[int]] = {}
-        self._held: set[int] = set()
         self._memory = threading.Condition()
         self._num_copying = 0
         self._closed = False
@@ -99,16 +98,6 @@ class Session:
     def done(self, peer: Peer, *calls: int) -> None:
         """These kept calls are done, so the server may delete their answers."""
         self._received.setdefault(peer.address, set()).update(calls)
-
-    def hold(self, call: int) -> None:
-        """The controller keeps this call's answer until ``release``, or until the session ends with a goodbye."""
-        self._held.add(call)
-
-    def release(self, call: int) -> None:
-        """See ``hold``. It may be called while garbage is collected."""
-        if call in self._held:  # else it is of the parent of this process, which was forked
-            self._held.discard(call)
-            self.done(self.controller, call)
 
     async def tell_done(self, *calls: int) -> None:
         """As ``done`` of the controller, and said now: others may wait for it. Nothing is left to cancel."""
@@ -240,7 +229,6 @@ class Session:
         self.caller.close()
 
     async def _say_goodbye(self) -> None:
-        self.done(self.controller, *self._held)
         with contextlib.suppress(TransferQueueError):  # it may be gone already, and with it what it knew of us
             await self.call_many([(self.controller, p.Goodbye(self.number()), ())], _GOODBYE_TIMEOUT_S)
 
