@@ -24,7 +24,7 @@ from transfer_queue.transport.modes import run_blocking
 SLOW = float(os.environ.get("TQ_TEST_SLOW", "1"))
 """Deadlines are multiplied by it; a busy machine needs 4 or so."""
 NOTICE_S = 10.0 * SLOW
-SERVED_S = 5.0 * SLOW
+SERVED_S = 15.0 * SLOW
 IMPATIENT_S = 0.2
 
 
