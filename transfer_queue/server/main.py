@@ -93,7 +93,7 @@ def make_front(
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
     if unit is None:
         janitor = _janitor(conf)
-    watchdog = Watchdog(lambda: getattr(plane, "running", None))
+    watchdog = Watchdog(lambda: plane.running)
     front = Front(conf, plane, unit, janitor)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
 

@@ -23,22 +23,6 @@ from transfer_queue import protocol as p
 from transfer_queue.server.front import PER_TURN, Front
 from transfer_queue.storage.shm.messages import Delete, Release, Rows, decode_answer
 
-
-@pytest.fixture
-def front() -> Front:
-    return front_of()
-
-
-@pytest.fixture
-def me(front) -> Client:
-    return Client(front, "me")
-
-
-@pytest.fixture
-def other(front) -> Client:
-    return Client(front, "other")
-
-
 # ---- fetches ----
 
 

@@ -25,21 +25,6 @@ from transfer_queue.server.front import Front
 from transfer_queue.storage.shm.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
 
 
-@pytest.fixture
-def front() -> Front:
-    return front_of()
-
-
-@pytest.fixture
-def me(front) -> Client:
-    return Client(front, "me")
-
-
-@pytest.fixture
-def other(front) -> Client:
-    return Client(front, "other")
-
-
 def stored(samples: int, nbytes: int = NBYTES) -> Held:
     """So many visible samples, and nothing else."""
     return Held(samples=samples, values=samples, held_nbytes=samples * nbytes)

@@ -16,22 +16,6 @@ from transfer_queue.server.front import Front
 from transfer_queue.storage.shm.messages import AskUnitStats, Lease, Leased, Release, UnitStats
 from transfer_queue.storage.shm.unit import StorageUnit
 
-
-@pytest.fixture
-def front() -> Front:
-    return front_of()
-
-
-@pytest.fixture
-def me(front) -> Client:
-    return Client(front, "me")
-
-
-@pytest.fixture
-def other(front) -> Client:
-    return Client(front, "other")
-
-
 # ---- the beginning and the end of a session ----
 
 
