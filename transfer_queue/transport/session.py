@@ -30,6 +30,9 @@ R = TypeVar("R", bound=p.Reply)
 _HELLO_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 1.0
 _BEFORE_THE_SERVERS = 20
+_COPYING_LOOK_S = 2e-3
+"""How often ``close`` looks whether the copies of other threads have ended. Those could not tell it through a lock, as
+Ctrl-C might leave that locked."""
 
 Ask = tuple[Peer, p.Request, Sequence[Buffer]]
 """A request, its server, and its frames."""
@@ -57,8 +60,7 @@ class Session:
     def _begin(self) -> None:
         self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}", self._server_key)
         self._received: dict[str, set[int]] = {}
-        self._memory = threading.Condition()
-        self._num_copying = 0
+        self._copying: set[object] = set()
         self._closed = False
 
     # ---- calls ----
@@ -201,16 +203,14 @@ class Session:
     @contextmanager
     def using_memory(self) -> Iterator[None]:
         """Inside, ``close`` waits, so that this session's leases and pins stay its own."""
-        with self._memory:
+        copying = object()
+        try:  # each step is one of Python's, so Ctrl-C leaves neither a lock nor a count behind
+            self._copying.add(copying)
             if self._closed:
                 raise ClosedError("this client was closed; make a new one, or call init() again.")
-            self._num_copying += 1
-        try:
             yield
         finally:
-            with self._memory:
-                self._num_copying -= 1
-                self._memory.notify_all()
+            self._copying.discard(copying)
 
     def close(self) -> None:
         """Say goodbye if the controller is there, then close every socket. Idempotent, never raises."""
@@ -220,10 +220,10 @@ class Session:
             self._farewell = None
         if self._pid != os.getpid():
             return
-        with self._memory:
-            self._closed = True
-            while self._num_copying:
-                self._memory.wait()
+        self._closed = True
+        turn = threading.Event()
+        while self._copying:
+            turn.wait(_COPYING_LOOK_S)
         if known:
             run_blocking(self._say_goodbye())
         self.caller.close()
