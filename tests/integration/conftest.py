@@ -40,7 +40,7 @@ def own_temporary_directory() -> Iterator[Path]:
 
 def left_over(directory: Path) -> dict[str, set[Any]]:
     return {
-        "threads": {thread.name for thread in threading.enumerate()},
+        "threads": {name for each in threading.enumerate() if not (name := each.name).startswith("pytest_timeout")},
         "processes": {child.pid for child in own_processes()},
         "directories": {path.name for path in directory.glob("tq-*")},
         "addresses": {os.environ[name] for name in ("TQ_ADDRESS",) if name in os.environ},
