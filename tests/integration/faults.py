@@ -98,8 +98,7 @@ def check_served(conf: Any, partition: str = "served") -> None:
 
 @contextmanager
 def ctrl_c(after_s: float) -> Iterator[None]:
-    """Inside, Ctrl-C comes after so many seconds, as KeyboardInterrupt also where tests run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Inside, Ctrl-C comes after so many seconds."""
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
@@ -107,7 +106,6 @@ def ctrl_c(after_s: float) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        signal.signal(signal.SIGINT, before)
 
 
 # ---- strangers ----

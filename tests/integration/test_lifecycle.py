@@ -166,7 +166,6 @@ def own_a_queue(processes: str, in_thread: bool, up: Any) -> None:
     class Local(tq.SequentialSampler):
         """Can't be imported elsewhere, so the controller stays in this process."""
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where the tests run without a terminal
     tq.init({"server_processes": processes, "controller": {"sampler": Local() if in_thread else "SequentialSampler"}})
     up.set()
     signal.pause()

@@ -37,8 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensor
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 READER = """
-import signal, sys, tempfile, warnings
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import sys, tempfile, warnings
 warnings.simplefilter("ignore")
 sys.path[:0] = [sys.argv[1], str(__import__("pathlib").Path(sys.argv[1]).parents[1])]
 import transfer_queue as tq
