@@ -95,6 +95,7 @@ def test_a_call_that_nobody_finishes_leaves_nothing_behind(desk):
 def test_closing_the_caller_ends_what_was_begun(tmp_path, kind):
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         caller = make_caller("me")
+        assert run_blocking(asked(caller, peer, b"echo")) == [b"echo"]
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
         caller.close()
         with pytest.raises(ClosedError):

@@ -420,3 +420,24 @@ def test_what_was_said_before_closing_arrives(tmp_path):
         caller.close()
         until(lambda: served.gone == ["me"])
         assert served.said == [b"%d" % number for number in range(200)]
+
+
+def _end_many_servers(num_servers: int) -> None:
+    for _ in range(num_servers):
+        caller = make_caller()
+        server = SocketServer("tcp://127.0.0.1:0", keys=KEYS)
+        thread = threading.Thread(target=server.serve, args=(Desk(),), daemon=True)
+        thread.start()
+        Begun(caller.call_many([Call(Peer("desk", server.address), b"park")], 60.0))
+        caller.close()
+        server.stop()
+        thread.join(JOIN_S)
+        assert not thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_server_ends_although_a_client_leaves_in_its_handshake():
+    process = multiprocessing.get_context("fork").Process(target=_end_many_servers, args=(5000,))  # 1 in 3000 hung
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
 _MESSAGES_PER_TURN = 64
+_END_S = 2 * LINGER_MS / 1000
 
 
 class _Route:
@@ -170,7 +172,10 @@ class TcpListener:
         os.close(self._again)
         self._routes.clear()
         self._router.close(linger=LINGER_MS)
-        self._context.term()
+        # ZMQ 4.3.5 may wait here for ever if a client leaves during its handshake (libzmq's issue 2733).
+        ending = threading.Thread(target=self._context.term, name="tq-tcp-end", daemon=True)
+        ending.start()
+        ending.join(_END_S)
 
 
 def _bound(context: zmq.Context[Any], address: str, keys: ServerKeys | None) -> Any:
