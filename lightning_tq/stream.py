@@ -55,13 +55,13 @@ class Stream:
     A partition without end then takes bounded memory. A list adds tasks that may start later. False: samples stay
     until their partition is cleared."""
     num_workers: int = 0
-    """DataLoader worker processes. 0 is right for most streams, because a thread prefetches in any case."""
+    """DataLoader worker processes. 0 is right for most streams, because batches are requested ahead anyway."""
     persistent_workers: bool = False
     """Keep the workers from one epoch to the next. Needs num_workers of 1 or more."""
     multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
     """How workers start. Needs num_workers of 1 or more. Default: torch's choice on this system."""
-    prefetch_batches: int = 2
-    """Batches fetched ahead, per worker. 0: each is fetched when the loop asks for it."""
+    prefetch: bool = True
+    """Request the next batch while the loop is busy with this one. False: request it when the loop asks for it."""
     layout: Literal["dense", "jagged"] = "dense"
     """Tensor fields are dense where the rows' shapes agree ("dense"), or always jagged nested tensors ("jagged")."""
     timeout_s: float | None = None
@@ -105,7 +105,7 @@ class Stream:
             )
 
     def _check_sizes(self) -> None:
-        least = {"batch_size": 1, "micro_batch_size": 1, "num_batches": 1, "num_workers": 0, "prefetch_batches": 0}
+        least = {"batch_size": 1, "micro_batch_size": 1, "num_batches": 1, "num_workers": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
             if value is None and name in ("micro_batch_size", "num_batches"):

@@ -122,7 +122,7 @@ class StreamReader:
             dp_rank=topology.dp_rank,
             dp_size=topology.dp_size,
             sampling_config=stream.sampling_config,
-            prefetch_batches=stream.prefetch_batches,
+            prefetch=stream.prefetch,
             layout=stream.layout,
             timeout_s=stream.timeout_s,
             should_stop=should_stop,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_tq.datamodule import TQDataModule
 
 _HARMLESS_WARNINGS = (
-    # A thread prefetches, whatever num_workers is.
+    # Batches are requested ahead, whatever num_workers is.
     r"The '.*_dataloader' does not have many workers",
     # Workers share one stream, so the length is right for any number of them.
     r"Your `IterableDataset` has `__len__` defined",

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from transport_kit import JOIN_S, Desk, calls, desk_behind, make_caller, served_by_thread, until
+from transport_kit import JOIN_S, Desk, calls, make_caller, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Peer
@@ -39,17 +39,6 @@ def test_a_call_begun_in_one_thread_is_finished_in_another(desk):
     assert answers == [b"echo"]
 
 
-@pytest.mark.parametrize("kind", ["local", "unix"])
-def test_an_answer_is_near_when_it_has_come_and_not_while_its_request_is_parked(tmp_path, kind):
-    with desk_behind(kind, tmp_path) as (make, peer, _):
-        caller = make()
-        begun = Begun(asked(caller, peer, b"park"))
-        assert not begun.is_near()
-        run_blocking(asked(caller, peer, b"free"))
-        until(begun.is_near)
-        assert begun.finish() == [b"park"]
-
-
 def test_only_what_is_asked_first_is_begun(desk):
     make, peer, _ = desk
     caller, stages = make(), []
@@ -70,7 +59,7 @@ def test_a_call_with_nothing_to_ask_is_over_when_it_is_begun():
         return 42
 
     begun = Begun(answer())
-    assert (begun.is_near(), begun.finish()) == (True, 42)
+    assert begun.finish() == 42
 
 
 def test_what_goes_wrong_before_anything_is_asked_is_raised_at_once(desk):
@@ -115,7 +104,6 @@ def test_a_server_that_ends_meanwhile_is_told(tmp_path, kind):
     caller = make_caller("me")
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
-    until(begun.is_near)
     with pytest.raises(QueueUnreachableError, match="has ended"):
         begun.finish()
     caller.close()

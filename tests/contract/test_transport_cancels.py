@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from transport_kit import JOIN_S, Desk, make_caller, served_by_thread, until
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Call, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import Begun, cancel_on, run_blocking
+from transfer_queue.transport.modes import Begun, run_blocking
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 
@@ -178,20 +177,6 @@ def test_a_call_that_was_sent_in_part_goes_out_whole_and_its_cancel_behind_it(sl
     assert drive(story()) == [b"echo"]
     assert served.order == [(b"park", False), (b"cancel park", True), (b"echo", False)]
     assert [set(frame) for frame in served.frames] == [{1}]
-
-
-def test_a_blocked_call_that_its_own_process_gives_up_is_cancelled(tmp_path, kind):
-    served, caller = Desk(), make_caller("me")
-    read, write = os.pipe()
-    os.write(write, b"x")
-    with served_by_thread(tmp_path, served, kind) as (peer, _):
-        with cancel_on(read), pytest.raises(ClosedError, match="cancelled"):
-            run_blocking(caller.call_many(revocable(peer, b"park"), 60.0))
-        assert answers(run_blocking(caller.call_many(revocable(peer, b"echo"), 10.0))) == [b"echo"]
-        assert served.said == [b"cancel park"]
-        caller.close()
-    os.close(read)
-    os.close(write)
 
 
 @DRIVES

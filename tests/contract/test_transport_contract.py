@@ -20,7 +20,7 @@ from transport_kit import JOIN_S, Desk, calls, held, make_caller, served_by_proc
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import cancel_on, run_blocking
+from transfer_queue.transport.modes import run_blocking
 
 AT_ONCE_S = 2.0
 """Far below every timeout of these tests; generous for a loaded machine."""
@@ -352,16 +352,6 @@ def test_after_closing_every_call_fails_and_closing_again_is_harmless(peer, driv
     caller.close()
     with pytest.raises(ClosedError):
         drive(caller.call_many(calls(peer, b"echo"), 10.0))
-
-
-def test_a_blocked_call_ends_when_its_descriptor_becomes_readable(caller, peer):
-    read, write = os.pipe()
-    os.write(write, b"x")
-    with cancel_on(read), pytest.raises(ClosedError, match="cancelled"):
-        run_blocking(caller.call_many(calls(peer, b"park"), 60.0))
-    assert headers(run_blocking(caller.call_many(calls(peer, b"free"), 10.0))) == [b"free"]
-    os.close(read)
-    os.close(write)
 
 
 @DRIVES

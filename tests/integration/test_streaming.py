@@ -45,14 +45,14 @@ def no_prefetch_left() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("workers", "method", "prefetch"),
-    [(0, None, 2), (0, None, 0), (1, "fork", 2), (2, "fork", 2), (3, "fork", 0), (2, "spawn", 1)],
+    [(0, None, True), (0, None, False), (1, "fork", True), (2, "fork", True), (3, "fork", False), (2, "spawn", True)],
 )
 def test_one_loader_reads_each_sample_once_and_follows_reset_step_and_state(
     queue, client, name, workers, method, prefetch
 ):
     produce(client, name, [5, 1, 30, 11])  # 47 samples: eleven batches of four and a short one
     produce(client, f"{name}/next", [9], first=500)
-    made = loader(queue, name, workers, method, micro=3, prefetch_batches=prefetch, persistent_workers=workers > 0)
+    made = loader(queue, name, workers, method, micro=3, prefetch=prefetch, persistent_workers=workers > 0)
     whole = cut(47, 4, 3)
     assert read(made) == whole
     assert read(made) == [], "the stream has ended"
@@ -66,7 +66,7 @@ def test_one_loader_reads_each_sample_once_and_follows_reset_step_and_state(
 
 @WORKERS
 def test_a_reader_ahead_takes_no_samples_of_a_batch_that_another_waits_for(queue, client, name, workers):
-    made = loader(queue, name, workers, prefetch_batches=4, timeout_s=WAIT_S)
+    made = loader(queue, name, workers, timeout_s=WAIT_S)
     items = iter(made)
     for turn in range(6):  # as on-policy producers do: just enough for the next two batches
         produce(client, name, [8], seal=False, first=8 * turn)
@@ -74,7 +74,7 @@ def test_a_reader_ahead_takes_no_samples_of_a_batch_that_another_waits_for(queue
 
 
 def test_the_same_holds_for_a_fetch_function_of_the_users(queue, client, name):
-    made = loader(queue, name, 3, prefetch_batches=4, fetch_batch_fn=partial(default_fetch_batch_fn), timeout_s=WAIT_S)
+    made = loader(queue, name, 3, fetch_batch_fn=partial(default_fetch_batch_fn), timeout_s=WAIT_S)
     produce(client, name, [24], seal=False)
     assert take(iter(made), 6) == cut(24, 4)
 
@@ -154,7 +154,7 @@ def test_a_plain_dataloader_with_workers_duplicates_nothing(queue, client, name)
 @WORKERS
 def test_the_state_is_what_was_taken_and_not_what_was_fetched_ahead(queue, client, name, workers):
     produce(client, name, [40])
-    first = loader(queue, name, workers, micro=2, prefetch_batches=3)
+    first = loader(queue, name, workers, micro=2)
     items = iter(first)
     assert take(items, 5) == cut(40, 2)[:5]
     state = first.state_dict()
@@ -181,7 +181,7 @@ def test_a_state_that_is_none_is_refused(queue, name, state):
 def _read_slowly(conf: Any, partition: str, pauses: list[float], told: Any, **options: Any) -> None:
     from threading import Event
 
-    made = loader(conf, partition, prefetch_batches=1, **options)
+    made = loader(conf, partition, **options)
     for position, item in enumerate(made):
         Event().wait(pauses[position % len(pauses)])
         told.put(numbers(item))

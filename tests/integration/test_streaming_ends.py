@@ -112,7 +112,7 @@ def test_should_stop_ends_a_stream_that_waits(queue, client, name, workers):
 def test_an_iterator_dropped_while_it_waits_is_gone_at_once(queue, client, name, workers, persistent, begun):
     before = worker_pids()
     produce(client, name, [4], seal=False)
-    made = loader(queue, name, workers, persistent_workers=persistent, task=name, prefetch_batches=2)
+    made = loader(queue, name, workers, persistent_workers=persistent, task=name)
     items = iter(made)
     if begun:
         assert take(items, 1) == [[0, 1, 2, 3]]
@@ -299,7 +299,6 @@ def test_balanced_shares_of_two_ranks(queue, client, name):
         ({"fields": []}, "at least one field"),
         ({"rank": -1}, "dp_rank must be at least 0"),
         ({"rank": 2, "dp_size": 2}, "dp_rank 2 with dp_size 2"),
-        ({"prefetch_batches": -1}, "prefetch_batches must be at least 0"),
         ({"fetch_batch_fn": lambda: None}, "neither by name nor by position"),
         ({"layout": "square"}, "layout"),
     ],
@@ -353,12 +352,13 @@ def test_an_ended_fetch_is_an_error_for_who_asks_by_hand(queue, client, name):
 
 
 def test_samples_that_come_when_one_worker_has_seen_the_end_are_left_to_the_next_pass(queue, client, name):
-    produce(client, name, [28], seal=False)
+    produce(client, name, [24], seal=False)
     made = loader(queue, name, 2, should_check_consumption_status=True)
     items = iter(made)
-    while not client.check_consumption_status(TASK, name):  # the workers have fetched all
+    while not client.check_consumption_status(TASK, name):  # each worker has fetched two batches and requested a third
         pass
+    first = take(items, 1)
     for _ in range(100):  # and one of them asks for more
         client.check_consumption_status(TASK, name)
-    produce(client, name, [24], seal=False, first=28)
-    assert [*read(items), *read(made), *read(made)] == cut(52, 4)
+    produce(client, name, [24], seal=False, first=24)
+    assert [*first, *read(items), *read(made), *read(made)] == cut(48, 4)

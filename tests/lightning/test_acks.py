@@ -43,7 +43,7 @@ def state(dm: TQDataModule, partition: str = "train", task: str = "learn") -> St
 
 
 def test_without_checkpoints_a_batch_is_acknowledged_at_the_end_of_its_step(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train", micro_batch_size=2, prefetch_batches=0))
+    dm = data(train=stream("train", micro_batch_size=2, prefetch=False))
     fill(dm.client, "train", 16)
     watched = Watched(dm)
     trainer(callbacks=[watched]).fit(Recorder(), datamodule=dm)

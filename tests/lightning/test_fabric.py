@@ -119,14 +119,14 @@ def in_flight(loader: FabricLoader) -> int:
 
 
 def test_a_batch_is_acknowledged_when_the_loop_asks_for_the_next_one(fabric: Fabric) -> None:
-    with FabricLoader(fabric, stream(prefetch_batches=0), {"units": 1}) as loader:
+    with FabricLoader(fabric, stream(prefetch=False), {"units": 1}) as loader:
         fill(loader.client, "train", 12)
         assert [in_flight(loader) for _ in loader] == [1, 1, 1]
         assert in_flight(loader) == 0
 
 
 def test_after_the_first_state_dict_batches_wait_for_the_next_one(fabric: Fabric) -> None:
-    with FabricLoader(fabric, stream(prefetch_batches=0), {"units": 1}) as loader:
+    with FabricLoader(fabric, stream(prefetch=False), {"units": 1}) as loader:
         fill(loader.client, "train", 24)
         held = []
         for number, _ in enumerate(loader):

@@ -26,7 +26,7 @@ def flat(lists: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_batches": 0}],
+    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch": False}],
     ids=["thread", "workers", "persistent workers"],
 )
 def test_every_sample_is_trained_once_in_the_epoch_of_its_partition(

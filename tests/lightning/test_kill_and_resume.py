@@ -93,7 +93,7 @@ SINGLE: dict[str, dict[str, Any]] = {
         "save_every": 3,
     },
     "steps in the name of the partition": {
-        "stream": {"partition": "step@{global_step}", "batch_size": 5, "num_workers": 1, "prefetch_batches": 4},
+        "stream": {"partition": "step@{global_step}", "batch_size": 5, "num_workers": 1},
         "trainer": {"max_epochs": 3, "accumulate_grad_batches": 2, "check_val_every_n_epoch": 1},
         "save_every": 1,
     },

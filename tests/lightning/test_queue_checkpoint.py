@@ -197,7 +197,7 @@ def test_a_checkpoint_on_an_exception_is_saved_even_if_the_queue_died(
                 psutil.wait_procs(servers, timeout=20)
             return super().training_step(batch, batch_idx)
 
-    dm = data(train=stream("train", prefetch_batches=0))
+    dm = data(train=stream("train", prefetch=False))
     fill(dm.client, "train", 40)
     dm.client.save_checkpoint(queue_path(folder / "failed.ckpt"))  # from an earlier run
     callbacks = [TQCheckpoint(), OnExceptionCheckpoint(folder, filename="failed")]

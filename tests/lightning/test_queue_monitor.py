@@ -49,7 +49,7 @@ class Logged(Callback):
 
 
 def test_slow_training_shows_samples_ready_and_no_waiting(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train", num_batches=5, prefetch_batches=0))
+    dm = data(train=stream("train", num_batches=5, prefetch=False))
     fill(dm.client, "train", 40)
     logged = Logged()
     trainer(callbacks=[QueueMonitor(), logged]).fit(Slow(train_s=0.1), datamodule=dm)
@@ -77,7 +77,7 @@ def test_slow_generation_shows_waiting_and_nothing_ready(data: Make, trainer: Ma
 
 
 def test_values_come_every_n_batches_and_exclude_validation(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train", num_batches=4, prefetch_batches=0), val=stream("val", task="evaluate"))
+    dm = data(train=stream("train", num_batches=4, prefetch=False), val=stream("val", task="evaluate"))
     fill(dm.client, "train", 16)
     fill(dm.client, "val", 4)
     logged = Logged()

@@ -9,7 +9,7 @@ from typing import Any
 from transfer_queue.errors import InvalidRequestError
 
 
-def check_sizes(batch_size: int, micro_batch_size: int, prefetch_batches: int) -> None:
+def check_sizes(batch_size: int, micro_batch_size: int) -> None:
     """Raises ValueError with the value seen, like the checks below."""
     if batch_size < 1:
         raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}.")
@@ -17,8 +17,6 @@ def check_sizes(batch_size: int, micro_batch_size: int, prefetch_batches: int) -
         raise InvalidRequestError(f"micro_batch_size must be at least 1, got {micro_batch_size}.")
     if micro_batch_size > batch_size:
         raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than batch_size {batch_size}.")
-    if prefetch_batches < 0:
-        raise InvalidRequestError(f"prefetch_batches must be at least 0, got {prefetch_batches}.")
 
 
 def check_ranks(dp_rank: int, dp_size: int | None) -> None:

@@ -1,46 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of batches, some of them prefetched: by a thread, or by the reader if that is faster."""
+"""A stream of batches; each is requested before the one ahead of it is copied, so the reader rarely waits."""
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Protocol
 
-from transfer_queue.dataloader.pipeline import Fetch, Fetched, Pipeline
-from transfer_queue.dataloader.turns import Turns
-from transfer_queue.errors import ClosedError
+from transfer_queue.errors import EndOfPartitionError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.modes import cancel_on
 from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
 
-_LOOK_EVERY_S = 0.25
-_JOIN_S = 10.0
 Item = tuple[int, Any, BatchMeta]
 Pause = Callable[[float], bool]
 
 
-class _YourTurn:
-    """From the thread to the reader: the pipeline is yours, and the next batch is already requested."""
+class Fetched(Protocol):
+    """A batch; its values may not have been copied yet."""
+
+    def open(self) -> tuple[Any, BatchMeta]:
+        """Return its values and metadata; at most once, and not after ``close``."""
+        ...
+
+    def close(self) -> None:
+        """Release the batch; its values are no longer needed."""
+        ...
+
+
+class Requested(Protocol):
+    """A requested batch."""
+
+    def receive(self) -> Fetched | None:
+        """Wait for the batch, once; None: stop.
+
+        Raises:
+            EndOfPartitionError: the stream has ended before this batch.
+            BatchTimeoutError: it did not come within the stream's ``timeout_s``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Cancel the request if it is still pending."""
+        ...
+
+
+Fetch = Callable[[int], Requested | None]
+"""fetch(batch_index) requests a batch; None: stop."""
+
+
+class _Failed:
+    """A request that failed. The error is raised later, because batches before it may not have been taken yet."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def receive(self) -> Fetched | None:
+        raise self._error
+
+    def close(self) -> None:
+        """There is nothing to release."""
 
 
 class BatchStream:
     """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
 
-    A thread prefetches while the reader is busy. During the reader's turns the reader owns the pipeline, as long as
-    each batch arrives before the reader needs it.
+    Everything runs in the reader's thread. The next batch is chosen and pinned by the queue while the reader is busy
+    with the current one; its values are copied when the reader takes it. Batches are requested one by one, because
+    the queue may answer two requests of one client in either order.
 
     Args:
         make_fetcher: Called with ``pause(seconds) -> stop?``; returns the ``Fetch``.
-        ahead: Number of batches to prefetch; 0: no thread.
-        is_given_up: Polled while waiting; True ends the stream.
-        turns: Decides between thread and reader; affects only speed.
+        prefetch: Request a batch before the reader asks for it.
+        should_stop: Polled while waiting; True ends the stream.
     """
 
     def __init__(
@@ -48,155 +81,61 @@ class BatchStream:
         make_fetcher: Callable[[Pause], Fetch],
         first: int,
         stride: int,
-        ahead: int,
-        is_given_up: Callable[[], bool],
-        turns: Turns | None = None,
+        prefetch: bool,
+        should_stop: Callable[[], bool],
     ) -> None:
-        self._stop = threading.Event()
-        self._is_given_up = is_given_up
-        self._pipeline = Pipeline(iter(range(first, 1 << 62, stride)), make_fetcher(self._pause))
-        self._fetched: queue.SimpleQueue[Item | _YourTurn | BaseException | None] = queue.SimpleQueue()
-        self._slots = threading.Semaphore(ahead)  # permits, one per requested batch until it is taken
-        self._ready: deque[tuple[Any, BatchMeta]] = deque()
-        self._thread: threading.Thread | None = None
-        self._ahead = ahead
-        self._turns = turns or Turns()
-        self._is_mine = False  # the reader owns the pipeline; then its one requested batch has a permit
-        self._returned: queue.SimpleQueue[bool] = queue.SimpleQueue()  # returns the pipeline to the thread; False: stop
+        self._should_stop = should_stop
+        self._indexes = iter(range(first, 1 << 62, stride))
+        self._fetch = make_fetcher(self._pause)
+        self._prefetch = prefetch
+        self._requested: tuple[int, Requested | None] | None = None
 
     def __iter__(self) -> Generator[Item, None, None]:
         try:
-            if self._ahead:
-                wake_read, self._wake_write = os.pipe()
-                thread = threading.Thread(
-                    target=self._run, args=(wake_read,), name="transfer-queue-prefetch", daemon=True
-                )
-                thread.start()
-                self._thread = thread
-            while (item := self._next() if self._ahead else self._fetch_one()) is not None:
+            while (item := self._next()) is not None:
                 yield item
                 item = None  # otherwise the batch would stay alive while waiting for the next one
         finally:
             self.close()
 
-    def ahead(self) -> list[tuple[Any, BatchMeta]]:
-        """Batches that are fetched and not taken yet."""
-        return list(self._ready)
-
     def close(self) -> None:
-        """Stop fetching and wait for the thread. Idempotent."""
-        self._stop.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            os.close(self._wake_write)  # makes the other end readable, which ends a waiting call
-            self._slots.release()
-            self._returned.put(False)
-            thread.join(_JOIN_S)
-            if thread.is_alive():
-                logger.warning(
-                    "a fetch did not return within %.0f s of closing its stream; its thread is left.", _JOIN_S
-                )
-                return
-        self._pipeline.close()
-
-    def _pause(self, seconds: float) -> bool:
-        return self._stop.wait(seconds) if seconds else self._stop.is_set() or self._is_given_up()
-
-    # ---- the reader ----
+        """Cancel what is requested. Idempotent."""
+        if self._requested is not None and self._requested[1] is not None:
+            self._requested[1].close()
+        self._requested = None
 
     def _next(self) -> Item | None:
-        self._turns.asked(time.monotonic())
-        item: Item | _YourTurn | None = _YourTurn()
-        while isinstance(item, _YourTurn):
-            if self._is_mine and not (self._turns.is_readers and self._pipeline.is_near()):
-                self._is_mine = False
-                self._returned.put(True)
-            item = self._fetch_one() if self._is_mine else self._from_thread()
-            self._is_mine = self._is_mine or isinstance(item, _YourTurn)
-        self._turns.taken(time.monotonic())
-        return item
-
-    def _from_thread(self) -> Item | _YourTurn | None:
-        while True:
-            try:
-                item = self._fetched.get(timeout=_LOOK_EVERY_S)
-                break
-            except queue.Empty:
-                if self._is_given_up():
-                    return None
-        if isinstance(item, BaseException):
-            raise item
-        if item is not None and not isinstance(item, _YourTurn):
-            self._ready.popleft()
-            self._slots.release()
-        return item
-
-    def _fetch_one(self) -> Item | None:
-        """Fetch the next batch; with a thread, also request the one after it."""
-        received = self._pipeline.receive()
-        if received is None:
+        batch_index, requested = self._requested or self._request()
+        self._requested = None
+        batch = None if requested is None else _received(requested)
+        if batch is None:
             return None
-        batch_index, batch = received
         try:
-            if self._is_mine:
-                self._pipeline.ask()
+            if self._prefetch:
+                self._requested = self._request()
             return batch_index, *batch.open()
         finally:
             batch.close()
 
-    # ---- the thread ----
-
-    def _run(self, wake_read: int) -> None:
+    def _request(self) -> tuple[int, Requested | None]:
+        batch_index = next(self._indexes)
         try:
-            with cancel_on(wake_read):
-                while self._fetch_ahead():
-                    self._fetched.put(_YourTurn())
-                    if not self._returned.get():
-                        return
-            self._fetched.put(None)
-        except ClosedError as error:
-            if not self._stop.is_set():
-                self._fetched.put(error)
-        except BaseException as error:  # raised in the reader
-            self._fetched.put(error)
-        finally:
-            os.close(wake_read)
+            return batch_index, self._fetch(batch_index)
+        except Exception as error:  # any error must wait until the batch before this one is delivered
+            return batch_index, _Failed(error)
 
-    def _fetch_ahead(self) -> bool:
-        """Prefetch at least one batch. True: it is the reader's turn; all batches were handed over and the next one
-        requested.
-        """
-        held: tuple[int, Fetched] | None = None  # the last batch, opened while the next one is on its way
-        some_came = False
-        try:
-            while True:
-                if not self._pipeline.is_asked:
-                    if not self._slots.acquire(blocking=False):
-                        self._hand_over(held)
-                        held = None
-                        self._slots.acquire()  # ``close`` also releases a permit
-                    if self._stop.is_set():
-                        return False
-                    self._pipeline.ask()
-                self._hand_over(held)
-                held = None
-                if some_came and self._turns.is_readers:
-                    return True
-                held = self._pipeline.receive()
-                if held is None:
-                    return False
-                some_came = True
-        finally:
-            if held is not None:
-                held[1].close()
+    def _pause(self, seconds: float) -> bool:
+        if seconds:
+            threading.Event().wait(seconds)
+        return self._should_stop()
 
-    def _hand_over(self, held: tuple[int, Fetched] | None) -> None:
-        if held is None:
-            return
-        batch_index, batch = held
-        try:
-            data, meta = batch.open()
-        finally:
-            batch.close()
-        self._ready.append((data, meta))
-        self._fetched.put((batch_index, data, meta))
+
+def _received(requested: Requested) -> Fetched | None:
+    """Wait for the batch; None: the stream has ended, or stops."""
+    try:
+        return requested.receive()
+    except EndOfPartitionError as end:
+        logger.info("%s", end)
+        return None
+    finally:
+        requested.close()

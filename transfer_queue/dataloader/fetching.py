@@ -15,7 +15,7 @@ from transfer_queue import protocol as p
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.get import FetchedBatch, explain, fetch_request
 from transfer_queue.config import environment_number
-from transfer_queue.dataloader.pipeline import Asked, Fetched
+from transfer_queue.dataloader.batch_stream import Fetched, Requested
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.modes import Begun, run_blocking
@@ -23,10 +23,8 @@ from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
 
-SLICE_S = 2.0
+SLICE_S = 0.5
 """The longest wait of one request. Between two requests the stream checks whether to stop or to log."""
-UNTHREADED_SLICE_S = 0.5
-"""The same if the consumer's own thread waits, which nothing can wake."""
 
 _ARGUMENTS = ("tq_client", "data_fields", "batch_size", "partition_id", "task_name", "sampling_config", "batch_index")
 
@@ -43,7 +41,6 @@ class StreamSpec:
     timeout_s: float | None = None
     report_every_s: float = 30.0
     fetch_batch_fn: Callable[..., Any] | None = None
-    slice_s: float = SLICE_S
     begun: tuple[int, int] | None = None
     """(batch, rows of it that were already taken): only the remaining rows are requested."""
     pass_start: int | None = None
@@ -112,11 +109,11 @@ class BatchFetcher:
         self._custom = None if spec.fetch_batch_fn is None else as_fetch(spec.fetch_batch_fn)
         self._last: str | None = None  # token of the previous batch: its partition may be cleared and created again
 
-    def __call__(self, batch_index: int) -> Asked | None:
+    def __call__(self, batch_index: int) -> Requested | None:
         """Request a batch, which must be received before the next request; None: stop."""
         if self.pause(0.0):
             return None
-        return _AskedQueue(self, batch_index) if self._custom is None else _AskedFunction(self, batch_index)
+        return _FromQueue(self, batch_index) if self._custom is None else _FromFunction(self, batch_index)
 
     def begin(self, batch_index: int, wait_s: float) -> Begun[FetchedBatch | p.NotReady]:
         """Start the request, which may wait in the controller for ``wait_s`` seconds."""
@@ -162,7 +159,7 @@ class _Wait:
     def left_s(self) -> float:
         """The longest wait of the next request."""
         now, spec = time.monotonic(), self._spec
-        left = min(spec.slice_s, self._reported + spec.report_every_s - now)
+        left = min(SLICE_S, self._reported + spec.report_every_s - now)
         return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
 
     def goes_on(self, answer: p.NotReady | None) -> bool:
@@ -185,7 +182,7 @@ class _Wait:
         )
 
 
-class _AskedQueue:
+class _FromQueue:
     """A batch requested from the queue. The waiting time counts from ``receive``."""
 
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
@@ -194,9 +191,6 @@ class _AskedQueue:
         wait_s = _Wait(fetcher).left_s()
         self._parked_until = time.monotonic() + wait_s
         self._begun = fetcher.begin(batch_index, wait_s)
-
-    def is_near(self) -> bool:
-        return self._begun.is_near()
 
     def receive(self) -> Fetched | None:
         wait = _Wait(self._fetcher)
@@ -211,15 +205,12 @@ class _AskedQueue:
         self._begun.close()
 
 
-class _AskedFunction:
+class _FromFunction:
     """A batch that will be requested from a user's function."""
 
     def __init__(self, fetcher: BatchFetcher, batch_index: int) -> None:
         self._fetcher = fetcher
         self._index = batch_index
-
-    def is_near(self) -> bool:
-        return False
 
     def receive(self) -> Fetched | None:
         wait = _Wait(self._fetcher)

@@ -17,8 +17,6 @@ from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
 from transfer_queue.dataloader.fetching import (
-    SLICE_S,
-    UNTHREADED_SLICE_S,
     BatchFetcher,
     StreamSpec,
     as_fetch,
@@ -49,7 +47,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     An iterator continues where the previous one stopped and never changes its partition: ``step``, ``reset`` and
     ``load_state_dict`` affect the next iterator.
-    Batches are read from storage each time; only prefetched ones are kept.
+    Batches are read from storage each time; none are kept.
     With workers use a StreamingDataLoader: worker w of W takes batches w, w + W, …
     """
 
@@ -68,7 +66,7 @@ class StreamingDataset(IterableDataset[Any]):
         *,
         dp_size: int | None = None,
         sampling_config: Mapping[str, Any] | None = None,
-        prefetch_batches: int = 2,
+        prefetch: bool = True,
         layout: str | None = None,
         timeout_s: float | None = None,
         report_every_s: float = 30.0,
@@ -84,7 +82,7 @@ class StreamingDataset(IterableDataset[Any]):
             process_batch_fn: Called as f(data, meta, micro_batch_size=…); replaces ``chunk_batch_fn``.
             dp_size: Number of data-parallel ranks; with it every rank gets batch b or none does.
             sampling_config: More keywords for the sampler. In the older form, ``data_replica_group`` is the dp_rank.
-            prefetch_batches: Batches prefetched by a thread (one, by the reader, if that is faster); 0: none.
+            prefetch: Request the next batch while the reader is busy with this one.
             layout: "jagged" or "dense" values; None: as the queue is configured.
             timeout_s: Longest wait for one batch, then BatchTimeoutError; None: wait and report.
             report_every_s: Interval of the log message that says what a waiting stream waits for.
@@ -93,7 +91,7 @@ class StreamingDataset(IterableDataset[Any]):
             ValueError: an invalid size, rank or list of fields.
         """
         super().__init__()
-        check_sizes(batch_size, micro_batch_size, prefetch_batches)
+        check_sizes(batch_size, micro_batch_size)
         check_ranks(dp_rank, dp_size)
         check_values(data_fields, layout)
         self.config = config if config is not None else _config_of_this_process()
@@ -106,7 +104,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.should_check_consumption_status = should_check_consumption_status
         self.fetch_batch_fn = fetch_batch_fn
         self.process_batch_fn = process_batch_fn
-        self.prefetch_batches = prefetch_batches
+        self.prefetch = prefetch
         self.layout = layout
         self.timeout_s = timeout_s
         self.report_every_s = report_every_s
@@ -125,7 +123,6 @@ class StreamingDataset(IterableDataset[Any]):
         """Set while a StreamingDataLoader starts its workers, which keep it."""
         self._moves = 0
         self._client: tuple[int, TransferQueueClient, Callable[[], Any]] | None = None
-        self._stream: weakref.ref[BatchStream] | None = None
 
     # ---- position ----
 
@@ -141,9 +138,8 @@ class StreamingDataset(IterableDataset[Any]):
 
     @property
     def buffer(self) -> list[tuple[Any, Any]]:
-        """Batches that the live iterator of this process has fetched and not yielded yet."""
-        stream = None if self._stream is None else self._stream()
-        return [] if stream is None else stream.ahead()
+        """Always empty: batches stay in the queue until they are taken, also those requested ahead."""
+        return []
 
     def place(self) -> Place:
         """The position where an iterator that begins now starts."""
@@ -221,11 +217,9 @@ class StreamingDataset(IterableDataset[Any]):
             lambda pause: BatchFetcher(client, spec, start.partition_id, pause),
             start.batch_index + first,
             stride,
-            self.prefetch_batches,
+            self.prefetch,
             _end_of_worker(is_over) if worker is not None else (self.should_stop or _never),
         )
-        if worker is None:
-            self._stream = weakref.ref(stream)
         with closing(iter(stream)) as batches:
             for batch_index, data, meta in batches:
                 rest = spec.begun is not None and batch_index == spec.begun[0] and meta.size < self.batch_size
@@ -239,7 +233,7 @@ class StreamingDataset(IterableDataset[Any]):
         return StreamSpec(
             self.data_fields, self.batch_size, self.task_name, config,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            SLICE_S if self.prefetch_batches else UNTHREADED_SLICE_S, self._begun(start), start.batch_index,
+            self._begun(start), start.batch_index,
         )  # fmt: skip
 
     def _begun(self, start: Start) -> tuple[int, int] | None:
@@ -270,7 +264,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Sockets can't be pickled, and ``should_stop`` is asked in the loader's process.
-        return {**self.__dict__, "_client": None, "_stream": None, "should_stop": None}
+        return {**self.__dict__, "_client": None, "should_stop": None}
 
 
 def _never() -> bool:

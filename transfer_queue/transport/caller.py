@@ -32,7 +32,6 @@ from collections.abc import Collection
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.framing import Message
 from transfer_queue.transport.loop import LONGEST_WAIT_S
-from transfer_queue.transport.modes import cancel_descriptor
 from transfer_queue.transport.spinning import Spin, longest_s
 
 
@@ -46,25 +45,11 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class AllSent(NamedTuple):
-    """See ``modes.Sent``."""
-
-    connections: Collection[Connection]
-
-    def is_near(self) -> bool:
-        poll = select.poll()
-        for connection in self.connections:
-            if connection.unsent:
-                return False
-            poll.register(connection.descriptor, select.POLLIN)
-        return bool(poll.poll(0) or _here.spin.look(poll.poll))
-
-
 def wait_for_some(connections: Collection[Connection], wake: int, deadline: float) -> list[Message]:
     """Messages that arrived; none if there may be some now, or the deadline has passed.
 
     Raises:
-        ClosedError: ``wake`` or the descriptor of ``cancel_on`` is readable.
+        ClosedError: ``wake`` is readable.
         QueueUnreachableError: a peer has ended.
     """
     events = _poll(connections, wake, deadline)
@@ -88,24 +73,18 @@ def _poll(connections: Collection[Connection], wake: int, deadline: float) -> di
     left = max(0.0, min(deadline - time.monotonic(), LONGEST_WAIT_S))
     poll = select.poll()
     poll.register(wake, select.POLLIN)
-    cancel = cancel_descriptor()
-    if cancel is not None:
-        poll.register(cancel, select.POLLIN)
     for connection in connections:
         poll.register(connection.descriptor, select.POLLIN | select.POLLOUT if connection.unsent else select.POLLIN)
 
     def sleep() -> list[tuple[int, int]]:
         return poll.poll(math.ceil(left * 1000))
 
-    # Cancellable calls run for a reader that uses the core and the interpreter for other work, so they don't spin.
-    return dict(sleep() if cancel is not None else _here.spin.wait(poll.poll, sleep, left))
+    return dict(_here.spin.wait(poll.poll, sleep, left))
 
 
 def _check_closed(events: dict[int, int], wake: int) -> None:
     if wake in events:
         raise closed()
-    if cancel_descriptor() in events:
-        raise ClosedError("the call was cancelled by its own process.")
 
 
 _LAST = (-1,)
@@ -280,7 +259,7 @@ class SocketCaller:
                 request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
                 asked[request_id] = _Asked(connection, call)
                 connection.send(request_id, call.header, call.frames)
-            await pause(AllSent(borrowed))
+            await pause()
             deadline = time.monotonic() + timeout_s
             while late := [each.connection for request_id, each in asked.items() if request_id not in replies]:
                 waiting = set(late)

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class LocalCaller:
             with _one_at_a_time:
                 for call in calls:
                     pending.append(self._send(call, asked))
-            await pause(_AllSent(pending))
+            await pause()
             deadline = time.monotonic() + timeout_s
             while waiting := [future for future in pending if not future.done()]:
                 now = time.monotonic()
@@ -107,15 +106,6 @@ class LocalCaller:
         future = self._waiting.pop(outgoing.envelope.request_id, None)
         if future is not None:
             future.set_result(Reply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
-
-
-class _AllSent(NamedTuple):
-    """See ``modes.Sent``."""
-
-    pending: Sequence[concurrent.futures.Future[Reply]]
-
-    def is_near(self) -> bool:
-        return any(future.done() for future in self.pending)
 
 
 async def _first_of(waiting: Sequence[concurrent.futures.Future[Reply]], timeout_s: float) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,42 +21,17 @@ _blocking: ContextVar[bool] = ContextVar("transfer_queue_blocking", default=Fals
 
 _beginning: ContextVar[bool] = ContextVar("transfer_queue_beginning", default=False)
 
-_cancel: ContextVar[int | None] = ContextVar("transfer_queue_cancel", default=None)
-
 
 def is_blocking() -> bool:
     """True inside ``run_blocking``: the transport must not suspend."""
     return _blocking.get()
 
 
-@contextmanager
-def cancel_on(descriptor: int) -> Iterator[None]:
-    """Inside, a blocking call of this thread fails with ClosedError once this file descriptor is readable."""
-    token = _cancel.set(descriptor)
-    try:
-        yield
-    finally:
-        _cancel.reset(token)
-
-
-def cancel_descriptor() -> int | None:
-    """The descriptor of the active ``cancel_on``."""
-    return _cancel.get()
-
-
-class Sent(Protocol):
-    """Requests that were sent and will be waited for."""
-
-    def is_near(self) -> bool:
-        """Return whether an answer is here or arrives within a moment."""
-        ...
-
-
 @types.coroutine
-def pause(sent: Sent) -> Generator[Sent, None, None]:
+def pause() -> Generator[None, None, None]:
     """Everything is sent: suspend here if the call was only started, until it is finished."""
     if _beginning.get():
-        yield sent
+        yield
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
@@ -91,20 +65,15 @@ class Begun(Generic[R]):
     def __init__(self, coroutine: Coroutine[Any, Any, R]) -> None:
         """Raises what the call raises before it waits for anything."""
         self._coroutine = coroutine
-        self._sent: Sent | None = None
         self._results: list[R] = []
         before = _beginning.get()
         try:
             _beginning.set(True)
-            self._sent = _run(coroutine)
+            _run(coroutine)
         except StopIteration as stop:  # it had nothing to send
             self._results.append(stop.value)
         finally:
             _beginning.set(before)
-
-    def is_near(self) -> bool:
-        """Return whether an answer is here or arrives within a moment; False if unknown."""
-        return self._sent is None or self._sent.is_near()
 
     def finish(self) -> R:
         """Return or raise what the blocking call does; once."""

@@ -7,7 +7,6 @@ Polling takes time from other threads, so it is done only if it pays, and only o
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import time
@@ -56,12 +55,12 @@ class Spin:
         self._rested = 0  # waits since the last failed spin
         self._is_crowded = False  # another thread wanted the core then
 
-    def look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
-        """Spin until ``poll(0)`` returns something. Empty: sleep."""
-        return [] if not self._may_look(math.inf) or self._rests() else self._look(poll)
-
     def wait(self, poll: Callable[[int], list[Any]], sleep: Callable[[], list[Any]], left_s: float) -> list[Any]:
-        """The same, or the result of ``sleep()``, which returns after ``left_s`` at the latest."""
+        """Spin until ``poll(0)`` returns something; without success return the result of ``sleep()``.
+
+        Args:
+            left_s: ``sleep`` returns after this long at the latest.
+        """
         if not self._may_look(left_s):
             return sleep()
         if not self._rests():

@@ -40,7 +40,7 @@ class World:
     def wait(self, answer_after_s: float | None) -> list[Any]:
         self.looks = 0
         self.answer_at = None if answer_after_s is None else self.now + answer_after_s
-        return self.spin.look(self.poll)
+        return self.spin.wait(self.poll, list, 10.0)
 
     def sleep(self, answer_after_s: float) -> None:
         """A wait that sleeps if the spin rests."""
