@@ -3,7 +3,7 @@
 
 Installs the peer into an environment of its own (``--venv``; needs a package index at the first run), keeps one worker
 process per package alive, and tells them in turn what to do. Prints the table as markdown and then one JSON line;
-a full run writes ``versus_upstream.json`` and ``versus_upstream.png`` to ``benchmarks/results``.
+a full run writes them and a picture to ``benchmarks/results``, as ``versus_upstream.md``, ``.json`` and ``.png``.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def facts(quick: bool) -> dict[str, Any]:
 
 def write(result: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "versus_upstream.md").write_text(markdown(result) + "\n")
     (folder / "versus_upstream.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, folder / "versus_upstream.png")
 
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--only", nargs="+", choices=[STARTUP, *ROWS], metavar="ROW", help=f"of {STARTUP} {' '.join(ROWS)}"
     )
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the plot (a full run: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help="folder for table, JSON and picture (a full run: benchmarks/results)")
     args = parser.parse_args(argv)
     names = [name for name in (STARTUP, *ROWS) if args.only is None or name in args.only]
     peer = Package(PEER, environment.interpreter(args.venv), environment.VERSION, needs_ray=True)
