@@ -26,7 +26,7 @@ GROUPS = {
     "transfer_queue.config": ("config", 3),
     "transfer_queue.annotations": ("metadata", 3),
     "transfer_queue.schema": ("metadata", 3),
-    "transfer_queue.sample_view": ("metadata", 3),
+    "transfer_queue.metadata_rows": ("metadata", 3),
     "transfer_queue.kv_metadata": ("metadata", 3),
     "transfer_queue.metadata": ("metadata", 3),
     "transfer_queue.utils.logging_utils": ("logging", 4),
@@ -36,10 +36,8 @@ GROUPS = {
     "transfer_queue.transport": ("transport", 5),
     "transfer_queue.utils.zmq_utils": ("addresses", 6),
     "transfer_queue.storage": ("storage", 7),
-    "transfer_queue.metadata_wire": ("client", 8),
     "transfer_queue.checkpoint": ("client", 8),
     "transfer_queue.client": ("client", 8),
-    "transfer_queue.kv": ("client", 8),
     "transfer_queue.server": ("server", 8),
     "transfer_queue.launch": ("launch", 9),
     "transfer_queue.interface": ("interface", 10),
@@ -61,7 +59,7 @@ SERVER_SIDE = (
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {
-    "blocks.py", "connection.py", "keys.py", "local.py", "registry.py", "rows.py", "schema.py", "values.py"
+    "blocks.py", "connection.py", "keys.py", "local.py", "registry.py", "schema.py"
 } | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
 """Names of two files of different folders. No more of these: rename the new one."""
 SHARED_CLASSES = {

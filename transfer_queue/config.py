@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.utils.memory import machine_memory, parse_bytes
+from transfer_queue.utils.machine import machine_memory, parse_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue import kv
-from transfer_queue.client import TransferQueueClient
+from transfer_queue.client import TransferQueueClient, kv
 from transfer_queue.config import announce_address, merge, queue_address, to_plain
 from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch.local import LocalQueue

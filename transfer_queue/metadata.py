@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.annotations import Annotations, Tags
+from transfer_queue.annotations import Annotations, Tags, copy_tags, merge_extra_info, same_value
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.kv_metadata import KVBatchMeta
-from transfer_queue.sample_view import SamplesView
+from transfer_queue.metadata_rows import (
+    SamplesView,
+    as_ints,
+    check_in_range,
+    check_length,
+    check_permutation,
+    consecutive,
+    even_sizes,
+    pick,
+)
 from transfer_queue.schema import (
     Schema,
     Shape,
@@ -26,16 +35,6 @@ from transfer_queue.schema import (
     shapes_of,
     take_rows,
 )
-from transfer_queue.utils.rows import (
-    as_ints,
-    check_in_range,
-    check_length,
-    check_permutation,
-    consecutive,
-    even_sizes,
-    pick,
-)
-from transfer_queue.utils.values import copy_tags, merge_extra_info, same_value
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError, UnsupportedValueError
-from transfer_queue.utils.rows import pick
+from transfer_queue.metadata_rows import pick
 
 if TYPE_CHECKING:
     import torch
@@ -160,16 +160,6 @@ def take_rows(schema: Schema, positions: slice | list[int]) -> Schema:
         if entry.get("per_sample_shapes") is not None:
             entry["per_sample_shapes"] = pick(entry["per_sample_shapes"], positions)
     return taken
-
-
-def row_of(schema: Schema, position: int) -> Schema:
-    """The schema of one row, with that row's shape in ``shape`` and without ``per_sample_shapes``."""
-    row = {name: dict(entry) for name, entry in schema.items()}
-    for entry in row.values():
-        shapes = entry.pop("per_sample_shapes", None)
-        if shapes is not None:
-            entry["shape"] = shapes[position]
-    return row
 
 
 def join_rows(schemas: Sequence[Schema], sizes: Sequence[int], *, validate: bool = True) -> Schema:

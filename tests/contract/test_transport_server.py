@@ -18,7 +18,7 @@ from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.loop import READ, WRITE, Readiness
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.utils.processes import pid_namespace
+from transfer_queue.utils.machine import pid_namespace
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

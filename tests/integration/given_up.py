@@ -50,13 +50,13 @@ def rows(count: int, width: int = 1) -> dict[str, torch.Tensor]:
 
 async def kv_put(client: Client, partition: str, meta: tq.BatchMeta) -> None:
     """``tq.async_kv_put`` by this client."""
-    from transfer_queue import kv
+    from transfer_queue.client import kv
 
     await kv.batch_put(client, ["new"], partition, kv.one_row({"x": torch.ones(1)}), None)
 
 
 async def kv_put_onto_known(client: Client, partition: str, meta: tq.BatchMeta) -> None:
-    from transfer_queue import kv
+    from transfer_queue.client import kv
 
     await kv.batch_put(client, ["known", "new"], partition, rows(2), [{"a": 1}, {"a": 2}])
 

@@ -61,7 +61,7 @@ def put(client: tq.TransferQueueClient, partition: str, number: int, width: int)
 
 
 def put_by_key(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
-    from transfer_queue import kv
+    from transfer_queue.client import kv
     from transfer_queue.transport.modes import run_blocking
 
     rows: Any = values(number, width)

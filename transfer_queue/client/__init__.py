@@ -1,6 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client: every verb once, as a coroutine, and its blocking twin."""
+"""The client: every verb once, as a coroutine; TransferQueueClient adds the blocking twins, one line each."""
 
-from transfer_queue.client.client import AsyncTransferQueueClient, TransferQueueClient
+from __future__ import annotations
+
+from transfer_queue.client.checkpoint import Checkpoints
+from transfer_queue.client.get import Gets
+from transfer_queue.client.partitions import Partitions
+from transfer_queue.transport.modes import beginning, blocking
 
 __all__ = ["AsyncTransferQueueClient", "TransferQueueClient"]
+
+
+class AsyncTransferQueueClient(Gets, Partitions, Checkpoints):
+    """Talks to two parties: asks the controller what is where, moves values to and from the storage.
+
+    A put starts in ``client/put.py``, a get in ``client/get.py``.
+    """
+
+
+class TransferQueueClient(AsyncTransferQueueClient):
+    """The blocking client; each method waits in the calling thread. May be called inside a running event loop."""
+
+    get_config = blocking(AsyncTransferQueueClient.async_get_config)
+    put = blocking(AsyncTransferQueueClient.async_put)
+    get_meta = blocking(AsyncTransferQueueClient.async_get_meta)
+    fetch_batch = blocking(AsyncTransferQueueClient.async_fetch_batch)
+    begin_fetch_batch = beginning(AsyncTransferQueueClient.async_fetch_batch)
+    take = blocking(AsyncTransferQueueClient.async_take)
+    get_data = blocking(AsyncTransferQueueClient.async_get_data)
+    ack = blocking(AsyncTransferQueueClient.async_ack)
+    create_partition = blocking(AsyncTransferQueueClient.async_create_partition)
+    seal_partition = blocking(AsyncTransferQueueClient.async_seal_partition)
+    register_task = blocking(AsyncTransferQueueClient.async_register_task)
+    clear_samples = blocking(AsyncTransferQueueClient.async_clear_samples)
+    clear_consumed = blocking(AsyncTransferQueueClient.async_clear_consumed)
+    held_up_by = blocking(AsyncTransferQueueClient.async_held_up_by)
+    clear_partition = blocking(AsyncTransferQueueClient.async_clear_partition)
+    get_partition_list = blocking(AsyncTransferQueueClient.async_get_partition_list)
+    forget_task = blocking(AsyncTransferQueueClient.async_forget_task)
+    evict_client = blocking(AsyncTransferQueueClient.async_evict_client)
+    get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
+    get_storage_stats = blocking(AsyncTransferQueueClient.async_get_storage_stats)
+    get_consumption_status = blocking(AsyncTransferQueueClient.async_get_consumption_status)
+    get_production_status = blocking(AsyncTransferQueueClient.async_get_production_status)
+    check_consumption_status = blocking(AsyncTransferQueueClient.async_check_consumption_status)
+    check_production_status = blocking(AsyncTransferQueueClient.async_check_production_status)
+    reset_consumption = blocking(AsyncTransferQueueClient.async_reset_consumption)
+    set_custom_meta = blocking(AsyncTransferQueueClient.async_set_custom_meta)
+    kv_retrieve_meta = blocking(AsyncTransferQueueClient.async_kv_retrieve_meta)
+    kv_retrieve_keys = blocking(AsyncTransferQueueClient.async_kv_retrieve_keys)
+    kv_list = blocking(AsyncTransferQueueClient.async_kv_list)
+    save_checkpoint = blocking(AsyncTransferQueueClient.async_save_checkpoint)
+    load_checkpoint = blocking(AsyncTransferQueueClient.async_load_checkpoint)
+    save_controller_checkpoint = blocking(AsyncTransferQueueClient.async_save_controller_checkpoint)
+    load_controller_checkpoint = blocking(AsyncTransferQueueClient.async_load_controller_checkpoint)
+    save_storage_checkpoint = blocking(AsyncTransferQueueClient.async_save_storage_checkpoint)
+    load_storage_checkpoint = blocking(AsyncTransferQueueClient.async_load_storage_checkpoint)

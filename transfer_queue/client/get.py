@@ -12,11 +12,10 @@ import msgspec
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase
+from transfer_queue.client.base import ClientBase, to_meta
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.metadata_wire import to_meta
 from transfer_queue.storage.base import InFront
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")

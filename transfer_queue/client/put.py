@@ -11,14 +11,13 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase
+from transfer_queue.annotations import copy_tags
+from transfer_queue.client.base import ClientBase, check_tags, to_specs
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
-from transfer_queue.metadata_wire import check_tags, to_specs
 from transfer_queue.storage.base import InFront, Staged, StorageManager
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
-from transfer_queue.utils.values import copy_tags
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]

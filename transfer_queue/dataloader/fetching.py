@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from transfer_queue import protocol as p
-from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client import TransferQueueClient
 from transfer_queue.client.get import FetchedBatch, explain, fetch_request
 from transfer_queue.config import environment_number
 from transfer_queue.dataloader.batch_stream import Fetched, Requested

@@ -24,7 +24,7 @@ from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.unix import short_directory
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
-from transfer_queue.utils.processes import pid_namespace
+from transfer_queue.utils.machine import pid_namespace
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
 
 _log = get_logger(__name__)

@@ -4,4 +4,3 @@
 from transfer_queue.protocol.codec import *  # noqa: F403
 from transfer_queue.protocol.replies import *  # noqa: F403
 from transfer_queue.protocol.requests import *  # noqa: F403
-from transfer_queue.protocol.types import *  # noqa: F403

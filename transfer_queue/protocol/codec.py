@@ -10,16 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.protocol.replies import AnyReply
-from transfer_queue.protocol.requests import AnyRequest, Fetch, Hello, Publish, Put, RegisterTask, SetTags
-from transfer_queue.protocol.types import Call
+from transfer_queue.protocol.requests import AnyRequest, Call, Fetch, Hello, Publish, Put, RegisterTask, SetTags
 
 PROTOCOL_VERSION = 2
 """Client and server must have the same one."""
 MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""
+
+Indexes = npt.NDArray[np.int64]
 
 R = TypeVar("R")
 
@@ -32,6 +35,18 @@ class Message(msgspec.Struct, Generic[R], frozen=True, array_like=True):
 
 
 # ---- encoding ----
+
+
+def pack_indexes(indexes: Any) -> bytes:
+    """Indexes as they travel: int64, little-endian."""
+    return np.asarray(indexes, dtype="<i8").tobytes()
+
+
+def unpack_indexes(data: bytes) -> Indexes:
+    """Read-only int64 view of packed indexes. Raises ProtocolError where the bytes can't be any."""
+    if len(data) % 8:
+        raise ProtocolError(f"indexes are 8 bytes each, got {len(data)} bytes.")
+    return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
 
 
 def _plain(value: Any) -> Any:

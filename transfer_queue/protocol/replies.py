@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from transfer_queue.protocol.types import FieldSpec, Reply, Tags
+import msgspec
+
+from transfer_queue.protocol.requests import FieldSpec, Tags
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """``id`` is the id of the request this answers."""
+
+    id: int
 
 
 class Done(Reply, frozen=True):

@@ -10,7 +10,7 @@ from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, Envelope, Handle
 from transfer_queue.transport.keys import ServerKeys
 from transfer_queue.transport.loop import ServingLoop, guarded
 from transfer_queue.transport.unix import UnixListener
-from transfer_queue.utils.processes import close_descriptor, open_process
+from transfer_queue.utils.machine import close_descriptor, open_process
 
 Ready = Callable[[float], Iterable[Outgoing]]
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses amounts of memory, and finds out what this machine or container has."""
+"""The machine: the memory that this process may use, and the end of other processes."""
 
 from __future__ import annotations
 
 import os
 import re
+import select
 from pathlib import Path
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -52,3 +53,43 @@ def _limit(file: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None  # "max": no limit
+
+
+def pid_namespace() -> int | None:
+    """Identifies the namespace in which this process's pids are valid; None if the system doesn't say."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
+
+
+def open_process(pid: int | None, namespace: int | None) -> int | None:
+    """A file descriptor that becomes readable when the process ends; -1 if it has ended, None if it can't be watched.
+
+    The caller closes it. A pid of another namespace (another host or container) can't be watched.
+    """
+    if pid is None or namespace is None or namespace != pid_namespace() or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+    except OSError:
+        return None
+
+
+def has_ended(descriptor: int | None) -> bool:
+    """Return whether the process of ``open_process`` has ended; False if it can't be watched."""
+    if descriptor is None:
+        return False
+    if descriptor < 0:
+        return True
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def close_descriptor(descriptor: int | None) -> None:
+    """Close what ``open_process`` returned."""
+    if descriptor is not None and descriptor >= 0:
+        os.close(descriptor)
