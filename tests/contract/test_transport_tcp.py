@@ -26,7 +26,7 @@ from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import encode
 from transfer_queue.transport.keys import make_keys, read_keys, read_public_key, write_keys
-from transfer_queue.transport.modes import Begun, run_blocking
+from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, VERSION, Pieces
 
@@ -255,13 +255,13 @@ sys.exit("zmq" in sys.modules)
 def test_a_client_that_waits_for_longer_than_its_lease_is_not_gone(tmp_path):
     served, caller, other = Desk(), make_caller("waits", **SHORT), make_caller("other", **SHORT)
     with served_by_thread(tmp_path, served, "tcp", **SHORT) as (peer, server):
-        begun = Begun(caller.call_many(calls(peer, b"park"), 10.0))
+        pending = PendingCall(caller.call_many(calls(peer, b"park"), 10.0))
         until(lambda: len(served.parked) == 1)
         with pytest.raises(QueueUnreachableError, match="did not answer"):
             echo(other, peer, b"never", 3 * SHORT["lease_s"])
         assert (server.clients(), served.gone) == ({"waits": 1, "other": 1}, [])
         echo(other, peer, b"free")
-        assert [reply.header for reply in begun.finish()] == [b"park"]
+        assert [reply.header for reply in pending.finish()] == [b"park"]
         caller.close()
         other.close()
 
@@ -324,11 +324,11 @@ def test_a_server_whose_answer_takes_longer_than_a_lease_is_not_silent(drive):
 
 def _park(peer: Peer, ready: Any) -> None:
     caller = make_caller("mortal", **SHORT)
-    begun = Begun(caller.call_many(calls(peer, b"park"), 60.0))
+    pending = PendingCall(caller.call_many(calls(peer, b"park"), 60.0))
     echo(caller, peer)
     ready.put(None)
     try:
-        begun.finish()
+        pending.finish()
     except QueueUnreachableError as error:
         ready.put(str(error))
 
@@ -381,13 +381,13 @@ def test_a_silent_server_is_given_up_when_its_lease_has_ended(tmp_path, drive):
 
 def test_all_calls_of_a_caller_share_one_connection_and_one_thread(tmp_path, caller):
     with served_by_thread(tmp_path, Desk(), "tcp") as (peer, server):
-        several = [Begun(caller.call_many(calls(peer, b"park"), 10.0)) for _ in range(5)]
+        several = [PendingCall(caller.call_many(calls(peer, b"park"), 10.0)) for _ in range(5)]
         echo(caller, peer)
         asyncio.run(caller.call_many(calls(peer, b"echo"), 10.0))
         assert (server.clients(), held()[0].count("tq-tcp")) == ({"me": 1}, 1)
         echo(caller, peer, b"free")
-        for begun in several:
-            begun.finish()
+        for pending in several:
+            pending.finish()
 
 
 def test_a_caller_that_is_dropped_says_goodbye(tmp_path):
@@ -428,7 +428,7 @@ def _end_many_servers(num_servers: int) -> None:
         server = SocketServer("tcp://127.0.0.1:0", keys=KEYS)
         thread = threading.Thread(target=server.serve, args=(Desk(),), daemon=True)
         thread.start()
-        Begun(caller.call_many([Call(Peer("desk", server.address), b"park")], 60.0))
+        PendingCall(caller.call_many([Call(Peer("desk", server.address), b"park")], 60.0))
         caller.close()
         server.stop()
         thread.join(JOIN_S)

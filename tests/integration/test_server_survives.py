@@ -183,14 +183,14 @@ def test_a_put_succeeds_though_the_sampler_of_one_that_waits_misbehaves(client, 
     """The publish wakes the fetch, whose sampler then fails; the producer is told nothing of that."""
     client.register_task(f"of {name}", sampler=hostile(deed, "sample"))
     reader, other = client_of(queue, "reader"), client_of(queue, "another reader")
-    begun = reader.begin_fetch_batch(fetch(name, f"of {name}"))
-    innocent = other.begin_fetch_batch(fetch(name, "innocent"))
+    pending = reader.start_fetch_batch(fetch(name, f"of {name}"))
+    innocent = other.start_fetch_batch(fetch(name, "innocent"))
     until_parked(client, 2, partition=name)
     meta = client.put({"x": torch.arange(3)}, partition_id=name)
     assert client.get_data(meta)["x"].tolist() == [0, 1, 2]
     assert innocent.finish().meta.global_indexes == meta.global_indexes[:2]
     with contextlib.suppress(tq.TransferQueueError):
-        begun.finish()
+        pending.finish()
     client.put({"x": torch.arange(3)}, partition_id=name)
     assert comes_true(lambda: not client.get_stats()["waiting"])
     for one in (reader, other):

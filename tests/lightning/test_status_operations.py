@@ -107,7 +107,7 @@ def test_a_misspelt_task_is_forgotten(queue: TQDataModule) -> None:
 
 
 def test_a_task_that_only_waits_is_known_too(queue: TQDataModule) -> None:
-    begun = queue.client.begin_fetch_batch(fetch("nowhere", "lost"))
+    pending = queue.client.start_fetch_batch(fetch("nowhere", "lost"))
     while not queue.client.get_stats()["waiting"]:
         pass
     (forgotten,) = run(["forget-task", "lost", queue.address])
@@ -115,7 +115,7 @@ def test_a_task_that_only_waits_is_known_too(queue: TQDataModule) -> None:
         0, "Forgot task 'lost': 0 partitions knew it; its waiting requests were told that their stream has ended.\n", ""
     )  # fmt: skip
     with pytest.raises(tq.EndOfPartitionError):
-        begun.finish()
+        pending.finish()
 
 
 def fetch(partition: str, task: str) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from transfer_queue.client.checkpoint import Checkpoints
 from transfer_queue.client.get import Gets
 from transfer_queue.client.partitions import Partitions
-from transfer_queue.transport.modes import beginning, blocking
+from transfer_queue.transport.modes import blocking, starting
 
 __all__ = ["AsyncTransferQueueClient", "TransferQueueClient"]
 
@@ -25,7 +25,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     put = blocking(AsyncTransferQueueClient.async_put)
     get_meta = blocking(AsyncTransferQueueClient.async_get_meta)
     fetch_batch = blocking(AsyncTransferQueueClient.async_fetch_batch)
-    begin_fetch_batch = beginning(AsyncTransferQueueClient.async_fetch_batch)
+    start_fetch_batch = starting(AsyncTransferQueueClient.async_fetch_batch)
     take = blocking(AsyncTransferQueueClient.async_take)
     get_data = blocking(AsyncTransferQueueClient.async_get_data)
     ack = blocking(AsyncTransferQueueClient.async_ack)

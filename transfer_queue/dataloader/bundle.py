@@ -43,21 +43,21 @@ class Bundle:
         """
         stream = io.BytesIO()
         _Packer(stream, pickle.HIGHEST_PROTOCOL).dump(self.items)
-        return Packed(self.batch_index, stream.getvalue(), self.first, os.getpid(), segments.forgotten())
+        return Packed(self.batch_index, stream.getvalue(), self.first, os.getpid(), segments.retired())
 
 
 @dataclass(slots=True)
 class Packed:
-    """A pickled bundle. ``forgotten``: segments of this worker that are no longer lent."""
+    """A pickled bundle. ``retired``: segments of this worker that are no longer lent."""
 
     batch_index: int
     items: bytes
     first: int
     worker: int
-    forgotten: list[int]
+    retired: list[int]
 
     def __reduce__(self) -> Any:
-        return _unpacked, (self.batch_index, self.items, self.first, self.worker, self.forgotten)
+        return _unpacked, (self.batch_index, self.items, self.first, self.worker, self.retired)
 
 
 class _Packer(ForkingPickler):
@@ -93,8 +93,8 @@ class _Unpacker(pickle.Unpickler):
         return from_bytes(np.frombuffer(bytearray(content), np.uint8), dtype_of(dtype), shape)
 
 
-def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, forgotten: list[int]) -> Bundle:
+def _unpacked(batch_index: int, packed: bytes, first: int, worker: int, retired: list[int]) -> Bundle:
     # The pickle comes from this loader's own worker, like everything else torch unpickles from workers.
     items = _Unpacker(packed).load()
-    segments.forget(worker, forgotten)
+    segments.unmap(worker, retired)
     return Bundle(batch_index, items, first)

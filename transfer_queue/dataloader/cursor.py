@@ -10,7 +10,7 @@ import torch
 from transfer_queue.errors import InvalidRequestError
 
 _MAX_NAME_BYTES = 1024
-_EDITION, _ITERATION, _GIVEN_UP, _BATCH, _MICRO, _NAME_LENGTH, _NAME = range(7)
+_EDITION, _ITERATION, _CANCELLED, _BATCH, _MICRO, _NAME_LENGTH, _NAME = range(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Cursor:
         cells[_EDITION] += 1
         return int(cells[_ITERATION])
 
-    def give_up(self, iteration: int) -> None:
+    def cancel(self, iteration: int) -> None:
         """Cancel this iteration, so that its workers may stop waiting."""
-        self._cells[_GIVEN_UP] = max(iteration, int(self._cells[_GIVEN_UP]))
+        self._cells[_CANCELLED] = max(iteration, int(self._cells[_CANCELLED]))
 
     # ---- in a worker ----
 
@@ -78,4 +78,4 @@ class Cursor:
 
     def is_over(self, iteration: int) -> bool:
         """Return whether the iteration was cancelled or the next one opened."""
-        return int(self._cells[_GIVEN_UP]) >= iteration or int(self._cells[_ITERATION]) > iteration
+        return int(self._cells[_CANCELLED]) >= iteration or int(self._cells[_ITERATION]) > iteration

@@ -18,7 +18,7 @@ from transfer_queue.config import environment_number
 from transfer_queue.dataloader.batch_stream import Fetched, Requested
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.modes import Begun, run_blocking
+from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
@@ -41,7 +41,7 @@ class StreamSpec:
     timeout_s: float | None = None
     report_every_s: float = 30.0
     fetch_batch_fn: Callable[..., Any] | None = None
-    begun: tuple[int, int] | None = None
+    partly_taken: tuple[int, int] | None = None
     """(batch, rows of it that were already taken): only the remaining rows are requested."""
     pass_start: int | None = None
     """The first batch of this pass: all readers of a pass get the same end of stream."""
@@ -69,7 +69,7 @@ def default_fetch_batch_fn(
     return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
 
 
-class _Arrived:
+class _QueueBatch:
     """A batch that the queue returned."""
 
     def __init__(self, client: TransferQueueClient, batch: FetchedBatch) -> None:
@@ -83,7 +83,7 @@ class _Arrived:
         run_blocking(self._batch.close())
 
 
-class _AtHand(NamedTuple):
+class _FunctionBatch(NamedTuple):
     """A batch that a user's function returned."""
 
     data: Any
@@ -115,24 +115,24 @@ class BatchFetcher:
             return None
         return _FromQueue(self, batch_index) if self._custom is None else _FromFunction(self, batch_index)
 
-    def begin(self, batch_index: int, wait_s: float) -> Begun[FetchedBatch | p.NotReady]:
+    def start(self, batch_index: int, wait_s: float) -> PendingCall[FetchedBatch | p.NotReady]:
         """Start the request, which may wait in the controller for ``wait_s`` seconds."""
         spec = self.spec
         fetch = fetch_request(
             spec.data_fields, spec.batch_size, self.partition, spec.task_name, spec.sampling_config, wait_s
         )
-        skip = spec.begun[1] if spec.begun is not None and batch_index == spec.begun[0] else 0
+        skip = spec.partly_taken[1] if spec.partly_taken is not None and batch_index == spec.partly_taken[0] else 0
         pass_start = spec.pass_start if spec.finite else None
-        return self.client.begin_fetch_batch(
+        return self.client.start_fetch_batch(
             msgspec.structs.replace(
                 fetch, batch_index=batch_index, after=self._last, finite=spec.finite, pass_start=pass_start, skip=skip
             )
         )
 
-    def came(self, batch: FetchedBatch) -> Fetched:
-        """Take the queue's answer and remember its token for the next batch."""
+    def received(self, batch: FetchedBatch) -> Fetched:
+        """Wrap the queue's answer, and remember its token for the next batch."""
         self._last = batch.meta.token
-        return _Arrived(self.client, batch)
+        return _QueueBatch(self.client, batch)
 
     def call(self, batch_index: int) -> Fetched | None:
         """Call the user's function once; return None, after a pause, if it has nothing yet."""
@@ -141,7 +141,7 @@ class BatchFetcher:
         asked = (spec.data_fields, spec.batch_size, self.partition, spec.task_name, dict(spec.sampling_config))
         data, meta = self._custom((self.client, *asked, batch_index))
         if data is not None:
-            return _AtHand(data, meta)
+            return _FunctionBatch(data, meta)
         if spec.finite and self.client.check_consumption_status(spec.task_name, self.partition):
             raise EndOfPartitionError(f"every sample of {self.partition!r} is consumed by {spec.task_name!r}.")
         self.pause(environment_number("TQ_STREAMING_DATASET_EMPTY_BATCH_SLEEP_INTERVAL", 0.05))
@@ -190,19 +190,19 @@ class _FromQueue:
         self._index = batch_index
         wait_s = _Wait(fetcher).left_s()
         self._parked_until = time.monotonic() + wait_s
-        self._begun = fetcher.begin(batch_index, wait_s)
+        self._pending = fetcher.start(batch_index, wait_s)
 
     def receive(self) -> Fetched | None:
         wait = _Wait(self._fetcher)
         is_news = time.monotonic() < self._parked_until
-        while isinstance(answer := self._begun.finish(), p.NotReady):
+        while isinstance(answer := self._pending.finish(), p.NotReady):
             if is_news and not wait.goes_on(answer):
                 return None
-            self._begun, is_news = self._fetcher.begin(self._index, wait.left_s()), True
-        return self._fetcher.came(answer)
+            self._pending, is_news = self._fetcher.start(self._index, wait.left_s()), True
+        return self._fetcher.received(answer)
 
     def close(self) -> None:
-        self._begun.close()
+        self._pending.close()
 
 
 class _FromFunction:

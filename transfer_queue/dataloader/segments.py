@@ -26,7 +26,7 @@ from transfer_queue.storage.tensors import dtype_name, dtype_of, from_bytes
 
 LEAST_NBYTES = 64 * 1024
 """Smaller columns are copied into the message instead."""
-_PLACES = mmap.PAGESIZE
+_SLOTS = mmap.PAGESIZE
 _MOST_SEGMENTS = 64
 """Per worker. Each segment takes file descriptors in both processes; tensors beyond this limit travel as torch sends
 them.
@@ -39,7 +39,7 @@ class Lent(NamedTuple):
 
     owner: int
     segment: int
-    place: int
+    slot: int
     offset: int
     dtype: str
     shape: tuple[int, ...]
@@ -59,21 +59,21 @@ class _Segment(mmap.mmap):
 
     @property
     def room(self) -> int:
-        return len(self) - _PLACES
+        return len(self) - _SLOTS
 
     @property
     def is_back(self) -> bool:
         """Whether everything that was lent has been released."""
-        return self._places == bytes([_DROPPED]) * self.lent
+        return self._slots == bytes([_DROPPED]) * self.lent
 
     @property
     def is_spent(self) -> bool:
         """The same, but a fork of the other process may still read it."""
-        places = self._places
-        return 0 not in places and _DROPPED_BUT_FORKED in places
+        slots = self._slots
+        return 0 not in slots and _DROPPED_BUT_FORKED in slots
 
     @property
-    def _places(self) -> bytes:
+    def _slots(self) -> bytes:
         return self[self.room : self.room + self.lent]
 
 
@@ -84,7 +84,7 @@ class Segments(Recycler):
         super().__init__(kept_nbytes, LEAST_NBYTES)
         self._most = most
         self._numbers = itertools.count()
-        self._forgotten: list[int] = []
+        self._retired: list[int] = []
 
     def lend(self, tensor: torch.Tensor) -> Lent | None:
         """Describe the tensor for the other process; None if it is not contiguous in one segment."""
@@ -98,17 +98,17 @@ class Segments(Recycler):
             segment: Any = next(found, None)
         if segment is None:
             return None
-        if segment.lent == _PLACES:
+        if segment.lent == _SLOTS:
             return None
-        place, segment.lent = segment.lent, segment.lent + 1
+        slot, segment.lent = segment.lent, segment.lent + 1
         known, segment.is_known = segment.is_known, True
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         descriptor = None if known else DupFd(segment.descriptor)
-        return Lent(os.getpid(), segment.number, place, begin - segment.first, dtype, shape, len(segment), descriptor)
+        return Lent(os.getpid(), segment.number, slot, begin - segment.first, dtype, shape, len(segment), descriptor)
 
-    def forgotten(self) -> list[int]:
+    def retired(self) -> list[int]:
         """Return segments that will not be used again, each once."""
-        released, self._forgotten = self._forgotten, []
+        released, self._retired = self._retired, []
         return released
 
     def _make(self, nbytes: int) -> mmap.mmap | None:
@@ -117,7 +117,7 @@ class Segments(Recycler):
             if idle is None:
                 return None
             self._drop(idle)
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + _PLACES
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + _SLOTS
         try:
             descriptor = os.memfd_create("transfer-queue-batches", os.MFD_CLOEXEC)
         except OSError:  # out of descriptors
@@ -160,7 +160,7 @@ class Segments(Recycler):
     def _drop(self, ticket: int) -> None:
         segment: Any = self._remove(ticket)
         if segment.is_known:
-            self._forgotten.append(segment.number)
+            self._retired.append(segment.number)
 
 
 class _Receipt(Watch):
@@ -189,9 +189,9 @@ def lend(tensor: torch.Tensor) -> Lent | None:
     return None if _own is None else _own.lend(tensor)
 
 
-def forgotten() -> list[int]:
-    """See ``Segments.forgotten``."""
-    return [] if _own is None else _own.forgotten()
+def retired() -> list[int]:
+    """See ``Segments.retired``."""
+    return [] if _own is None else _own.retired()
 
 
 _mapped: dict[tuple[int, int], mmap.mmap] = {}
@@ -199,7 +199,7 @@ _receipts: dict[int, _Receipt] = {}
 
 
 def receive(lent: Lent) -> torch.Tensor:
-    """Return the tensor in place; it belongs to this process until it is released."""
+    """Return the tensor in slot; it belongs to this process until it is released."""
     if lent.descriptor is not None:
         descriptor = lent.descriptor.detach()
         try:
@@ -209,29 +209,29 @@ def receive(lent: Lent) -> torch.Tensor:
     memory = _mapped[lent.owner, lent.segment]
     dtype = dtype_of(lent.dtype)
     nbytes = torch.Size(lent.shape).numel() * dtype.itemsize
-    return from_bytes(_received(memory, lent.offset, nbytes, lent.place), dtype, lent.shape)
+    return from_bytes(_received(memory, lent.offset, nbytes, lent.slot), dtype, lent.shape)
 
 
-def _received(memory: mmap.mmap, offset: int, nbytes: int, place: int) -> ByteArray:
-    receipt, whole = watched(memory, offset + nbytes, _Receipt, _give_back)
-    receipt.at, receipt.mark, receipt.process = len(memory) - _PLACES + place, _DROPPED, os.getpid()
+def _received(memory: mmap.mmap, offset: int, nbytes: int, slot: int) -> ByteArray:
+    receipt, whole = watched(memory, offset + nbytes, _Receipt, _release)
+    receipt.at, receipt.mark, receipt.process = len(memory) - _SLOTS + slot, _DROPPED, os.getpid()
     _receipts[id(receipt)] = receipt
     return whole[offset:]
 
 
-def _give_back(receipt: _Receipt) -> None:
+def _release(receipt: _Receipt) -> None:
     del _receipts[id(receipt)]
     if receipt.process == os.getpid():  # otherwise a fork has released its copy, which the parent still owns
         receipt.memory[receipt.at] = receipt.mark
 
 
-def forget(owner: int, segments: Iterable[int]) -> None:
+def unmap(owner: int, segments: Iterable[int]) -> None:
     """Unmap segments that are no longer lent, once they are unused."""
     for segment in segments:
         _mapped.pop((owner, segment), None)
 
 
-def forget_owners(owners: Sequence[int]) -> None:
+def unmap_owners(owners: Sequence[int]) -> None:
     """Unmap the segments of workers that have ended or are about to end."""
     for key in [key for key in _mapped if key[0] in owners]:
         del _mapped[key]

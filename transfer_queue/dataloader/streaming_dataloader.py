@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -16,10 +17,11 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from transfer_queue.dataloader.bundle import Bundle, Packed
 from transfer_queue.dataloader.cursor import Cursor
-from transfer_queue.dataloader.segments import forget_owners
-from transfer_queue.dataloader.streaming_dataset import Place, StreamingDataset
-from transfer_queue.dataloader.worker_turn import WorkerTurn
+from transfer_queue.dataloader.segments import unmap_owners
+from transfer_queue.dataloader.streaming_dataset import Origin, StreamingDataset
 from transfer_queue.storage import columns
+
+_LOOK_EVERY_S = 0.25
 
 
 def identity(batch: Any) -> Any:
@@ -94,19 +96,19 @@ class StreamingDataLoader(DataLoader[Any]):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        place = self.stream.place()
+        origin = self.stream.origin()
         if self.num_workers:
-            return self._from_workers(place)
-        return self._items(self._collated(self.stream.bundles(place.start)), place)
+            return self._from_workers(origin)
+        return self._items(self._collated(self.stream.bundles(origin.start)), origin)
 
-    def _from_workers(self, place: Place) -> Iterator[Any]:
+    def _from_workers(self, origin: Origin) -> Iterator[Any]:
         # Persistent workers only know the cursor they were started with.
         # Other workers get a new cursor each time, so that two iterators of one loader are independent.
         starts_workers = self._cursor is None or not self.persistent_workers
         if self._cursor is None or starts_workers:
             self._cursor = Cursor()
         cursor = self._cursor
-        iteration = cursor.open(place.start)
+        iteration = cursor.open(origin.start)
         _import_what_workers_will()
         self.stream.worker_cursor = cursor
         try:
@@ -115,18 +117,18 @@ class StreamingDataLoader(DataLoader[Any]):
         finally:
             self.stream.worker_cursor = None
         if starts_workers:
-            weakref.finalize(bundles, forget_owners, [worker.pid for worker in bundles._workers])  # they end with it
+            weakref.finalize(bundles, unmap_owners, [worker.pid for worker in bundles._workers])  # they end with it
         turn = WorkerTurn(bundles, cursor, iteration, self.persistent_workers, self.stream.should_stop)
-        items = self._items(iter(turn), place, turn)
+        items = self._items(iter(turn), origin, turn)
         weakref.finalize(items, turn.end)  # a generator dropped before its first next() skips "finally"
         return items
 
     def _items(
-        self, bundles: Iterator[Any], place: Place, turn: WorkerTurn | None = None
+        self, bundles: Iterator[Any], origin: Origin, turn: WorkerTurn | None = None
     ) -> Generator[Any, None, None]:
         failed = True
         try:
-            yield from itertools.islice(self._taken(bundles, place), self.num_batches)
+            yield from itertools.islice(self._taken(bundles, origin), self.num_batches)
             failed = False
         except GeneratorExit:
             failed = False
@@ -136,13 +138,13 @@ class StreamingDataLoader(DataLoader[Any]):
             if turn is not None:
                 self._end(turn, failed)
 
-    def _taken(self, bundles: Iterator[Any], place: Place) -> Iterator[Any]:
-        for batch_index, bundle in enumerate(bundles, place.start.batch_index):
+    def _taken(self, bundles: Iterator[Any], origin: Origin) -> Iterator[Any]:
+        for batch_index, bundle in enumerate(bundles, origin.start.batch_index):
             # One worker saw the end of stream, but another one found data that came later; the next iterator yields
             # that.
             if bundle.batch_index != batch_index:
                 return
-            yield from self.stream.take(bundle, place)
+            yield from self.stream.take(bundle, origin)
 
     def _end(self, turn: WorkerTurn, failed: bool) -> None:
         turn.end(failed)
@@ -176,6 +178,50 @@ class StreamingDataLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after this position with the next iterator."""
         self.stream.load_state_dict(state)
+
+
+class WorkerTurn:
+    """Iterates over the bundles that torch's iterator receives from the workers, until the turn ends."""
+
+    def __init__(
+        self, bundles: Any, cursor: Cursor, iteration: int, keep: bool, should_stop: Callable[[], bool] | None
+    ) -> None:
+        """``keep``: the workers also serve the next iteration. ``should_stop`` can only be called in this process."""
+        self._bundles = bundles
+        self._cursor = cursor
+        self._iteration = iteration
+        self._keep = keep
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if should_stop is not None:
+            self._watcher = threading.Thread(
+                target=self._watch, args=(should_stop,), name="transfer-queue-should-stop", daemon=True
+            )
+            self._watcher.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        # Kept workers serve one iterator at a time: an older one must not take the newer one's items.
+        while not self._cursor.is_over(self._iteration):
+            try:
+                yield next(self._bundles)
+            except StopIteration:
+                return
+
+    def _watch(self, should_stop: Callable[[], bool]) -> None:
+        while not self._ended.wait(_LOOK_EVERY_S):
+            if should_stop():
+                self._cursor.cancel(self._iteration)
+                return
+
+    def end(self, failed: bool = False) -> None:
+        """End the workers' waits, and the workers too unless they are kept and nothing failed. Idempotent."""
+        self._ended.set()
+        self._cursor.cancel(self._iteration)
+        if self._watcher is not None:
+            self._watcher.join()
+        if failed or not self._keep:
+            # The garbage collector is not enough: after an error, the traceback keeps torch's iterator alive.
+            self._bundles._shutdown_workers()
 
 
 @functools.cache

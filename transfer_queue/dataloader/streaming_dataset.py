@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamingDataset: a task's batches of a partition, in the order of their batch_index, as they become ready."""
+"""StreamingDataset: a stream of batches as a torch IterableDataset, and its position."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client import TransferQueueClient
-from transfer_queue.dataloader.arguments import check_ranks, check_sizes, check_values, numbered
 from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.dataloader.bundle import Bundle
 from transfer_queue.dataloader.cursor import Cursor, Start
@@ -35,7 +34,7 @@ __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
 ProcessBatchFn = Callable[..., Iterable[Any]]
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """Where an iterator starts, and how often the dataset had been moved by then."""
 
     start: Start
@@ -91,9 +90,8 @@ class StreamingDataset(IterableDataset[Any]):
             ValueError: an invalid size, rank or list of fields.
         """
         super().__init__()
-        check_sizes(batch_size, micro_batch_size)
-        check_ranks(dp_rank, dp_size)
-        check_values(data_fields, layout)
+        _check_sizes(batch_size, micro_batch_size)
+        _check_values(dp_rank, dp_size, data_fields, layout)
         self.config = config if config is not None else _config_of_this_process()
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
@@ -114,7 +112,7 @@ class StreamingDataset(IterableDataset[Any]):
         self.sampling_config: dict[str, Any] = {
             "dp_rank": dp_rank,
             "task_name": task_name,
-            **numbered(sampling_config or {}),
+            **_with_dp_rank(sampling_config or {}),
         }
         if dp_size is not None:
             self.sampling_config["dp_size"] = dp_size
@@ -141,9 +139,9 @@ class StreamingDataset(IterableDataset[Any]):
         """Always empty: batches stay in the queue until they are taken, also those requested ahead."""
         return []
 
-    def place(self) -> Place:
+    def origin(self) -> Origin:
         """The position where an iterator that begins now starts."""
-        return Place(self.position, self._moves)
+        return Origin(self.position, self._moves)
 
     def move(self, start: Start) -> None:
         """Start the next iterator there. Items taken from a live iterator no longer change the position."""
@@ -179,15 +177,15 @@ class StreamingDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is None:
-            return self._items(self.place())
+            return self._items(self.origin())
         if self.worker_cursor is not None:
             return self._bundles_for(self.worker_cursor, self.worker_cursor.join())
-        return self._items(Place(self.position, -1))  # workers of a plain DataLoader would each track another position
+        return self._items(Origin(self.position, -1))  # workers of a plain DataLoader would each track another position
 
-    def _items(self, place: Place) -> Iterator[Any]:
-        with closing(self.bundles(place.start)) as bundles:
+    def _items(self, origin: Origin) -> Iterator[Any]:
+        with closing(self.bundles(origin.start)) as bundles:
             for bundle in bundles:
-                yield from self.take(bundle, place)
+                yield from self.take(bundle, origin)
 
     def _bundles_for(self, cursor: Cursor, iteration: int) -> Iterator[Bundle]:
         worker = get_worker_info()
@@ -197,14 +195,14 @@ class StreamingDataset(IterableDataset[Any]):
         if start is not None:
             yield from self.bundles(start, lambda: cursor.is_over(iteration))
 
-    def take(self, bundle: Bundle, place: Place) -> Iterator[Any]:
+    def take(self, bundle: Bundle, origin: Origin) -> Iterator[Any]:
         """Yield the items of a bundle, and count each as taken when it is yielded."""
-        start = place.start
+        start = origin.start
         skip = start.micro_batch - bundle.first if bundle.batch_index == start.batch_index else 0
         last = bundle.first + len(bundle.items)
         for number, item in enumerate(bundle.items[skip:], start=bundle.first + skip + 1):
             done = number == last
-            if place.moves == self._moves:
+            if origin.moves == self._moves:
                 self.position = Start(start.partition_id, bundle.batch_index + done, 0 if done else number)
             yield item
 
@@ -222,7 +220,11 @@ class StreamingDataset(IterableDataset[Any]):
         )
         with closing(iter(stream)) as batches:
             for batch_index, data, meta in batches:
-                rest = spec.begun is not None and batch_index == spec.begun[0] and meta.size < self.batch_size
+                rest = (
+                    spec.partly_taken is not None
+                    and batch_index == spec.partly_taken[0]
+                    and meta.size < self.batch_size
+                )
                 yield Bundle(batch_index, list(self._process(data, meta)), start.micro_batch if rest else 0)
                 del data, meta  # otherwise they would stay alive while waiting for the next batch
 
@@ -233,10 +235,10 @@ class StreamingDataset(IterableDataset[Any]):
         return StreamSpec(
             self.data_fields, self.batch_size, self.task_name, config,
             self.should_check_consumption_status, self.timeout_s, self.report_every_s, self.fetch_batch_fn,
-            self._begun(start), start.batch_index,
+            self._partly_taken(start), start.batch_index,
         )  # fmt: skip
 
-    def _begun(self, start: Start) -> tuple[int, int] | None:
+    def _partly_taken(self, start: Start) -> tuple[int, int] | None:
         """(batch, rows of it that were already taken) if it was cut into equal micro-batches; else None."""
         if not start.micro_batch or self.fetch_batch_fn is not None or self.process_batch_fn is not None:
             return None
@@ -285,3 +287,38 @@ def _config_of_this_process() -> DictConfig:
 def _close_in_process(client: TransferQueueClient, pid: int) -> None:
     if os.getpid() == pid:
         client.close()
+
+
+def _check_sizes(batch_size: int, micro_batch_size: int) -> None:
+    if batch_size < 1:
+        raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}.")
+    if micro_batch_size < 1:
+        raise InvalidRequestError(f"micro_batch_size must be at least 1, got {micro_batch_size}.")
+    if micro_batch_size > batch_size:
+        raise InvalidRequestError(f"micro_batch_size {micro_batch_size} is larger than batch_size {batch_size}.")
+
+
+def _check_values(dp_rank: int, dp_size: int | None, data_fields: Sequence[str] | str, layout: str | None) -> None:
+    if dp_rank < 0:
+        raise InvalidRequestError(f"dp_rank must be at least 0, got {dp_rank}.")
+    if dp_size is not None and dp_rank >= dp_size:
+        raise InvalidRequestError(f"dp_rank {dp_rank} with dp_size {dp_size}: ranks go from 0 to {dp_size - 1}.")
+    if not data_fields:
+        raise InvalidRequestError("data_fields must name at least one field.")
+    if layout not in (None, "jagged", "dense"):
+        raise InvalidRequestError(f"layout must be 'jagged', 'dense' or None, got {layout!r}.")
+
+
+def _with_dp_rank(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the older form of the sampling config, which named a rank of a replica group, to a ``dp_rank``."""
+    rest = dict(config)
+    replica = [rest.pop(f"data_replica_{name}", None) for name in ("group", "rank", "world_size")]
+    group, rank, size = replica
+    if replica == [None, None, None]:
+        return rest
+    if None in replica or size < 1 or not 0 <= rank < size:
+        raise InvalidRequestError(
+            f"data_replica_group, data_replica_rank and data_replica_world_size are {group}, {rank} and {size}: give "
+            f"all three, with a rank from 0 to world size - 1."
+        )
+    return {"dp_rank": group, **rest}

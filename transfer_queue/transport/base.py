@@ -56,7 +56,7 @@ class Caller(Protocol):
         """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
 
         Either all answers are returned, or the cancel of every sent call is sent. That covers a deadline, a cancelled
-        task, Ctrl-C, a closed ``Begun``, and an error in a call or in making it.
+        task, Ctrl-C, a closed ``PendingCall``, and an error in a call or in making it.
 
         Raises:
             QueueUnreachableError: a peer has ended, or did not answer within ``timeout_s``.

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 _blocking: ContextVar[bool] = ContextVar("transfer_queue_blocking", default=False)
 
-_beginning: ContextVar[bool] = ContextVar("transfer_queue_beginning", default=False)
+_starting: ContextVar[bool] = ContextVar("transfer_queue_starting", default=False)
 
 
 def is_blocking() -> bool:
@@ -30,7 +30,7 @@ def is_blocking() -> bool:
 @types.coroutine
 def pause() -> Generator[None, None, None]:
     """Everything is sent: suspend here if the call was only started, until it is finished."""
-    if _beginning.get():
+    if _starting.get():
         yield
 
 
@@ -59,21 +59,21 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         _blocking.set(before)
 
 
-class Begun(Generic[R]):
+class PendingCall(Generic[R]):
     """A pending blocking call that has sent its first requests. The thread that finishes it waits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, R]) -> None:
         """Raises what the call raises before it waits for anything."""
         self._coroutine = coroutine
         self._results: list[R] = []
-        before = _beginning.get()
+        before = _starting.get()
         try:
-            _beginning.set(True)
+            _starting.set(True)
             _run(coroutine)
         except StopIteration as stop:  # it had nothing to send
             self._results.append(stop.value)
         finally:
-            _beginning.set(before)
+            _starting.set(before)
 
     def finish(self) -> R:
         """Return or raise what the blocking call does; once."""
@@ -95,12 +95,12 @@ def blocking(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
     return twin
 
 
-def beginning(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Begun[R]]:
+def starting(method: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, PendingCall[R]]:
     """The twin of an async method that starts a call, to be finished elsewhere."""
 
     @functools.wraps(method)
-    def twin(*args: P.args, **kwargs: P.kwargs) -> Begun[R]:
-        return Begun(method(*args, **kwargs))
+    def twin(*args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
+        return PendingCall(method(*args, **kwargs))
 
-    twin.__name__ = method.__name__.replace("async_", "begin_", 1)
+    twin.__name__ = method.__name__.replace("async_", "start_", 1)
     return twin

@@ -31,8 +31,8 @@ def test_an_iteration_is_over_when_given_up_or_when_the_next_is_opened():
     assert not cursor.is_over(first)
     second = cursor.open(Start("p"))
     assert (cursor.is_over(first), cursor.is_over(second)) == (True, False)
-    cursor.give_up(second)
-    cursor.give_up(first)  # the older iterator is collected after the newer one
+    cursor.cancel(second)
+    cursor.cancel(first)  # the older iterator is collected after the newer one
     assert cursor.is_over(second)
 
 

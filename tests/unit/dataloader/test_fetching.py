@@ -91,7 +91,7 @@ class Client:
         self.waits = []
         self.consumed = consumed
 
-    def begin_fetch_batch(self, fetch):
+    def start_fetch_batch(self, fetch):
         self.asked.append(fetch)
         self.waits.append(fetch.wait_s)
         return self

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from transfer_queue.dataloader import segments as module
-from transfer_queue.dataloader.segments import LEAST_NBYTES, Lent, Segments, forget, forget_owners, receive
+from transfer_queue.dataloader.segments import LEAST_NBYTES, Lent, Segments, receive, unmap, unmap_owners
 from transfer_queue.storage.tensors import from_bytes
 
 MIB = 1024 * 1024
@@ -27,7 +27,7 @@ def own() -> Iterator[Segments]:
     with contextlib.closing(os.fdopen(os.dup(0))) as any_file:
         pickle.loads(ForkingPickler.dumps(DupFd(any_file.fileno()))).detach()  # starts what hands descriptors over
     yield Segments(kept_nbytes=8 * MIB)
-    forget_owners([os.getpid()])
+    unmap_owners([os.getpid()])
 
 
 def filled(own: Segments, value: int, count: int = MIB) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_dropped_segments_leave_no_descriptor_open(own):
     assert psutil.Process().num_fds() > before
     held.clear()
     assert own.kept_nbytes == 8 * MIB
-    forget(os.getpid(), own.forgotten())
+    unmap(os.getpid(), own.retired())
     kept = 3  # the one that is kept: the worker's descriptor, and one that each mapping keeps for itself
     assert psutil.Process().num_fds() <= before + kept
 
@@ -127,7 +127,7 @@ def test_what_does_not_lie_in_one_piece_is_not_lent(own):
 
 def test_in_a_process_without_segments_nothing_is_lent():
     assert module.lend(torch.zeros(LEAST_NBYTES)) is None
-    assert module.forgotten() == []
+    assert module.retired() == []
 
 
 def test_small_memory_is_left_to_the_allocator(own):
@@ -137,7 +137,7 @@ def test_small_memory_is_left_to_the_allocator(own):
 
 def test_a_full_page_of_places_ends_what_is_lent_of_a_segment(own):
     tensor = filled(own, 1)
-    lent = [own.lend(tensor) for _ in range(module._PLACES + 1)]
+    lent = [own.lend(tensor) for _ in range(module._SLOTS + 1)]
     assert [type(each) for each in lent[-2:]] == [Lent, type(None)]
     lent[0].descriptor.detach()
 
@@ -149,8 +149,8 @@ def test_more_than_so_many_segments_are_not_made_and_idle_ones_make_way(own):
     sent(own, held.pop())
     other = filled(own, 9, MIB // 2)
     assert sent(own, other)[0] == 9
-    assert own.forgotten() == [2]
-    assert own.forgotten() == []
+    assert own.retired() == [2]
+    assert own.retired() == []
 
 
 def test_idle_memory_beyond_the_limit_is_given_up_on_both_sides(own):
@@ -160,8 +160,8 @@ def test_idle_memory_beyond_the_limit_is_given_up_on_both_sides(own):
     del tensor
     held.clear()
     assert own.kept_nbytes == 8 * MIB
-    assert sorted(own.forgotten()) == [1, 2]  # a list drops its last item first
-    forget(os.getpid(), [1, 2])
+    assert sorted(own.retired()) == [1, 2]  # a list drops its last item first
+    unmap(os.getpid(), [1, 2])
     assert [segment for owner, segment in module._mapped if owner == os.getpid()] == [0]
 
 
@@ -181,7 +181,7 @@ def test_what_is_read_when_the_process_forks_is_never_written_again(own):
     os.write(told_write, b"x")
     assert os.read(seen_read, 8) == b"\x04"
     os.waitpid(child, 0)
-    assert (own.forgotten(), len(again)) == ([0], 3)
+    assert (own.retired(), len(again)) == ([0], 3)
     for descriptor in (told_read, told_write, seen_read, seen_write):
         os.close(descriptor)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are begun in one place and finished in another, over every transport."""
+"""Calls that are pending in one place and finished in another, over every transport."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transport_kit import JOIN_S, Desk, calls, make_caller, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import Begun, run_blocking
+from transfer_queue.transport.modes import PendingCall, run_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -20,90 +20,90 @@ async def asked(caller: Any, peer: Peer, *headers: bytes, timeout_s: float = JOI
     return [reply.header for reply in await caller.call_many(calls(peer, *headers), timeout_s)]
 
 
-def test_what_was_begun_is_answered_whoever_asks_meanwhile(desk):
+def test_what_was_started_is_answered_whoever_asks_meanwhile(desk):
     make, peer, _ = desk
     caller = make()
-    begun = Begun(asked(caller, peer, b"park one", b"two"))
+    pending = PendingCall(asked(caller, peer, b"park one", b"two"))
     assert run_blocking(asked(caller, peer, b"three")) == [b"three"]
     run_blocking(asked(caller, peer, b"free"))
-    assert begun.finish() == [b"park one", b"two"]
+    assert pending.finish() == [b"park one", b"two"]
 
 
-def test_a_call_begun_in_one_thread_is_finished_in_another(desk):
+def test_a_call_started_in_one_thread_is_finished_in_another(desk):
     make, peer, _ = desk
     caller, answers = make(), []
-    begun = Begun(asked(caller, peer, b"echo"))
-    thread = threading.Thread(target=lambda: answers.extend(begun.finish()))
+    pending = PendingCall(asked(caller, peer, b"echo"))
+    thread = threading.Thread(target=lambda: answers.extend(pending.finish()))
     thread.start()
     thread.join(JOIN_S)
     assert answers == [b"echo"]
 
 
-def test_only_what_is_asked_first_is_begun(desk):
+def test_only_what_is_asked_first_is_sent(desk):
     make, peer, _ = desk
     caller, stages = make(), []
 
     async def story() -> list[bytes]:
-        stages.append("begun")
+        stages.append("started")
         first = await asked(caller, peer, b"first")
         stages.append("answered")
         return first + await asked(caller, peer, b"second")
 
-    begun = Begun(story())
-    assert stages == ["begun"]
-    assert begun.finish() == [b"first", b"second"]
+    pending = PendingCall(story())
+    assert stages == ["started"]
+    assert pending.finish() == [b"first", b"second"]
 
 
-def test_a_call_with_nothing_to_ask_is_over_when_it_is_begun():
+def test_a_call_with_nothing_to_ask_is_over_when_it_is_started():
     async def answer() -> int:
         return 42
 
-    begun = Begun(answer())
-    assert begun.finish() == 42
+    pending = PendingCall(answer())
+    assert pending.finish() == 42
 
 
 def test_what_goes_wrong_before_anything_is_asked_is_raised_at_once(desk):
     make, _, _ = desk
     with pytest.raises(QueueUnreachableError):
-        Begun(asked(make(), Peer("nobody", "ipc:///nowhere/at/all"), b"echo")).finish()
+        PendingCall(asked(make(), Peer("nobody", "ipc:///nowhere/at/all"), b"echo")).finish()
 
 
 def test_a_call_that_nobody_finishes_leaves_nothing_behind(desk):
     make, peer, _ = desk
     caller = make()
     run_blocking(asked(caller, peer, b"echo"))
-    closed = Begun(asked(caller, peer, b"park closed"))
+    closed = PendingCall(asked(caller, peer, b"park closed"))
     closed.close()
     closed.close()
-    dropped = Begun(asked(caller, peer, b"park dropped"))
+    dropped = PendingCall(asked(caller, peer, b"park dropped"))
     del dropped
     run_blocking(asked(caller, peer, b"free"))
     assert run_blocking(asked(caller, peer, b"echo")) == [b"echo"], "late answers never reach a later call"
 
 
-def test_closing_the_caller_ends_what_was_begun(tmp_path, kind):
+def test_closing_the_caller_ends_what_was_started(tmp_path, kind):
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
         caller = make_caller("me")
         assert run_blocking(asked(caller, peer, b"echo")) == [b"echo"]
-        begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
+        pending = PendingCall(asked(caller, peer, b"park", timeout_s=60.0))
         caller.close()
         with pytest.raises(ClosedError):
-            begun.finish()
+            pending.finish()
 
 
 def test_who_closes_the_caller_and_then_the_queue_is_told_of_the_first(tmp_path, kind):
     caller = make_caller("me")
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
-        begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
+        pending = PendingCall(asked(caller, peer, b"park", timeout_s=60.0))
         caller.close()
     with pytest.raises(ClosedError):
-        begun.finish()
+        pending.finish()
 
 
 def test_a_server_that_ends_meanwhile_is_told(tmp_path, kind):
     caller = make_caller("me")
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
-        begun = Begun(asked(caller, peer, b"park", timeout_s=60.0))
+        pending = PendingCall(asked(caller, peer, b"park", timeout_s=60.0))
     with pytest.raises(QueueUnreachableError, match="has ended"):
-        begun.finish()
+        pending.finish()
     caller.close()
