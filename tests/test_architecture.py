@@ -59,13 +59,10 @@ SERVER_SIDE = (
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {
-    "blocks.py", "connection.py", "keys.py", "local.py", "registry.py", "schema.py"
+    "blocks.py", "local.py", "registry.py", "schema.py"
 } | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
 """Names of two files of different folders. No more of these: rename the new one."""
-SHARED_CLASSES = {
-    "Connection", "Frozen", "Message", "Partition", "ProductionStatus", "QueueConfig", "Reading", "Reply", "Service",
-    "Source", "Staged", "Watch",
-}  # fmt: skip
+SHARED_CLASSES = {"Frozen", "Partition", "ProductionStatus", "Staged"}
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)
 """A server of one host has no use for it."""

@@ -120,7 +120,7 @@ class BackendConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QueueConfig:
+class FullConfig:
     """The whole configuration of ``init``; the defaults are those of config.yaml."""
 
     address: str | None = None
@@ -230,7 +230,7 @@ def _unknown(key: str, near: Iterable[str], known: Iterable[str]) -> ConfigError
     )
 
 
-def typed(conf: DictConfig | Mapping[str, Any]) -> QueueConfig:
+def typed(conf: DictConfig | Mapping[str, Any]) -> FullConfig:
     """The merged configuration as frozen dataclasses; objects in it become their type's name.
 
     Raises:
@@ -238,7 +238,7 @@ def typed(conf: DictConfig | Mapping[str, Any]) -> QueueConfig:
     """
     plain = conf if isinstance(conf, dict) else to_plain(conf)  # type: ignore[arg-type]
     try:
-        config = msgspec.convert(plain, QueueConfig)
+        config = msgspec.convert(plain, FullConfig)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
         raise ConfigError(f"{path.rstrip('`') or 'the configuration'}: {text}.") from None
@@ -246,7 +246,7 @@ def typed(conf: DictConfig | Mapping[str, Any]) -> QueueConfig:
     return config
 
 
-def _check(config: QueueConfig) -> None:
+def _check(config: FullConfig) -> None:
     storage = config.backend.SimpleStorage
     positive = {
         "backend.SimpleStorage.num_data_storage_units": storage.num_data_storage_units,

@@ -105,7 +105,7 @@ def no_descriptors() -> Iterator[None]:
 def test_out_of_descriptors_the_error_says_so_and_not_that_a_peer_has_ended(caller, tmp_path):
     with served_by_process(tmp_path) as (peer, _):
         told = r"can't connect to desk at \S+ .*Too many open files.* \(ulimit -n\)\.$"
-        run_blocking(caller.tell(Call(peer, b"the caller has all that it needs, but for a connection")))
+        run_blocking(caller.post(Call(peer, b"the caller has all that it needs, but for a connection")))
         waiting = Begun(caller.call_many(calls(peer, b"park"), 10.0))
         with no_descriptors(), pytest.raises(QueueUnreachableError, match=told):
             echo(caller, peer)
@@ -362,7 +362,7 @@ def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_sock
             f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
         )
         ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("[Reply(header=b'echo', frames=[])]\n", "")
+    assert (ended.stdout, ended.stderr) == ("[RawReply(header=b'echo', frames=[])]\n", "")
 
 
 @DRIVES

@@ -113,7 +113,7 @@ def test_a_message_that_expects_no_answer_comes_before_the_calls_after_it(desk, 
 
     async def story() -> None:
         for number in range(3):
-            await caller.tell(Call(peer, b"said %d" % number))
+            await caller.post(Call(peer, b"said %d" % number))
             assert answers(await caller.call_many([Call(peer, b"echo")], 10.0)) == [b"echo"]
             assert served.said[number:] == [b"said %d" % number]
 
@@ -152,7 +152,7 @@ def test_the_frames_of_a_message_are_those_of_the_moment_it_was_sent(slow, drive
     large = np.ones(8 << 20, np.uint8)
 
     async def story() -> None:
-        await caller.tell(Call(peer, b"said", [large]))
+        await caller.post(Call(peer, b"said", [large]))
         large.fill(9)
         served.free.set()
         await caller.call_many([Call(peer, b"echo")], 10.0)
@@ -240,8 +240,8 @@ def _flush(caller: SocketCaller, peer: Peer) -> bool:
 def test_a_closed_caller_tells_nothing(tmp_path, kind):
     caller = make_caller("me")
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
-        run_blocking(caller.tell(Call(peer, b"said")))
+        run_blocking(caller.post(Call(peer, b"said")))
         caller.close()
         for drive in (run_blocking, asyncio.run):
             with pytest.raises(ClosedError):
-                drive(caller.tell(Call(peer, b"said")))
+                drive(caller.post(Call(peer, b"said")))

@@ -15,9 +15,9 @@ from transport_kit import JOIN_S, Desk, calls, held, served_by_thread
 
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.loop import READ, WRITE, Readiness
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.waiting import READ, WRITE, Readiness
 from transfer_queue.utils.machine import pid_namespace
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -25,10 +25,20 @@ from transfer_queue.errors import ConfigError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import encode
-from transfer_queue.transport.keys import make_keys, read_keys, read_public_key, write_keys
 from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, VERSION, Pieces
+from transfer_queue.transport.tcp_wire import (
+    BEAT,
+    BYE,
+    CALL,
+    HELLO,
+    VERSION,
+    PartsReader,
+    make_keys,
+    read_keys,
+    read_public_key,
+    write_keys,
+)
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 SHORT = {"heartbeat_s": 0.02, "lease_s": 0.2}
@@ -270,7 +280,7 @@ LONGER = {"heartbeat_s": 0.05, "lease_s": 1.0}
 HALF_A_LEASE = 10
 
 
-def pieces_of(number: int, nbytes: int = 1000) -> list[bytes]:
+def parts_of(number: int, nbytes: int = 1000) -> list[bytes]:
     whole = b"".join(bytes(part) for part in encode(number, b"echo", [bytes(nbytes)]))
     return [whole[at : at + 300] for at in range(0, len(whole), 300)]
 
@@ -287,8 +297,8 @@ def test_a_client_whose_message_takes_longer_than_a_lease_is_not_silent(tmp_path
     with served_by_thread(tmp_path, served, "tcp", **LONGER) as (peer, _):
         with stranger_at(peer.address, KEYS.public) as dealer:
             dealer.send_multipart([HELLO, VERSION, b"slow"])
-            for piece in pieces_of(1):
-                dealer.send_multipart([CALL, piece])
+            for part in parts_of(1):
+                dealer.send_multipart([CALL, part])
                 hear_beats(dealer)
             dealer.send_multipart([BYE])
             while BYE not in dealer.recv_multipart():
@@ -305,10 +315,10 @@ def test_a_server_whose_answer_takes_longer_than_a_lease_is_not_silent(drive):
     def answer() -> None:
         while CALL not in (request := slow.recv_multipart()):
             pass
-        (message,) = Pieces().add([zmq.Frame(part) for part in request[2:]])
-        for piece in pieces_of(message.request_id):
+        (message,) = PartsReader().add([zmq.Frame(part) for part in request[2:]])
+        for part in parts_of(message.request_id):
             hear_beats(slow)
-            slow.send_multipart([request[0], CALL, piece])
+            slow.send_multipart([request[0], CALL, part])
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -408,7 +418,7 @@ def test_a_process_that_ends_without_closing_says_goodbye_and_nothing_else(tmp_p
             f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
         )
         ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-        assert (ended.stdout, ended.stderr) == ("[Reply(header=b'echo', frames=[])]\n", "")
+        assert (ended.stdout, ended.stderr) == ("[RawReply(header=b'echo', frames=[])]\n", "")
         until(lambda: served.gone == ["unclosed"])
 
 
@@ -416,7 +426,7 @@ def test_what_was_said_before_closing_arrives(tmp_path):
     served, caller = Desk(), make_caller("me")
     with served_by_thread(tmp_path, served, "tcp") as (peer, _):
         for number in range(200):
-            run_blocking(caller.tell(Call(peer, b"%d" % number)))
+            run_blocking(caller.post(Call(peer, b"%d" % number)))
         caller.close()
         until(lambda: served.gone == ["me"])
         assert served.said == [b"%d" % number for number in range(200)]

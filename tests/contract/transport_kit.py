@@ -14,9 +14,9 @@ from typing import Any
 
 from transfer_queue.transport.base import NOBODY_WAITS, Call, Outgoing, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.keys import make_keys
 from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.tcp_wire import make_keys
 
 JOIN_S = 10.0
 KEYS = make_keys()

@@ -13,7 +13,7 @@ import transfer_queue as tq
 from transfer_queue import protocol as p
 from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.shm.messages import UnitRequest
-from transfer_queue.transport.base import Call, Reply
+from transfer_queue.transport.base import Call, RawReply
 from transfer_queue.transport.caller import SocketCaller
 
 _decode = p.message_decoder(*get_args(UnitRequest))
@@ -41,7 +41,7 @@ def exchanges(client: tq.TransferQueueClient, verb: Callable[[], object]) -> lis
     caller = _caller_of(client)
     ask = caller.call_many
 
-    async def noted(calls: Any, timeout_s: float) -> list[Reply]:
+    async def noted(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
         found.append([type(request_of(call)).__name__ for call in made])
         return await ask(made, timeout_s)
@@ -65,7 +65,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
     caller = _caller_of(client)
     ask = caller.call_many
 
-    async def give_up(calls: Any, timeout_s: float) -> list[Reply]:
+    async def give_up(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
         replies = await ask(made, timeout_s)
         if given_up or not any(isinstance(request_of(call), kind) for call in made):
@@ -73,7 +73,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
         given_up.extend(map(request_of, made))
         for call in made:
             if call.cancel:
-                await caller.tell(Call(call.peer, call.cancel))
+                await caller.post(Call(call.peer, call.cancel))
         raise error
 
     caller.call_many = give_up  # type: ignore[method-assign]
@@ -90,7 +90,7 @@ def before(client: tq.TransferQueueClient, kind: type[p.Request], act: Callable[
     caller = _caller_of(client)
     ask = caller.call_many
 
-    async def act_first(calls: Any, timeout_s: float) -> list[Reply]:
+    async def act_first(calls: Any, timeout_s: float) -> list[RawReply]:
         made = list(calls)
         if acts and any(isinstance(request_of(call), kind) for call in made):
             acts.pop()()

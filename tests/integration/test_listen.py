@@ -11,7 +11,7 @@ import torch
 
 import transfer_queue as tq
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.keys import write_keys
+from transfer_queue.transport.tcp_wire import write_keys
 
 JOINED = """
 import sys, torch, transfer_queue as tq

@@ -83,9 +83,9 @@ def sent(request):
 @pytest.mark.parametrize("verb", p.AnyRequest.__args__, ids=lambda verb: verb.__name__)
 def test_every_request_survives_the_trip(verb):
     (request,) = of(verb, REQUESTS)
-    message = p.Message([3, 2**63 - 1], request)
+    message = p.ClientMessage([3, 2**63 - 1], request)
     assert p.decode_message(p.encode_request(request, [3, 2**63 - 1])) == message
-    assert p.decode_message(memoryview(p.encode_request(request))) == p.Message([], request)
+    assert p.decode_message(memoryview(p.encode_request(request))) == p.ClientMessage([], request)
 
 
 @pytest.mark.parametrize("begin", [of(verb, REQUESTS)[0] for verb in (p.Reserve, p.CheckFields, p.ResolveKeys)])
@@ -103,7 +103,7 @@ def test_requests_and_replies_are_told_apart():
     with pytest.raises(msgspec.DecodeError):
         p.decode_reply(p.encode(p.GetStats(1)))
     with pytest.raises(ProtocolError, match="protocol version 2"):
-        p.decode_message(p.encode(p.Message([], p.Done(1))))
+        p.decode_message(p.encode(p.ClientMessage([], p.Done(1))))
 
 
 def packed(*request):
@@ -246,7 +246,7 @@ def test_what_is_nested_too_deep_is_refused_by_its_sender_and_by_its_receiver(ma
             p.encode_request(make(nested(depth)))
     for depth in (p.MAX_DEPTH, 300):
         with pytest.raises(ProtocolError, match="nested deeper than 64 levels"):
-            p.decode_message(p.encode(p.Message([], make(nested(depth)))))
+            p.decode_message(p.encode(p.ClientMessage([], make(nested(depth)))))
 
 
 def test_a_tag_that_holds_itself_is_refused():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.config import QueueConfig
+from transfer_queue.config import FullConfig
 from transfer_queue.control.calls import Calls
 from transfer_queue.control.frozen import Frozen
 from transfer_queue.control.indexes import IndexAllocator
@@ -50,7 +50,7 @@ class PlaneConfig:
     producer_grace_s: float = 5.0
 
 
-def plane_config(config: QueueConfig, sampler: Any, preallocate: int) -> PlaneConfig:
+def plane_config(config: FullConfig, sampler: Any, preallocate: int) -> PlaneConfig:
     """The plane's part of a queue's configuration. ``sampler``: a name, a spec, an instance or a class."""
     controller = config.controller
     return PlaneConfig(

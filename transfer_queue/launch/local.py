@@ -15,11 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from transfer_queue.config import QueueConfig, preallocated_samples, to_plain, typed
+from transfer_queue.config import FullConfig, preallocated_samples, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
-from transfer_queue.transport.keys import write_keys
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.unix import short_directory
 from transfer_queue.utils.enum_utils import Role
@@ -116,6 +115,8 @@ class LocalQueue:
         """The file of the queue's keys, created if it does not exist."""
         path = file or f"{self._directory}/keys"
         if not os.path.exists(path):
+            from transfer_queue.transport.tcp_wire import write_keys  # it loads ZMQ
+
             write_keys(path)
         return path
 
@@ -233,7 +234,7 @@ def _await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
     return answer
 
 
-def _together(config: QueueConfig) -> bool:
+def _together(config: FullConfig) -> bool:
     """Whether all servers share a process. Units without an arena copy every byte themselves, and would block the
     others.
     """

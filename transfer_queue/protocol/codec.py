@@ -27,7 +27,7 @@ Indexes = npt.NDArray[np.int64]
 R = TypeVar("R")
 
 
-class Message(msgspec.Struct, Generic[R], frozen=True, array_like=True):
+class ClientMessage(msgspec.Struct, Generic[R], frozen=True, array_like=True):
     """What a client sends. ``received``: earlier calls of its session whose answers it has, or no longer needs."""
 
     received: list[Call]
@@ -83,7 +83,7 @@ def encode(message: Any) -> bytes:
 def encode_request(request: Any, received: Sequence[int] = ()) -> bytes:
     """A request as it travels. Raises UnsupportedValueError for tags that aren't plain data or are nested too deep."""
     _check_depth(request, UnsupportedValueError)
-    return encode(Message(list(received), request))
+    return encode(ClientMessage(list(received), request))
 
 
 def _check_depth(request: Any, error: type[Exception]) -> None:
@@ -108,7 +108,7 @@ def _too_deep(name: str) -> str:
 
 # ---- decoding ----
 
-Decode = Callable[[bytes | memoryview], Message[Any]]
+Decode = Callable[[bytes | memoryview], ClientMessage[Any]]
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\[1\]((?:\[[^`]*\])+)`$")
 _STEP = re.compile(r"\[([^\]]*)\]")
 
@@ -122,9 +122,9 @@ def message_decoder(*more: type[msgspec.Struct]) -> Decode:
     types = (*get_args(AnyRequest), *more)
     kinds = {str(kind.__struct_config__.tag): kind for kind in types}
     union = functools.reduce(operator.or_, types)
-    decoder: msgspec.msgpack.Decoder[Message[Any]] = msgspec.msgpack.Decoder(Message[union])  # type: ignore[valid-type]
+    decoder: msgspec.msgpack.Decoder[ClientMessage[Any]] = msgspec.msgpack.Decoder(ClientMessage[union])  # type: ignore[valid-type]
 
-    def decode(data: bytes | memoryview) -> Message[Any]:
+    def decode(data: bytes | memoryview) -> ClientMessage[Any]:
         try:
             message = decoder.decode(data)
         except RecursionError:

@@ -54,7 +54,7 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
     """Serve other hosts, too, where the orders say so. Returns the address with its real port."""
     if orders["listen"] is None:
         return None
-    from transfer_queue.transport.keys import read_keys
+    from transfer_queue.transport.tcp_wire import read_keys
 
     remote = server.beside(orders["listen"], read_keys(orders["key_file"]))
     remote.open(front)

@@ -11,7 +11,7 @@ Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a NumPy array."""
 
 NOBODY_WAITS = 0
-"""The request id of a message that expects no answer: from ``tell``, or a cancel."""
+"""The request id of a message that expects no answer: from ``post``, or a cancel."""
 
 HEARTBEAT_S = 2.0
 """Between hosts: the longest interval between messages, in each direction of a connection."""
@@ -42,7 +42,7 @@ class Call:
     cancel: bytes = b""
 
 
-class Reply(NamedTuple):
+class RawReply(NamedTuple):
     """A peer's answer. The frames are read-only views of received memory."""
 
     header: bytes
@@ -52,7 +52,7 @@ class Reply(NamedTuple):
 class Caller(Protocol):
     """The calling side: many calls at once, answers in the order of the calls."""
 
-    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
+    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
 
         Either all answers are returned, or the cancel of every sent call is sent. That covers a deadline, a cancelled
@@ -63,7 +63,7 @@ class Caller(Protocol):
         """
         ...
 
-    async def tell(self, call: Call) -> None:
+    async def post(self, call: Call) -> None:
         """Send a message that expects no answer, without waiting.
 
         The unsent rest goes before the connection's next message. An event loop sends it as soon as there is room.
@@ -115,7 +115,7 @@ class Handler(Protocol):
         ...
 
 
-class Service(Protocol):
+class ListenerEvents(Protocol):
     """The server's interface for its listener."""
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:

@@ -17,80 +17,19 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, NamedTuple
 
 from transfer_queue.errors import ClosedError
-from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, Reply
-from transfer_queue.transport.connection import Connection, Descriptors, closed, gone, silent
-from transfer_queue.transport.loop_connection import LoopConnection, revoke
+from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, RawReply
+from transfer_queue.transport.connections import Connection, Descriptors, LoopConnection, closed, gone, revoke, silent
 from transfer_queue.transport.modes import is_blocking, pause
 from transfer_queue.transport.unix import UnixConnection
+from transfer_queue.transport.waiting import wait_for_some
 
 if TYPE_CHECKING:
     from transfer_queue.transport.tcp import TcpLinks
-import math
-import select
-from collections.abc import Collection
-
-from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.framing import Message
-from transfer_queue.transport.loop import LONGEST_WAIT_S
-from transfer_queue.transport.spinning import Spin, longest_s
-
-
-class _Here(threading.local):
-    """This thread's spinning state."""
-
-    def __init__(self) -> None:
-        self.spin = Spin(longest_s())
-
-
-_here = _Here()
-
-
-def wait_for_some(connections: Collection[Connection], wake: int, deadline: float) -> list[Message]:
-    """Messages that arrived; none if there may be some now, or the deadline has passed.
-
-    Raises:
-        ClosedError: ``wake`` is readable.
-        QueueUnreachableError: a peer has ended.
-    """
-    events = _poll(connections, wake, deadline)
-    arrived: list[Message] = []
-    try:
-        for connection in connections:
-            happened = events.get(connection.descriptor, 0)
-            if happened & select.POLLOUT:
-                connection.flush()
-            if happened & ~select.POLLOUT:
-                arrived += connection.receive()
-    except QueueUnreachableError:
-        _check_closed(events, wake)  # closing the client may end the queue at the same time
-        raise
-    if not arrived:
-        _check_closed(events, wake)
-    return arrived
-
-
-def _poll(connections: Collection[Connection], wake: int, deadline: float) -> dict[int, int]:
-    left = max(0.0, min(deadline - time.monotonic(), LONGEST_WAIT_S))
-    poll = select.poll()
-    poll.register(wake, select.POLLIN)
-    for connection in connections:
-        poll.register(connection.descriptor, select.POLLIN | select.POLLOUT if connection.unsent else select.POLLIN)
-
-    def sleep() -> list[tuple[int, int]]:
-        return poll.poll(math.ceil(left * 1000))
-
-    return dict(_here.spin.wait(poll.poll, sleep, left))
-
-
-def _check_closed(events: dict[int, int], wake: int) -> None:
-    if wake in events:
-        raise closed()
-
 
 _LAST = (-1,)
 
 
-class _Asked(NamedTuple):
+class _SentCall(NamedTuple):
     connection: Connection
     call: Call
 
@@ -128,18 +67,18 @@ class SocketCaller:
         self._blocked: set[object] = set()
         self._wake = Descriptors(self, *os.pipe())
 
-    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
+    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         """See ``Caller``. Raises ClosedError after ``close``, even if that came while the call waited."""
         self._check_process()
         if is_blocking():
             return await self._call_blocking(calls, timeout_s)
         return await self._call_on_loop(calls, timeout_s)
 
-    async def tell(self, call: Call) -> None:
+    async def post(self, call: Call) -> None:
         """See ``Caller``. Raises ClosedError after ``close``."""
         self._check_process()
         if not is_blocking():
-            self._of_loop(call.peer, asyncio.get_running_loop()).tell(call)
+            self._of_loop(call.peer, asyncio.get_running_loop()).post(call)
             return
         borrowed: list[Connection] = []
         try:
@@ -248,16 +187,16 @@ class SocketCaller:
                 if not self._blocked:
                     self._wake.close()
 
-    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
+    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         borrowed: list[Connection] = []
-        asked: dict[int, _Asked] = {}
-        replies: dict[int, Reply] = {}
+        asked: dict[int, _SentCall] = {}
+        replies: dict[int, RawReply] = {}
         waiter = object()
         try:
             wake = self._enter(waiter)
             for call in calls:
                 request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
-                asked[request_id] = _Asked(connection, call)
+                asked[request_id] = _SentCall(connection, call)
                 connection.send(request_id, call.header, call.frames)
             await pause()
             deadline = time.monotonic() + timeout_s
@@ -266,7 +205,7 @@ class SocketCaller:
                 arrived = wait_for_some(waiting, wake, deadline)
                 for request_id, header, frames in arrived:
                     if request_id in asked:
-                        replies[request_id] = Reply(header, frames)
+                        replies[request_id] = RawReply(header, frames)
                 if not arrived and time.monotonic() >= deadline:
                     raise silent(late[0].peer, timeout_s)
             return [replies[request_id] for request_id in asked]
@@ -280,10 +219,10 @@ class SocketCaller:
 
     # ---- on an event loop ----
 
-    async def _call_on_loop(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
+    async def _call_on_loop(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         loop = asyncio.get_running_loop()
         asked: list[tuple[LoopConnection, int, Peer]] = []
-        futures: list[asyncio.Future[Reply]] = []
+        futures: list[asyncio.Future[RawReply]] = []
         try:
             for call in calls:
                 connection, request_id = self._of_loop(call.peer, loop), next(self._ids)

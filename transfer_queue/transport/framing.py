@@ -38,7 +38,7 @@ class Message(NamedTuple):
     frames: list[memoryview]
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A source of bytes: a non-blocking socket."""
 
     def recv(self, size: int, /) -> bytes: ...
@@ -46,7 +46,7 @@ class Source(Protocol):
     def recvmsg_into(self, buffers: Iterable[Any], /) -> tuple[int, Any, Any, Any]: ...
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """A sink of bytes: a non-blocking socket."""
 
     def sendmsg(self, buffers: Iterable[Any], /) -> int: ...
@@ -116,7 +116,7 @@ class Outbound(_Buffers):
     def __bool__(self) -> bool:
         return bool(self._state[0]) and bool(self.left())
 
-    def send(self, sink: Sink, parts: list[Buffer]) -> None:
+    def send(self, sink: ByteSink, parts: list[Buffer]) -> None:
         """Send after everything that waits, as much as possible now. The buffers are kept until they are sent.
 
         Raises:
@@ -139,7 +139,7 @@ class Outbound(_Buffers):
         if moved[0] == sum(map(len, parts)):
             self._state = ([], [])
 
-    def flush(self, sink: Sink) -> None:
+    def flush(self, sink: ByteSink) -> None:
         """Send as much as possible now."""
         try:
             self.move(lambda some: map(sink.sendmsg, (some,)))
@@ -165,7 +165,7 @@ class Inbound:
         self._state: tuple[list[bytes], tuple[int, int], _Body | None] = ([], (0, 0), None)
         self._need = 1
 
-    def receive(self, source: Source) -> list[Message]:
+    def receive(self, source: ByteSource) -> list[Message]:
         """Read once and return the complete messages.
 
         Raises:
@@ -277,7 +277,7 @@ class _Body:
         self._message = Message(request_id, header, [frame.toreadonly() for frame in frames])
         self._missing = _Buffers(_after_filling(missing, begun))
 
-    def receive(self, source: Source) -> Message | None:
+    def receive(self, source: ByteSource) -> Message | None:
         """Read once; return the message once it is complete."""
         if self._missing.left() and not self._missing.move(lambda some: map(_COUNT, map(source.recvmsg_into, (some,)))):
             raise EOFError

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Envelope, Handler, Outgoing, Peer, Reply
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Envelope, Handler, Outgoing, Peer, RawReply
 from transfer_queue.transport.modes import is_blocking, pause
 
 # Another caller's request may produce an answer, so callers find each other by the route in the envelope.
@@ -31,14 +31,14 @@ class LocalCaller:
         self._client_id = client_id
         self._route = next(_routes).to_bytes(8, "little")
         self._request_ids = itertools.count(NOBODY_WAITS + 1)
-        self._waiting: dict[int, concurrent.futures.Future[Reply]] = {}
+        self._waiting: dict[int, concurrent.futures.Future[RawReply]] = {}
         self._known: dict[str, Handler] = {}
         _callers[self._route] = self
 
-    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[Reply]:
+    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         """See ``Caller``."""
         asked: dict[int, Call] = {}
-        pending: list[concurrent.futures.Future[Reply]] = []
+        pending: list[concurrent.futures.Future[RawReply]] = []
         try:
             with _one_at_a_time:
                 for call in calls:
@@ -56,15 +56,15 @@ class LocalCaller:
             return [future.result() for future in pending]
         except BaseException:
             for call in asked.values():
-                self._tell(call, call.cancel)
+                self._post(call, call.cancel)
             raise
         finally:
             for number in asked:
                 self._waiting.pop(number, None)
 
-    async def tell(self, call: Call) -> None:
+    async def post(self, call: Call) -> None:
         """See ``Caller``."""
-        self._tell(call, call.header)
+        self._post(call, call.header)
 
     def close(self) -> None:
         """Report the client as gone to all handlers that it has called."""
@@ -72,14 +72,14 @@ class LocalCaller:
             while self._known:
                 _deliver(self._known.popitem()[1].client_gone(self._client_id, time.monotonic()))
 
-    def _send(self, call: Call, asked: dict[int, Call]) -> concurrent.futures.Future[Reply]:
+    def _send(self, call: Call, asked: dict[int, Call]) -> concurrent.futures.Future[RawReply]:
         number = next(self._request_ids)
         future = self._waiting[number] = concurrent.futures.Future()
         asked[number] = call
         self._hand_over(call.peer, number, call.header, call.frames)
         return future
 
-    def _tell(self, call: Call, header: bytes) -> None:
+    def _post(self, call: Call, header: bytes) -> None:
         if header:
             with _one_at_a_time:
                 self._hand_over(call.peer, NOBODY_WAITS, header, call.frames if header is call.header else ())
@@ -105,10 +105,10 @@ class LocalCaller:
     def _take(self, outgoing: Outgoing) -> None:
         future = self._waiting.pop(outgoing.envelope.request_id, None)
         if future is not None:
-            future.set_result(Reply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
+            future.set_result(RawReply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
 
 
-async def _first_of(waiting: Sequence[concurrent.futures.Future[Reply]], timeout_s: float) -> None:
+async def _first_of(waiting: Sequence[concurrent.futures.Future[RawReply]], timeout_s: float) -> None:
     first = concurrent.futures.FIRST_COMPLETED
     if is_blocking():
         concurrent.futures.wait(waiting, timeout_s, first)

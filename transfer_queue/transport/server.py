@@ -1,18 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving side of one address: a handler behind a listener, its clients, and what else it waits for."""
+"""The serving side: one thread's loop, and its servers, each a handler behind a listener with its clients."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, Envelope, Handler, Listener, Outgoing, Route
-from transfer_queue.transport.keys import ServerKeys
-from transfer_queue.transport.loop import ServingLoop, guarded
 from transfer_queue.transport.unix import UnixListener
+from transfer_queue.transport.waiting import Readiness
+from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.machine import close_descriptor, open_process
 
+if TYPE_CHECKING:
+    from transfer_queue.transport.tcp_wire import ServerKeys
+
 Ready = Callable[[float], Iterable[Outgoing]]
+_log = get_logger(__name__)
+
+
+def guarded(step: Callable[..., None], *args: Any) -> None:
+    """Run this step and log any error, which must end neither the loop nor service to other clients."""
+    try:
+        step(*args)
+    # The guard of all servers. Samplers and parsers are user code, which may even call sys.exit().
+    except (Exception, SystemExit):
+        _log.exception("a server could not finish something, and goes on")
+
+
+class ServingLoop:
+    """Runs several servers in one thread, one step at a time."""
+
+    def __init__(self) -> None:
+        self.readiness = Readiness()
+        self._servers: list[SocketServer] = []
+        self._stopping = False
+        self._closed = False
+        self._lock = threading.RLock()
+        self._wake_read, self._wake_write = os.pipe()
+        self.readiness.add(self._wake_read, _nothing)
+
+    def add(self, server: SocketServer) -> None:
+        """Add a server; before ``run``."""
+        self._servers.append(server)
+
+    def stop(self) -> None:
+        """Make ``run`` return; from any thread, or a signal handler."""
+        self._stopping = True
+        with self._lock:  # otherwise the serving thread might close the pipe in between
+            if not self._closed:
+                os.write(self._wake_write, b"x")
+
+    def run(self) -> None:
+        """Serve until ``stop``, then close everything."""
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self.close()
+
+    def _turn(self) -> None:
+        due = [(at, server) for server in self._servers if (at := server.next_deadline()) is not None]
+        earliest = min(due, key=_time)[0] if due else None
+        for act, ready in self.readiness.wait(None if earliest is None else max(0.0, earliest - time.monotonic())):
+            guarded(act, ready)
+        if earliest is not None and earliest <= (now := time.monotonic()):
+            for at, server in due:
+                if at <= now:
+                    guarded(server.expire, now)
+
+    def close(self) -> None:
+        """Close everything, in the serving thread or if it never served. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for server in self._servers:
+            server.release()
+        self.readiness.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _time(due: tuple[float, SocketServer]) -> float:
+    return due[0]
+
+
+def _nothing(_: int) -> None:
+    """Waking up is enough."""
 
 
 class SocketServer:
@@ -164,15 +242,15 @@ class SocketServer:
             route.disconnect()
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
-        """See ``Service``."""
+        """See ``ListenerEvents``."""
         guarded(self._answer, envelope, header, frames)
 
     def joined(self, client: str, route: Route) -> None:
-        """See ``Service``."""
+        """See ``ListenerEvents``."""
         self._routes.setdefault(client, set()).add(route)
 
     def left(self, client: str, route: Route) -> None:
-        """See ``Service``. With its last connection the client is gone."""
+        """See ``ListenerEvents``. With its last connection the client is gone."""
         routes = self._routes[client]
         routes.discard(route)
         if not routes:

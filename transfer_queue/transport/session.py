@@ -21,9 +21,8 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
-from transfer_queue.transport.base import Buffer, Call, Peer, Reply
+from transfer_queue.transport.base import Buffer, Call, Peer, RawReply
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.keys import read_public_key
 from transfer_queue.transport.modes import run_blocking
 
 R = TypeVar("R", bound=p.Reply)
@@ -31,7 +30,7 @@ _HELLO_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 1.0
 _BEFORE_THE_SERVERS = 20
 _COPYING_LOOK_S = 2e-3
-"""How often ``close`` looks whether the copies of other threads have ended. Those could not tell it through a lock, as
+"""How often ``close`` looks whether the copies of other threads have ended. They can not signal it through a lock,
 Ctrl-C might leave that locked."""
 
 Ask = tuple[Peer, p.Request, Sequence[Buffer]]
@@ -49,7 +48,7 @@ class Session:
         """``key_file``: of the server's public key, for ``tcp://`` addresses."""
         self.controller = controller
         self.client_id = client_id
-        self._server_key = None if key_file is None else read_public_key(key_file)
+        self._server_key = None if key_file is None else _public_key(key_file)
         self.timeout_s = 30.0
         self._numbers = itertools.count(1)
         self._pid = os.getpid()
@@ -69,7 +68,7 @@ class Session:
         """A number that no other call of this session has."""
         return next(self._numbers)
 
-    async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[Reply]:
+    async def call_many(self, asks: Sequence[Ask], timeout_s: float, keep: bool = False) -> list[RawReply]:
         """Send all requests, then wait for all answers, in the order of ``asks``. On failure they are cancelled.
 
         Args:
@@ -101,20 +100,20 @@ class Session:
         """These kept calls are done, so the server may delete their answers."""
         self._received.setdefault(peer.address, set()).update(calls)
 
-    async def tell_done(self, *calls: int) -> None:
+    async def done_now(self, *calls: int) -> None:
         """As ``done`` of the controller, and said now: others may wait for it. Nothing is left to cancel."""
         with contextlib.suppress(TransferQueueError):
             message = p.encode_request(p.Cancel(self.number(), calls[-1]), calls)
-            await self.caller.tell(Call(self.controller, message))
+            await self.caller.post(Call(self.controller, message))
 
-    async def tell(self, peer: Peer, request: p.Request) -> None:
+    async def post(self, peer: Peer, request: p.Request) -> None:
         """Send without waiting for an answer; a server that has ended raises nothing."""
         with contextlib.suppress(TransferQueueError):
-            await self.caller.tell(Call(peer, p.encode_request(request)))
+            await self.caller.post(Call(peer, p.encode_request(request)))
 
     async def cancel(self, call: int) -> None:
         """Undo a call that the controller has answered and keeps."""
-        await self.tell(self.controller, p.Cancel(self.number(), call))
+        await self.post(self.controller, p.Cancel(self.number(), call))
 
     # ---- the controller ----
 
@@ -231,6 +230,14 @@ class Session:
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(TransferQueueError):  # it may be gone already, and with it what it knew of us
             await self.call_many([(self.controller, p.Goodbye(self.number()), ())], _GOODBYE_TIMEOUT_S)
+
+
+def _public_key(file: str) -> str:
+    from transfer_queue.transport.tcp_wire import (
+        read_public_key,  # it loads ZMQ, which a client of this host never needs
+    )
+
+    return read_public_key(file)
 
 
 def _check_socket(address: str) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -22,19 +22,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Buffer, Peer
-from transfer_queue.transport.connection import Descriptors, absent, gone, no_address, unconnected
-from transfer_queue.transport.framing import FramingError, Inbound, Message, encode
-
-SCHEME = "tcp://"
-VERSION = b"TQT1"
-HELLO, BEAT, BYE, CALL = b"H", b"B", b"E", b"C"
-"""The first part of a message. HELLO: then the version and a client's name. CALL: then parts of calls or answers."""
-LINGER_MS = 500
+from transfer_queue.transport.connections import Descriptors, absent, gone, no_address, unconnected
+from transfer_queue.transport.framing import FramingError, Message
+from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, pack
 
 _CLOSE_S = 5.0
 _NEVER_MS = 1 << 30
-_PIECE_NBYTES = 1 << 18
-_MAX_PARTS = 1024
 _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
 _EVENTS = (
@@ -44,70 +37,6 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-
-
-def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> Iterator[list[Any]]:
-    """Encode a call or an answer as ZMQ messages that copy everything, so that the owners may change their buffers.
-
-    A message arrives whole or not at all. So a large one is sent in parts, each of which shows that the sender is
-    alive.
-    """
-    message: list[Any] = [CALL]
-    room = _PIECE_NBYTES
-    for part in encode(number, header, frames):
-        view = memoryview(part)
-        while view:
-            message.append(zmq.Frame(view[:room], copy=True))
-            view, room = view[room:], room - min(room, len(view))
-            if not room or len(message) > _MAX_PARTS:
-                yield message
-                message, room = [CALL], _PIECE_NBYTES
-    if len(message) > 1:
-        yield message
-
-
-class Pieces:
-    """Reassembles messages from the parts that ``pack`` made."""
-
-    def __init__(self) -> None:
-        self._inbound = Inbound()
-        self._left: deque[memoryview] = deque()
-
-    def add(self, parts: Sequence[zmq.Frame]) -> list[Message]:
-        """Return the complete messages. Raises FramingError for parts that ``pack`` did not make."""
-        self._left.extend(part.buffer for part in parts if len(part))
-        messages = []
-        while self._left:
-            messages += self._inbound.receive(self)
-        return messages
-
-    def recv(self, size: int) -> bytes:
-        """See ``framing.Source``."""
-        taken = []
-        while self._left and size:
-            taken.append(self._take(size))
-            size -= len(taken[-1])
-        return b"".join(taken)
-
-    def recvmsg_into(self, buffers: Iterable[Any]) -> tuple[int, Any, Any, Any]:
-        """See ``framing.Source``."""
-        total = 0
-        for buffer in buffers:
-            at = 0
-            while self._left and at < len(buffer):
-                taken = self._take(len(buffer) - at)
-                buffer[at : at + len(taken)] = taken
-                at += len(taken)
-            total += at
-        return total, [], 0, None
-
-    def _take(self, size: int) -> memoryview:
-        taken = self._left[0][:size]
-        if len(taken) == len(self._left[0]):
-            self._left.popleft()
-        else:
-            self._left[0] = self._left[0][size:]
-        return taken
 
 
 class TcpConnection:
@@ -122,9 +51,9 @@ class TcpConnection:
         self._link = link
         self._number = number
         self._inbox: deque[Message] = deque()
-        self._news = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._readable = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._closing = threading.Lock()
-        self.descriptor = self._news.at(0)
+        self.descriptor = self._readable.at(0)
 
     def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         if self._link.error is not None:
@@ -149,7 +78,7 @@ class TcpConnection:
         if error is not None and not messages:
             raise self._broken(error)
         if error is not None:
-            self.notify()  # the error comes next
+            self.make_readable()  # the error comes next
         return messages
 
     def _broken(self, text: str) -> QueueUnreachableError:
@@ -159,17 +88,17 @@ class TcpConnection:
     def deliver(self, message: Message) -> None:
         """Add a message, in the links' thread."""
         self._inbox.append(message)
-        self.notify()
+        self.make_readable()
 
-    def notify(self) -> None:
-        """Make ``receive`` due."""
+    def make_readable(self) -> None:
+        """Make ``receive`` due; in any thread."""
         with self._closing:
-            if self._news.at(0) >= 0:
-                os.eventfd_write(self._news.at(0), 1)
+            if self._readable.at(0) >= 0:
+                os.eventfd_write(self._readable.at(0), 1)
 
     def close(self) -> None:
         with self._closing:
-            self._news.close()
+            self._readable.close()
 
 
 class _Link:
@@ -183,7 +112,7 @@ class _Link:
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
         self.silent_beats = 0
-        self._pieces = Pieces()
+        self._reader = PartsReader()
 
     def send(self) -> None:
         with contextlib.suppress(zmq.Again):  # the connection has ended; ``receive`` will notice
@@ -208,7 +137,7 @@ class _Link:
                 f"of this client for too long. What the client held there has been released."
             )
         try:
-            messages = self._pieces.add(parts[1:]) if kind == CALL else []
+            messages = self._reader.add(parts[1:]) if kind == CALL else []
         except FramingError as error:
             self.fail(f"{self.peer.name} at {self.peer.address} sent {error}")
             return
@@ -233,7 +162,7 @@ class _Link:
         if self.error is None:
             self.error = text
             for connection in list(self.connections.values()):
-                connection.notify()
+                connection.make_readable()
 
     def close(self) -> None:
         self.dealer.disable_monitor()

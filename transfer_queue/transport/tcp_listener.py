@@ -13,11 +13,11 @@ from typing import Any
 import zmq
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing, Service
+from transfer_queue.transport.base import NOBODY_WAITS, Envelope, ListenerEvents, Outgoing
 from transfer_queue.transport.framing import FramingError
-from transfer_queue.transport.keys import ServerKeys
-from transfer_queue.transport.loop import Readiness, guarded
-from transfer_queue.transport.tcp import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, Pieces, pack
+from transfer_queue.transport.server import guarded
+from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, ServerKeys, pack
+from transfer_queue.transport.waiting import Readiness
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
@@ -25,7 +25,7 @@ _MESSAGES_PER_TURN = 64
 _END_S = 2 * LINGER_MS / 1000
 
 
-class _Route:
+class TcpRoute:
     """See ``base.Route``."""
 
     def __init__(self, listener: TcpListener, address: bytes, client: str) -> None:
@@ -33,7 +33,7 @@ class _Route:
         self.address = address
         self.client = client
         self.silent_beats = 0
-        self.pieces = Pieces()
+        self.reader = PartsReader()
         self._is_leaving = False
 
     def send(self, answer: Outgoing) -> None:
@@ -53,7 +53,7 @@ class TcpListener:
         self,
         address: str,
         readiness: Readiness,
-        service: Service,
+        service: ListenerEvents,
         keys: ServerKeys | None,
         insecure: bool,
         heartbeat_s: float,
@@ -69,8 +69,8 @@ class TcpListener:
         self._heartbeat_s = heartbeat_s
         self._lease_s = lease_s
         self._beat_at = time.monotonic() + heartbeat_s
-        self._routes: dict[bytes, _Route] = {}
-        self._leaving: list[_Route] = []
+        self._routes: dict[bytes, TcpRoute] = {}
+        self._leaving: list[TcpRoute] = []
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
         try:
             self._router = _bound(self._context, address, keys)
@@ -116,9 +116,9 @@ class TcpListener:
         elif kind == CALL:
             self._deliver(route, parts[2:])
 
-    def _deliver(self, route: _Route, pieces: Sequence[zmq.Frame]) -> None:
+    def _deliver(self, route: TcpRoute, parts: Sequence[zmq.Frame]) -> None:
         try:
-            messages = route.pieces.add(pieces)
+            messages = route.reader.add(parts)
         except FramingError:  # it never was a client
             self._end(route)
             return
@@ -127,12 +127,12 @@ class TcpListener:
 
     def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:
-            route = self._routes[address] = _Route(self, address, parts[3].bytes.decode(errors="replace"))
+            route = self._routes[address] = TcpRoute(self, address, parts[3].bytes.decode(errors="replace"))
             self._service.joined(route.client, route)
         elif kind in (HELLO, BEAT, CALL):  # of another version, or its lease has ended
             self.send(address, [BYE])
 
-    def _end(self, route: _Route) -> None:
+    def _end(self, route: TcpRoute) -> None:
         if self._routes.pop(route.address, None) is not None:
             self.send(route.address, [BYE])
             self._service.left(route.client, route)
@@ -143,7 +143,7 @@ class TcpListener:
         if not self._is_taking and self._router.events & zmq.POLLIN:
             os.eventfd_write(self._again, 1)
 
-    def disconnect(self, route: _Route) -> None:
+    def disconnect(self, route: TcpRoute) -> None:
         """Disconnect soon; from any thread."""
         self._leaving.append(route)
         os.eventfd_write(self._again, 1)

@@ -20,10 +20,10 @@ from multiprocessing.util import Finalize
 
 from transfer_queue.config import environment_text
 from transfer_queue.errors import ConfigError, LaunchError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer, Service
-from transfer_queue.transport.connection import gone, no_address, unconnected
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, ListenerEvents, Outgoing, Peer
+from transfer_queue.transport.connections import gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
-from transfer_queue.transport.loop import READ, WRITE, Readiness
+from transfer_queue.transport.waiting import READ, WRITE, Readiness
 
 SCHEME = "ipc://"
 _BUFFER_NBYTES = 1 << 20  # the kernel gives less if its limit is lower
@@ -102,7 +102,7 @@ class UnixConnection:
         self._socket.close()
 
 
-class _Route:
+class UnixRoute:
     """The server's end of a connection. See ``base.Route``.
 
     If a client is slow to read answers, the server stops reading its requests meanwhile. So its queue stays short, and
@@ -186,7 +186,7 @@ class _Route:
 class UnixListener:
     """See ``Listener``."""
 
-    def __init__(self, address: str, readiness: Readiness, service: Service) -> None:
+    def __init__(self, address: str, readiness: Readiness, service: ListenerEvents) -> None:
         """Raises OSError: the path can't be bound. ConfigError: there is no path."""
         if not address.removeprefix(SCHEME) or not address.startswith(SCHEME):
             raise ConfigError(f"{address!r} is no address: ipc://PATH or tcp://HOST:PORT.")
@@ -194,7 +194,7 @@ class UnixListener:
         self.readiness = readiness
         self.service = service
         self._path = address.removeprefix(SCHEME)
-        self._routes: set[_Route] = set()
+        self._routes: set[UnixRoute] = set()
         self._listen_at = 0.0
         self._socket = _prepared(lambda new: _bind(new, self._path))
         self._listen(True)
@@ -209,14 +209,14 @@ class UnixListener:
     def _accept(self, _: int) -> None:
         try:
             for _ in range(_NEWCOMERS_PER_TURN):
-                self._routes.add(_Route(self, _accepted(self._socket)))
+                self._routes.add(UnixRoute(self, _accepted(self._socket)))
         except (BlockingIOError, ConnectionError):
             return
         except OSError:  # out of descriptors: stop accepting for a while, or the loop would never rest
             self._listen(False)
             self._listen_at = time.monotonic() + _NO_ROOM_S
 
-    def left(self, route: _Route) -> None:
+    def left(self, route: UnixRoute) -> None:
         """A route has closed."""
         self._routes.discard(route)
 

@@ -32,7 +32,7 @@ from transfer_queue.storage.shm.messages import (
     unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
-from transfer_queue.transport.base import Peer, Reply
+from transfer_queue.transport.base import Peer, RawReply
 from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
@@ -59,11 +59,11 @@ class NotedSession:
         self.numbers += 1
         return self.numbers
 
-    async def call_many(self, asks: Sequence[Any], timeout_s: float) -> list[Reply]:
+    async def call_many(self, asks: Sequence[Any], timeout_s: float) -> list[RawReply]:
         self.asked.append((list(asks), timeout_s))
-        return [Reply(p.encode(self.answer), []) for _ in asks]
+        return [RawReply(p.encode(self.answer), []) for _ in asks]
 
-    async def tell(self, peer: Peer, request: p.Request) -> None:
+    async def post(self, peer: Peer, request: p.Request) -> None:
         self.told.append((peer.name, request))
 
     def using_memory(self) -> Any:

@@ -96,7 +96,7 @@ class SharedMemoryManager(StorageManager, InFront):
         return values
 
     async def closed(self, call: int) -> None:
-        await self.session.tell(self._units[0].peer, Release(self.session.number(), [call]))
+        await self.session.post(self._units[0].peer, Release(self.session.number(), [call]))
 
     async def decide_mapping(self) -> bool:
         await decide_paths(self._units, [0])
@@ -112,7 +112,7 @@ class SharedMemoryManager(StorageManager, InFront):
 
     async def abort(self, call: int, indexes: Sequence[int]) -> None:
         for unit, _ in self._shares(_as_indexes(indexes)):
-            await self.session.tell(self._units[unit].peer, Cancel(self.session.number(), call))
+            await self.session.post(self._units[unit].peer, Cancel(self.session.number(), call))
 
     async def end_write(self, client: str, call: int, published: bool) -> None:
         """See ``StorageManager.end_write``."""
@@ -238,7 +238,7 @@ class SharedMemoryManager(StorageManager, InFront):
                 reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
         except BaseException:  # unread answers may have pinned memory, too
             for peer, read, _ in calls:
-                await self.session.tell(peer, Release(self.session.number(), [read.id]))
+                await self.session.post(peer, Release(self.session.number(), [read.id]))
             raise
 
     async def _write(self, call: int, indexes: IntArray, sources: Sources, commit: bool) -> None:
@@ -304,7 +304,7 @@ class SharedMemoryManager(StorageManager, InFront):
     async def _release(self, writes: Sequence[UnitWrite]) -> None:
         for write in writes:
             if write.lease_call:
-                await self.session.tell(write.connection.peer, Release(self.session.number(), [write.lease_call]))
+                await self.session.post(write.connection.peer, Release(self.session.number(), [write.lease_call]))
 
     def _columns(self, writes: Sequence[UnitWrite]) -> list[tuple[Columns, list[Any]]]:
         """Copies into the arenas the columns that lie there; of all units together, which takes less time."""

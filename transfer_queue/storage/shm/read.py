@@ -39,5 +39,5 @@ class Reading:
         """Nothing is read where it lies any more. Idempotent; once more after a Ctrl-C within it."""
         while self._pinned:
             connection, call = self._pinned[-1]
-            await self._session.tell(connection.peer, Release(self._session.number(), [call]))
+            await self._session.post(connection.peer, Release(self._session.number(), [call]))
             self._pinned.pop()

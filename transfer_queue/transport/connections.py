@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a caller's connection; one shared by the calls of an event loop; and the errors without one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from transfer_queue.errors import ClosedError, QueueUnreachableError
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Peer, RawReply
+from transfer_queue.transport.framing import Message
+
+
+class Descriptors:
+    """Not closed when the process ends, because other threads may still use them; the kernel closes them after the last
+    thread.
+    """
+
+    def __init__(self, owner: object, *descriptors: int) -> None:
+        self._open = list(descriptors)
+        weakref.finalize(owner, _close, self._open).atexit = False
+        _all.add(self)
+
+    def at(self, position: int) -> int:
+        """One of the descriptors; -1 once they are closed."""
+        try:
+            return self._open[position]
+        except IndexError:
+            return -1
+
+    def close(self) -> None:
+        """Close all. Idempotent, in any thread."""
+        _close(self._open)
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        try:
+            descriptor = descriptors.pop()
+        except IndexError:  # another thread closed it
+            return
+        os.close(descriptor)
+
+
+_all: weakref.WeakSet[Descriptors] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A child's copy would keep a dead parent's connection open, or the contents of a file alive.
+    for copies in list(_all):
+        copies.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Connection(Protocol):
+    """Used by one thread at a time; never waits. Its first message names its client.
+
+    A Ctrl-C between any two steps leaves it usable: sending or reading and recording it are a single step.
+    """
+
+    peer: Peer
+    descriptor: int
+    """Readable if ``receive`` is due, writable if ``flush`` is."""
+    broken: bool
+    """The connection has ended; make another."""
+
+    @property
+    def unsent(self) -> bool:
+        """Something waits for ``flush``."""
+        ...
+
+    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+        """Raises QueueUnreachableError if the peer has ended."""
+        ...
+
+    def flush(self) -> None:
+        """Send more of what could not be sent at once. Raises QueueUnreachableError if the peer has ended."""
+        ...
+
+    def own(self) -> None:
+        """Copy what is unsent, because the owners of the frames may change them from now on."""
+        ...
+
+    def receive(self) -> list[Message]:
+        """Return the messages that are here now, if any. Raises QueueUnreachableError if the peer has ended."""
+        ...
+
+    def close(self) -> None:
+        """Close and drop what is unsent. Idempotent."""
+        ...
+
+
+def gone(peer: Peer) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"{peer.name} at {peer.address} has ended. What it held is lost; look at its output and start the queue again."
+    )
+
+
+def absent(peer: Peer) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"{peer.name} at {peer.address} has ended, or the address is wrong: nothing listens there. Is the process that "
+        f"started the queue still running?"
+    )
+
+
+_ADVICE = {
+    errno.EMFILE: "Close some files, or raise this process' limit (ulimit -n).",
+    errno.ENFILE: "All processes of this machine together have too many files open.",
+    errno.ENOMEM: "This machine is short of memory.",
+    errno.ENOBUFS: "This machine is short of memory.",
+    errno.EACCES: "This socket belongs to another user: a queue serves the user that started it.",
+    errno.EPERM: "This socket belongs to another user: a queue serves the user that started it.",
+    errno.EAGAIN: "Too many connect at once, or the server hangs: look at its output, and try again.",
+}
+
+
+def unconnected(peer: Peer, error: OSError) -> QueueUnreachableError:
+    """The error for a peer that may be alive but can't be reached."""
+    if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+        return absent(peer)
+    advice = _ADVICE.get(error.errno or 0, "Is the address right?")
+    return QueueUnreachableError(f"can't connect to {peer.name} at {peer.address}: {error}. {advice}")
+
+
+def no_address(peer: Peer) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"can't connect to {peer.name} at {peer.address!r}: an address is ipc://PATH or tcp://HOST:PORT."
+    )
+
+
+def silent(peer: Peer, timeout_s: float) -> QueueUnreachableError:
+    return QueueUnreachableError(
+        f"{peer.name} at {peer.address} did not answer within {timeout_s:.1f} s. Is the address right and the queue "
+        f"still running?"
+    )
+
+
+def closed() -> ClosedError:
+    return ClosedError("this client was closed; make a new one, or call init() again.")
+
+
+class _WaitingCall(NamedTuple):
+    future: asyncio.Future[RawReply]
+    cancel: bytes
+
+
+class LoopConnection:
+    """Used in its loop's thread only. The loop watches its descriptor only while calls wait or have to be sent."""
+
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._connection = connection
+        self._asked: dict[int, _WaitingCall] = {}
+        self._writing = False
+        self._closed = False
+
+    @property
+    def broken(self) -> bool:
+        return self._connection.broken
+
+    def send(self, request_id: int, call: Call) -> asyncio.Future[RawReply]:
+        """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""
+        if not self._asked:
+            self.loop.add_reader(self._connection.descriptor, self._receive)
+        future = self.loop.create_future()
+        self._asked[request_id] = _WaitingCall(future, call.cancel)
+        self._try(lambda: self._connection.send(request_id, call.header, call.frames))
+        return future
+
+    def post(self, call: Call) -> None:
+        """Send without expecting an answer. Raises QueueUnreachableError if the peer has ended."""
+        try:
+            self._connection.send(NOBODY_WAITS, call.header, call.frames)
+            self._connection.own()
+        finally:
+            self._write()
+
+    def done(self, request_id: int) -> None:
+        """Stop waiting for the reply."""
+        asked = self._asked.pop(request_id, None)
+        if asked is None:
+            return
+        if asked.future.done() and not asked.future.cancelled():
+            asked.future.exception()  # retrieved, so that asyncio doesn't log it
+        if not self._asked and not self._closed:
+            self.loop.remove_reader(self._connection.descriptor)
+
+    def cancel(self, request_id: int) -> None:
+        """The call has failed: send its cancel after it, and stop waiting for its reply."""
+        asked = self._asked.get(request_id)
+        if asked is not None and not self._closed:
+            revoke(self._connection, asked.cancel)
+            self._write()
+        self.done(request_id)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except QueueUnreachableError as error:
+            text = str(error)
+            self._fail(lambda: QueueUnreachableError(text))
+            self.loop.remove_reader(self._connection.descriptor)
+        self._write()
+
+    def _write(self) -> None:
+        wanted = self._connection.unsent and not self._connection.broken
+        if wanted and not self._writing:
+            self.loop.add_writer(self._connection.descriptor, self._try, self._connection.flush)
+        elif self._writing and not wanted:
+            self.loop.remove_writer(self._connection.descriptor)
+        self._writing = wanted
+
+    def _receive(self) -> None:
+        if not self._closed:
+            self._try(self._take)
+
+    def _take(self) -> None:
+        for request_id, header, frames in self._connection.receive():
+            asked = self._asked.get(request_id)
+            if asked is not None and not asked.future.done():
+                asked.future.set_result(RawReply(header, frames))
+
+    def _fail(self, error: Callable[[], Exception]) -> None:
+        for future, _ in self._asked.values():
+            if not future.done():
+                future.set_exception(error())
+
+    def retire(self) -> Connection:
+        """Return the connection for use elsewhere, because its loop has closed; waiting calls are cancelled."""
+        for asked in self._asked.values():
+            revoke(self._connection, asked.cancel)
+        self._asked.clear()
+        self._closed = True
+        return self._connection
+
+    def close(self, error: Callable[[], Exception]) -> None:
+        """Fail waiting calls, and close the connection. Idempotent."""
+        if self._closed:
+            return
+        self._fail(error)
+        if not self.loop.is_closed():
+            self.loop.remove_reader(self._connection.descriptor)
+            self.loop.remove_writer(self._connection.descriptor)
+        self._closed = True
+        self._connection.close()
+
+    def close_from_anywhere(self, error: Callable[[], Exception]) -> None:
+        """``close``, in the loop's thread if the loop is running there."""
+        if self.loop.is_running() and asyncio._get_running_loop() is not self.loop:
+            try:
+                self.loop.call_soon_threadsafe(self.close, error)
+                return
+            except RuntimeError:  # it was closed in between
+                pass
+        self.close(error)
+
+
+def revoke(connection: Connection, cancel: bytes) -> None:
+    """Send the cancel after a call, and return the call's frames to their owner."""
+    if connection.broken:
+        return
+    connection.own()
+    if cancel:
+        with contextlib.suppress(QueueUnreachableError):  # the peer has ended, and the call with it
+            connection.send(NOBODY_WAITS, cancel)
