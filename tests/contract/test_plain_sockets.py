@@ -24,12 +24,12 @@ import pytest
 from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
 
 from transfer_queue.errors import LaunchError, QueueUnreachableError
+from transfer_queue.launch.local import short_directory
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import Inbound, encode
 from transfer_queue.transport.modes import Begun, run_blocking
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.transport.unix import short_directory
 
 MIB = 1 << 20
 AT_ONCE_S = 2.0
@@ -407,7 +407,7 @@ def test_a_forked_child_keeps_no_end_of_its_parents_lines_open(caller, desk, tmp
 
 def _files_in_a_fork(caller: SocketCaller, peer: Peer, told: Any) -> None:
     before = held()[1]
-    own = caller.for_this_process("child")
+    own = SocketCaller("child")
     assert echo(own, peer) == [b"echo"]
     own.close()
     told.put((before, held()[1]))

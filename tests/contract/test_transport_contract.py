@@ -369,7 +369,7 @@ def _in_child(caller: SocketCaller, peer: Peer, told: Any) -> None:
     except ClosedError as error:
         told.put(str(error))
     caller.close()
-    own = caller.for_this_process("child")
+    own = SocketCaller("child", caller._server_key)
     told.put(headers(run_blocking(own.call_many(calls(peer, b"blocking"), 10.0))))
     told.put(headers(asyncio.run(own.call_many(calls(peer, b"async"), 10.0))))
     own.close()

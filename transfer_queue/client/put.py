@@ -83,7 +83,7 @@ class WriteTransaction:
         if isinstance(begin, p.Reserve):
             session.done(session.controller, begin.id, publish.id)
         else:  # a checkpoint may wait until the values are replaced
-            await session.done_now(begin.id, publish.id)
+            await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else begun
 
     def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:

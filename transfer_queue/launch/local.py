@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -15,12 +16,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from transfer_queue.config import FullConfig, preallocated_samples, to_plain, typed
+from transfer_queue.config import FullConfig, environment_text, preallocated_samples, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.transport.unix import short_directory
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.machine import pid_namespace
@@ -30,6 +30,9 @@ _log = get_logger(__name__)
 _CONTROLLER = Role.CONTROLLER.value
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
+_MAX_PATH_NBYTES = 107  # of a Unix socket
+_NAME_NBYTES = 24
+_RANDOM_NBYTES = 8  # what mkdtemp adds
 
 
 class LocalQueue:
@@ -167,6 +170,33 @@ class LocalQueue:
         """End the servers. Idempotent; does nothing in a fork of the owner."""
         if self.is_owner:
             self._finalizer()
+
+
+def short_directory(prefix: str) -> str:
+    """Make a directory for this user only, in which sockets with names of up to 24 characters can be bound.
+
+    It lies in the system's temporary directory if that path is short enough, else in $XDG_RUNTIME_DIR, /tmp or
+    /var/tmp.
+
+    Raises:
+        LaunchError: none of them will do.
+    """
+    longest = _MAX_PATH_NBYTES - len(os.fsencode(f"/{prefix}/")) - _RANDOM_NBYTES - _NAME_NBYTES
+    tried: dict[str, str] = {}
+    for parent in (tempfile.gettempdir(), environment_text("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"):
+        if not parent or parent in tried:
+            continue
+        if len(os.fsencode(os.path.abspath(parent))) > longest:
+            tried[parent] = f"longer than {longest} bytes"
+            continue
+        try:
+            return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))  # mode 0700
+        except OSError as error:
+            tried[parent] = error.strerror or str(error)
+    found = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
+    raise LaunchError(
+        f"there is no directory for the queue's sockets ({found}). Set TMPDIR to a short path that is writable."
+    )
 
 
 def _end(

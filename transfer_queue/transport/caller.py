@@ -62,7 +62,7 @@ class SocketCaller:
         # Kept here, so that no connection is closed because Ctrl-C lost it elsewhere.
         self._made: set[Connection] = set()
         self._idle: dict[str, list[Connection]] = {}
-        self._of_loops: dict[tuple[int, str], LoopConnection] = {}
+        self._loop_connections: dict[tuple[int, str], LoopConnection] = {}
         self._tcp: TcpLinks | None = None
         self._blocked: set[object] = set()
         self._wake = Descriptors(self, *os.pipe())
@@ -78,7 +78,7 @@ class SocketCaller:
         """See ``Caller``. Raises ClosedError after ``close``."""
         self._check_process()
         if not is_blocking():
-            self._of_loop(call.peer, asyncio.get_running_loop()).post(call)
+            self._loop_connection(call.peer, asyncio.get_running_loop()).post(call)
             return
         borrowed: list[Connection] = []
         try:
@@ -86,11 +86,7 @@ class SocketCaller:
             connection.send(NOBODY_WAITS, call.header, call.frames)
             connection.own()
         finally:
-            self._give_back(borrowed)
-
-    def for_this_process(self, client_id: str) -> SocketCaller:
-        """After a fork: the child's own caller, under another name."""
-        return SocketCaller(client_id, self._server_key, self._heartbeat_s, self._lease_s)
+            self._return(borrowed)
 
     def close(self) -> None:
         """Close every socket. Idempotent; active calls fail, in whatever thread or loop they wait."""
@@ -98,16 +94,16 @@ class SocketCaller:
             if self._closed or self._pid != os.getpid():
                 return
             self._closed = True
-            of_loops = list(self._of_loops.values())
-            self._of_loops.clear()
+            to_close = list(self._loop_connections.values())
+            self._loop_connections.clear()
             if self._blocked:
                 os.write(self._wake.at(1), b"x")
             else:
                 self._wake.close()
         self._close_idle()
         self._made.clear()  # borrowed ones are closed when they are returned
-        for of_loop in of_loops:
-            of_loop.close_from_anywhere(closed)
+        for shared in to_close:
+            shared.close_from_anywhere(closed)
         if self._tcp is not None:
             self._tcp.close()
 
@@ -145,7 +141,7 @@ class SocketCaller:
                 Finalize(self, self._tcp.close, exitpriority=0)  # see UnixConnection
         return self._tcp.connect(peer)
 
-    def _give_back(self, borrowed: list[Connection]) -> None:
+    def _return(self, borrowed: list[Connection]) -> None:
         while borrowed:
             if borrowed[-1].broken:
                 self._discard(borrowed.pop())
@@ -173,14 +169,14 @@ class SocketCaller:
 
     # ---- in a blocked thread ----
 
-    def _enter(self, waiter: object) -> int:
+    def _add_waiter(self, waiter: object) -> int:
         """Register a waiting thread. Returns the descriptor that becomes readable if the caller is closed meanwhile."""
         self._blocked.add(waiter)
         if self._closed:
             raise closed()
         return self._wake.at(0)
 
-    def _leave(self, waiter: object) -> None:
+    def _remove_waiter(self, waiter: object) -> None:
         self._blocked.discard(waiter)
         if self._closed:
             with self._lock:
@@ -193,7 +189,7 @@ class SocketCaller:
         replies: dict[int, RawReply] = {}
         waiter = object()
         try:
-            wake = self._enter(waiter)
+            wake = self._add_waiter(waiter)
             for call in calls:
                 request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
                 asked[request_id] = _SentCall(connection, call)
@@ -214,8 +210,8 @@ class SocketCaller:
                 revoke(connection, call.cancel)
             raise
         finally:
-            self._leave(waiter)
-            self._give_back(borrowed)
+            self._remove_waiter(waiter)
+            self._return(borrowed)
 
     # ---- on an event loop ----
 
@@ -225,7 +221,7 @@ class SocketCaller:
         futures: list[asyncio.Future[RawReply]] = []
         try:
             for call in calls:
-                connection, request_id = self._of_loop(call.peer, loop), next(self._ids)
+                connection, request_id = self._loop_connection(call.peer, loop), next(self._ids)
                 asked.append((connection, request_id, call.peer))
                 futures.append(connection.send(request_id, call))
             if futures:
@@ -242,13 +238,13 @@ class SocketCaller:
             connection.done(request_id)
         return replies
 
-    def _of_loop(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:
+    def _loop_connection(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:
         key = (id(loop), peer.address)  # a connection keeps its loop alive, so the id stays unique
-        found = self._of_loops.get(key)
+        found = self._loop_connections.get(key)
         if found is not None and not found.broken:
             return found
         if found is not None:
-            self._of_loops.pop(key).close(lambda: gone(peer))
+            self._loop_connections.pop(key).close(lambda: gone(peer))
             self._discard(found.retire())
         self._retire_those_of_closed_loops()
         borrowed: list[Connection] = []
@@ -257,14 +253,14 @@ class SocketCaller:
             with self._lock:
                 if self._closed:
                     raise closed()
-                self._of_loops[key] = made
+                self._loop_connections[key] = made
                 borrowed.clear()
             return made
         finally:
-            self._give_back(borrowed)
+            self._return(borrowed)
 
     def _retire_those_of_closed_loops(self) -> None:
         with self._lock:
-            keys = [key for key, of_loop in self._of_loops.items() if of_loop.loop.is_closed()]
-            connections = [self._of_loops.pop(key).retire() for key in keys]
-        self._give_back(connections)
+            keys = [key for key, of_loop in self._loop_connections.items() if of_loop.loop.is_closed()]
+            connections = [self._loop_connections.pop(key).retire() for key in keys]
+        self._return(connections)

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on a byte stream: a short head, then the unchanged frames. Uses only three methods of a socket."""
+"""Messages on a byte stream. Uses only three methods of a socket.
+
+    head:    a mark, the header's size, the request id, the number of frames and their sizes
+    header:  a short encoded message
+    frames:  buffers of values, unchanged and uncopied
+
+Ctrl-C may be raised between any two steps of Python. So bytes are moved and counted in one step, which runs in C.
+"""
 
 from __future__ import annotations
 
@@ -260,8 +267,8 @@ def _views(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview
 class _Body:
     """The frames of one message, received into memory of their own without a further copy."""
 
-    def __init__(self, request_id: int, header: bytes, sizes: Sequence[int], begun: memoryview) -> None:
-        """``begun``: the part of the frames that has already been read."""
+    def __init__(self, request_id: int, header: bytes, sizes: Sequence[int], received: memoryview) -> None:
+        """``received``: the first bytes of the frames, which came with the head."""
         if max(sizes) > _MAX_FRAME:
             raise FramingError(f"a frame of {max(sizes)} bytes.")
         frames: list[memoryview] = []
@@ -275,7 +282,7 @@ class _Body:
             if memory.nbytes:
                 missing.append(memory)
         self._message = Message(request_id, header, [frame.toreadonly() for frame in frames])
-        self._missing = _Buffers(_after_filling(missing, begun))
+        self._missing = _Buffers(_after_filling(missing, received))
 
     def receive(self, source: ByteSource) -> Message | None:
         """Read once; return the message once it is complete."""
@@ -284,14 +291,14 @@ class _Body:
         return None if self._missing.left() else self._message
 
 
-def _after_filling(buffers: list[Buffer], begun: memoryview) -> list[Buffer]:
+def _after_filling(buffers: list[Buffer], received: memoryview) -> list[Buffer]:
     """Copy these bytes into the first buffers, and return the rest."""
-    left = begun
+    left = received
     for buffer in buffers:
         taken = min(len(left), len(buffer))
         buffer[:taken] = left[:taken]
         left = left[taken:]
-    return _after(buffers, len(begun))
+    return _after(buffers, len(received))
 
 
 def _runs(sizes: Sequence[int]) -> Iterable[list[int]]:

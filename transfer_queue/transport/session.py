@@ -30,8 +30,9 @@ _HELLO_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 1.0
 _BEFORE_THE_SERVERS = 20
 _COPYING_LOOK_S = 2e-3
-"""How often ``close`` looks whether the copies of other threads have ended. They can not signal it through a lock,
-Ctrl-C might leave that locked."""
+"""How often ``close`` checks whether other threads have ended their copies. It can't wait for a lock, because Ctrl-C
+might leave that locked.
+"""
 
 Ask = tuple[Peer, p.Request, Sequence[Buffer]]
 """A request, its server, and its frames."""
@@ -100,8 +101,8 @@ class Session:
         """These kept calls are done, so the server may delete their answers."""
         self._received.setdefault(peer.address, set()).update(calls)
 
-    async def done_now(self, *calls: int) -> None:
-        """As ``done`` of the controller, and said now: others may wait for it. Nothing is left to cancel."""
+    async def post_done(self, *calls: int) -> None:
+        """As ``done`` for the controller, but sent now, because others may wait for it. Nothing is left to cancel."""
         with contextlib.suppress(TransferQueueError):
             message = p.encode_request(p.Cancel(self.number(), calls[-1]), calls)
             await self.caller.post(Call(self.controller, message))

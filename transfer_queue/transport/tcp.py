@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between hosts: the protocol over ZMQ, and a caller's connections. Imported only if needed.
+"""A caller's connections to other hosts, over ZMQ with CURVE. Imported only if needed.
 
-One thread of the caller sends and receives for all its connections. So no caller waits for ZMQ,
-and the servers see that the client is alive whatever its other threads do.
+A ``TcpConnection`` is what a caller borrows. All those to one peer share a ``_Link``, which has one ZMQ socket.
+One thread per caller uses these sockets. So no call waits for ZMQ, and servers see that the client is alive.
+
+    threads with calls                         thread of TcpLinks
+    TcpConnection.send     -> link.outbox  ->  _Link.send, socket
+    TcpConnection.receive  <- own inbox    <-  _Link.receive, socket
 """
 
 from __future__ import annotations
@@ -102,17 +106,27 @@ class TcpConnection:
 
 
 class _Link:
-    """One ZMQ connection. Only the links' thread uses its sockets."""
+    """One ZMQ socket, connected to one peer. Only the links' thread uses it."""
 
-    def __init__(self, peer: Peer, dealer: Any) -> None:
+    def __init__(self, context: zmq.Context[Any], peer: Peer, client: str, server_key: str | None) -> None:
+        """Raises QueueUnreachableError: the address is invalid, or there are no descriptors."""
         self.peer = peer
-        self.dealer = dealer
-        self.monitor: Any = dealer.get_monitor_socket(_EVENTS)
-        self.outbox: deque[list[Any]] = deque()
+        self.outbox: deque[list[Any]] = deque([[HELLO, VERSION, client.encode()]])
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
-        self.silent_beats = 0
+        self._silent_beats = 0
         self._reader = PartsReader()
+        self.dealer: Any = None
+        self.monitor: Any = None
+        try:
+            self.dealer = _dealer(context, server_key)
+            self.monitor = self.dealer.get_monitor_socket(_EVENTS)
+            self.dealer.connect(peer.address)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT):
+                raise no_address(peer) from error
+            raise unconnected(peer, OSError(error.errno, error.strerror)) from error
 
     def send(self) -> None:
         with contextlib.suppress(zmq.Again):  # the connection has ended; ``receive`` will notice
@@ -120,16 +134,16 @@ class _Link:
                 self.dealer.send_multipart(self.outbox.popleft(), zmq.NOBLOCK, copy=False)
 
     def receive(self) -> None:
-        """Take everything that is here; then check whether the connection has ended."""
+        """Handle all messages that are here; then check whether the connection has ended."""
         with contextlib.suppress(zmq.Again):
             while True:
-                self._take(self.dealer.recv_multipart(zmq.NOBLOCK, copy=False))
+                self._handle(self.dealer.recv_multipart(zmq.NOBLOCK, copy=False))
         with contextlib.suppress(zmq.Again):
             while True:
-                self._note(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])
+                self._handle_event(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"])
 
-    def _take(self, parts: Sequence[zmq.Frame]) -> None:
-        self.silent_beats = 0
+    def _handle(self, parts: Sequence[zmq.Frame]) -> None:
+        self._silent_beats = 0
         kind = parts[0].bytes
         if kind == BYE:
             self.fail(
@@ -146,7 +160,7 @@ class _Link:
             if connection is not None:
                 connection.deliver(message._replace(request_id=message.request_id & _ID_MASK))
 
-    def _note(self, event: int) -> None:
+    def _handle_event(self, event: int) -> None:
         if event == zmq.EVENT_CLOSED:
             self.fail(str(absent(self.peer)))
         elif event == zmq.EVENT_DISCONNECTED:
@@ -157,6 +171,16 @@ class _Link:
                 f"has ended just now. The public key is in the key file of the queue; without encryption there is none."
             )
 
+    def count_beat(self, heartbeat_s: float, lease_s: float) -> None:
+        """Fail once the peer has been silent for a lease. ``receive`` resets the count."""
+        # Beats are counted, not seconds: after a pause of this process, the peer may still be well.
+        if self.error is None and self._silent_beats * heartbeat_s >= lease_s:
+            self.fail(
+                f"{self.peer.name} at {self.peer.address} has been silent for {lease_s:.0f} s, and was given "
+                f"up. Is its host reachable, and its process running?"
+            )
+        self._silent_beats += 1
+
     def fail(self, text: str) -> None:
         """Record an error; the first one counts."""
         if self.error is None:
@@ -165,9 +189,23 @@ class _Link:
                 connection.make_readable()
 
     def close(self) -> None:
-        self.dealer.disable_monitor()
-        self.monitor.close(linger=0)
-        self.dealer.close(linger=LINGER_MS if self.error is None else 0)
+        if self.monitor is not None:
+            self.dealer.disable_monitor()
+            self.monitor.close(linger=0)
+        if self.dealer is not None:
+            self.dealer.close(linger=LINGER_MS if self.error is None else 0)
+
+
+def _dealer(context: zmq.Context[Any], server_key: str | None) -> Any:
+    dealer: Any = context.socket(zmq.DEALER)
+    dealer.set_hwm(0)  # nothing is ever dropped, and a send never waits for room
+    # We close connections that have ended. (-1, for never, can keep a closed socket from ending.)
+    dealer.reconnect_ivl = _NEVER_MS
+    if server_key is not None:
+        public, secret = zmq.curve_keypair()
+        dealer.curve_publickey, dealer.curve_secretkey = public, secret
+        dealer.curve_serverkey = server_key.encode()
+    return dealer
 
 
 class TcpLinks:
@@ -194,7 +232,7 @@ class TcpLinks:
         with self._lock:
             link = self._links.get(peer.address)
             if link is None or link.error is not None:
-                link = self._links[peer.address] = self._connected(peer)
+                link = self._links[peer.address] = _Link(self._context, peer, self._client, self._server_key)
                 self._new.append(link)
             self._num_connections += 1
             made = TcpConnection(self, link, self._num_connections)
@@ -205,36 +243,26 @@ class TcpLinks:
         self.wake()
         return made
 
-    def _connected(self, peer: Peer) -> _Link:
-        link = None
-        try:
-            link = _Link(peer, self._dealer())
-            link.outbox.append([HELLO, VERSION, self._client.encode()])
-            link.dealer.connect(peer.address)
-        except zmq.ZMQError as error:
-            if link is not None:
-                link.close()
-            if error.errno in (zmq.EINVAL, zmq.EPROTONOSUPPORT):
-                raise no_address(peer) from error
-            raise unconnected(peer, OSError(error.errno, error.strerror)) from error
-        return link
-
-    def _dealer(self) -> Any:
-        dealer: Any = self._context.socket(zmq.DEALER)
-        dealer.set_hwm(0)  # nothing is ever dropped, and a send never waits for room
-        # We close connections that have ended. (-1, for never, can keep a closed socket from ending.)
-        dealer.reconnect_ivl = _NEVER_MS
-        if self._server_key is not None:
-            public, secret = zmq.curve_keypair()
-            dealer.curve_publickey, dealer.curve_secretkey = public, secret
-            dealer.curve_serverkey = self._server_key.encode()
-        return dealer
-
     def wake(self) -> None:
         """Wake the thread, which has work to do."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._wake.at(0), 1)
+
+    def close(self) -> None:
+        """Say goodbye to all peers, and wait until that is sent. Idempotent."""
+        with self._lock:
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+            os.eventfd_write(self._wake.at(0), 1)
+        if self._thread is None:
+            self._context.term()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+        self._wake.close()
+
+    # ---- in the thread ----
 
     def _run(self) -> None:
         links: list[_Link] = []
@@ -252,47 +280,26 @@ class TcpLinks:
             is_due = time.monotonic() >= beat_at
             if is_due:
                 beat_at = time.monotonic() + self._heartbeat_s
-            links = [link for link in links if self._serve(link, is_due) or self._drop(link, poller)]
+            for link in links:
+                self._serve(link, is_due)
+            for link in [link for link in links if link.error is not None]:
+                links.remove(link)
+                poller.unregister(link.dealer)
+                poller.unregister(link.monitor)
+                link.close()
         for link in [*links, *self._new]:
             link.outbox.append([BYE])
             link.send()
             link.close()
         self._context.term()
 
-    def _serve(self, link: _Link, is_due: bool) -> bool:
-        """Send and receive. Returns False once the link has ended."""
+    def _serve(self, link: _Link, is_due: bool) -> None:
         if is_due:
             link.outbox.append([BEAT])
         link.send()
         link.receive()
-        if is_due and link.error is None:
-            # Beats are counted, not seconds: after a pause of this process, the peer may still be well.
-            if link.silent_beats * self._heartbeat_s >= self._lease_s:
-                link.fail(
-                    f"{link.peer.name} at {link.peer.address} has been silent for {self._lease_s:.0f} s, and was given "
-                    f"up. Is its host reachable, and its process running?"
-                )
-            link.silent_beats += 1
-        return link.error is None
-
-    def _drop(self, link: _Link, poller: zmq.Poller) -> bool:
-        poller.unregister(link.dealer)
-        poller.unregister(link.monitor)
-        link.close()
-        return False
-
-    def close(self) -> None:
-        """Say goodbye to all peers, and wait until that is sent. Idempotent."""
-        with self._lock:
-            if self._closed or self._pid != os.getpid():
-                return
-            self._closed = True
-            os.eventfd_write(self._wake.at(0), 1)
-        if self._thread is None:
-            self._context.term()
-        elif self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_S)
-        self._wake.close()
+        if is_due:
+            link.count_beat(self._heartbeat_s, self._lease_s)
 
 
 _all: weakref.WeakSet[TcpLinks] = weakref.WeakSet()

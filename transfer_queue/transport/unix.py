@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix stream sockets of one host: a caller's connections, a server's listener, and directories with short paths.
+"""Unix stream sockets of one host: a caller's connections, and a server's listener with its routes.
 
 No thread lies between the two processes. The end of a connection means that the other process has ended.
+Both ends never wait: what the kernel does not take now stays in ``Outbound`` until the socket is writable again.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import os
 import socket
 import stat
 import struct
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 
-from transfer_queue.config import environment_text
-from transfer_queue.errors import ConfigError, LaunchError, QueueUnreachableError
+from transfer_queue.errors import ConfigError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, ListenerEvents, Outgoing, Peer
 from transfer_queue.transport.connections import gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
@@ -32,9 +31,6 @@ _BACKLOG = 4096
 _NEWCOMERS_PER_TURN = 64
 _NO_ROOM_S = 0.1
 _MAX_UNREAD_ANSWERS = 8
-_MAX_PATH_NBYTES = 107
-_NAME_NBYTES = 24
-_RANDOM_NBYTES = 8  # what mkdtemp adds
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -146,22 +142,22 @@ class UnixRoute:
         try:
             self._outbound.send(self._socket, parts)
         except OSError:
-            self._deaf()
+            self._drop_answers()
         if self._outbound or self._wanted != READ:
-            self._choose()
+            self._choose_events()
 
     def _flush(self) -> None:
         try:
             self._outbound.flush(self._socket)
         except OSError:
-            self._deaf()
-        self._choose()
+            self._drop_answers()
+        self._choose_events()
 
-    def _deaf(self) -> None:
+    def _drop_answers(self) -> None:
         """The client has closed its end and reads no answers. What it sent before is still read."""
         self._outbound.clear()
 
-    def _choose(self) -> None:
+    def _choose_events(self) -> None:
         waiting = self._outbound.num_messages if self._outbound else 0
         wanted = READ if not waiting else READ | WRITE if waiting <= _MAX_UNREAD_ANSWERS else WRITE
         if wanted != self._wanted:
@@ -235,33 +231,6 @@ class UnixListener:
         self._socket.close()
         with contextlib.suppress(OSError):  # its directory has been removed
             os.unlink(self._path)
-
-
-def short_directory(prefix: str) -> str:
-    """Make a directory for this user only, in which sockets with names of up to 24 characters can be bound.
-
-    It lies in the system's temporary directory if that path is short enough, else in $XDG_RUNTIME_DIR, /tmp or
-    /var/tmp.
-
-    Raises:
-        LaunchError: none of them will do.
-    """
-    longest = _MAX_PATH_NBYTES - len(os.fsencode(f"/{prefix}/")) - _RANDOM_NBYTES - _NAME_NBYTES
-    tried: dict[str, str] = {}
-    for parent in (tempfile.gettempdir(), environment_text("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"):
-        if not parent or parent in tried:
-            continue
-        if len(os.fsencode(os.path.abspath(parent))) > longest:
-            tried[parent] = f"longer than {longest} bytes"
-            continue
-        try:
-            return tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))  # mode 0700
-        except OSError as error:
-            tried[parent] = error.strerror or str(error)
-    found = "; ".join(f"{parent}: {reason}" for parent, reason in tried.items())
-    raise LaunchError(
-        f"there is no directory for the queue's sockets ({found}). Set TMPDIR to a short path that is writable."
-    )
 
 
 # ---- sockets ----
