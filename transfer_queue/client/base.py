@@ -81,7 +81,7 @@ class ClientBase:
         return min(configured, p.LONGEST_WAIT_S)
 
     async def clear(self, request: type[p.Request], *args: Any) -> p.Cleared:
-        """Ask the controller to forget samples; their values are deleted, too."""
+        """Ask the controller to delete samples, and the storage their values."""
         session = self.session
         message = request(session.number(), *args)
         if self._storage is not None and self.front is not None:
@@ -98,7 +98,7 @@ class ClientBase:
         return cleared
 
     def close(self) -> None:
-        """Leave the queue; what was put stays, and so do values that were got. Idempotent."""
+        """End the session; what was put stays, and so do values that were read. Idempotent."""
         if self._storage is not None:
             run_blocking(self._storage.close())
         self.session.close()

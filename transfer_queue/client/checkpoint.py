@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 
 class Checkpoints(ClientBase):
-    """Whatever goes on in the queue may go on: only puts that replace values being saved wait until these are read."""
+    """The queue stays in use meanwhile. Only puts that replace values being saved wait until these are read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +35,7 @@ class Checkpoints(ClientBase):
     async def async_save_checkpoint(
         self, checkpoint_dir: AnyPath, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
     ) -> None:
-        """Save the whole queue: partitions, tasks, what was given to whom, and the values.
+        """Save the whole queue: partitions, tasks, the batches that each task was given, and the values.
 
         Args:
             checkpoint_dir: Made, parents included; a checkpoint that is there is replaced once the new one is whole.
@@ -59,13 +59,13 @@ class Checkpoints(ClientBase):
     async def async_load_checkpoint(self, checkpoint_dir: AnyPath) -> None:
         """Replace the whole queue by a saved one; other storage units than it had then are no obstacle.
 
-        Samples keep their indexes in a queue that never used these; else they get new ones. Consumers that wait are
-        looked at again. What was reserved for puts under way is void: they reserve anew, or fail.
+        Samples keep their indexes in a queue that never used these; else they get new ones. Waiting consumers are
+        served from the new state. Reservations of puts under way are void: such a put reserves anew, or fails.
 
         Raises:
             CheckpointNotFoundError: no checkpoint there (a FileNotFoundError), or a file of it is missing.
             CheckpointError: foreign, damaged, of a newer version. The queue is as it was.
-            StorageFullError: it doesn't fit beside what the queue holds. The queue is as it was.
+            StorageFullError: it doesn't fit next to what the queue holds. The queue is as it was.
         """
         with reading(checkpoint_dir):
             opened = await off_loop(Opened, checkpoint_dir)
@@ -148,21 +148,23 @@ class Checkpoints(ClientBase):
             raise
 
     async def _restore(self, data: bytes) -> None:
-        session, shift, begun = self.session, self._staged.shift, 0
+        session, shift, first_call = self.session, self._staged.shift, 0
         try:
             *first, last = await off_loop(encoded_parts, data)
             for number, part in enumerate(first):
                 call = session.number()
-                begun = begun or call
-                await session.send(p.RestorePart(call, begun, number, part, shift), p.Done, keep=call == begun)
-            await self.clear(p.Restore, last, shift, begun)
+                first_call = first_call or call
+                await session.send(
+                    p.RestorePart(call, first_call, number, part, shift), p.Done, keep=call == first_call
+                )
+            await self.clear(p.Restore, last, shift, first_call)
         except BaseException:
-            if begun:
-                await session.cancel(begun)
+            if first_call:
+                await session.cancel(first_call)
             await self._unstage()
             raise
-        if begun:
-            session.done(session.controller, begun)
+        if first_call:
+            session.done(session.controller, first_call)
         self.session.done(self.session.controller, self._staged.call)
         self._staged = _Staged()
 

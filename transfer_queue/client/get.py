@@ -68,7 +68,7 @@ class Gets(ClientBase):
                 "force_fetch" describes all samples of the partition, consumed or not, and marks nothing.
             sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; ``first_index`` (where several readers of one
                 stream began: its batches are drawn in their order); ``pass_start`` (where this pass over a finite
-                stream began: all readers of a pass are told the same end); ``after`` (token of the last batch, whose
+                stream began: all readers of a pass get the same end); ``after`` (token of the last batch, whose
                 partition may have been cleared since); the rest goes to the sampler as keywords.
             timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
         Returns:
@@ -171,12 +171,12 @@ class Gets(ClientBase):
         return await self.storage_manager.get_data(metadata)
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
-        """Acknowledge the batch this metadata came from: nobody will ask for it again. Returns 0 if it was already.
+        """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.
 
         Args:
             earlier: Acknowledge all batches before it of the same data-parallel rank, too.
         Returns:
-            How many batches that settled.
+            How many batches this acknowledged.
         """
         if metadata.token is None:
             return 0
@@ -232,7 +232,7 @@ _MOST_NAMED = 5
 
 
 def _reserved(reply: p.NotReady) -> str:
-    """Samples that writers have begun to put, and which writers."""
+    """Samples that are being put, and the clients that put them."""
     verb, names = "is" if reply.reserved == 1 else "are", reply.owed_by
     text = f"{reply.reserved} {verb} reserved"
     if len(names) >= _MOST_NAMED:

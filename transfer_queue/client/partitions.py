@@ -52,7 +52,7 @@ class Partitions(Keys):
         await self.session.ask(p.RegisterTask, p.Done, task_name, spec, dp_size, tail)
 
     async def async_clear_samples(self, metadata: BatchMeta) -> None:
-        """Forget these samples, values and all; those already cleared are ignored."""
+        """Delete these samples and their values; those already cleared are ignored."""
         for part in metadata.chunk_by_partition() if metadata.size else ():
             indexes = part.global_indexes
             for start in range(0, len(indexes), _PER_CLEAR):  # more at once would hold up other clients for too long
@@ -60,12 +60,12 @@ class Partitions(Keys):
                 await self.clear(p.ClearSamples, part.partition_ids[0], some)
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
-        """Forget the samples that every task which reads the partition has consumed and settled, values and all.
+        """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.
 
-        A batch is settled by ``ack``; one that was fetched without a rank or batch_index is from the start.
+        ``ack`` acknowledges a batch; one fetched without a rank or batch_index needs none.
 
         Args:
-            task_names: Tasks that must be done with a sample, too, although they may not have begun to read.
+            task_names: Tasks that must be done with a sample, too, even if they have not fetched yet.
         Returns:
             How many samples were cleared.
         """
@@ -88,11 +88,11 @@ class Partitions(Keys):
             tasks without any are left out. ``not_begun`` are those of ``task_names`` that have never fetched from the
             partition: until they do, nothing is cleared. ``unread`` samples stay because no task has fetched.
         """
-        told = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names), True)
-        return {"tasks": told.held_by, "not_begun": told.not_begun, "unread": told.unread}
+        cleared = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names), True)
+        return {"tasks": cleared.held_by, "not_begun": cleared.not_begun, "unread": cleared.unread}
 
     async def async_clear_partition(self, partition_id: str) -> None:
-        """Forget a partition and all it holds; unknown: nothing. Consumers that wait for it are told that it ended."""
+        """Delete a partition and all it holds, if it exists. For consumers that wait, their stream has ended."""
         await self.clear(p.ClearPartition, partition_id)
 
     async def async_get_partition_list(self) -> list[str]:
@@ -100,10 +100,10 @@ class Partitions(Keys):
         return [str(name) for name in (await self.session.ask(p.ListPartitions, p.Names)).names]
 
     async def async_forget_task(self, task_name: str) -> int:
-        """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
+        """Make no partition keep samples for this task: its name was misspelt, or it will never read again.
 
         Returns:
-            How many partitions knew it. Fetches of the task that wait are told that their stream has ended.
+            How many partitions knew it. For its waiting fetches, their stream has ended.
         """
         return int((await self.session.ask(p.ForgetTask, p.Done, task_name)).value)
 
@@ -116,7 +116,7 @@ class Partitions(Keys):
         return bool((await self.session.ask(p.EvictClient, p.Done, client)).value)
 
     async def async_get_stats(self) -> dict[str, Any]:
-        """Numbers of the whole queue, partition by partition and task by task, and who waits for what.
+        """Numbers of the whole queue, by partition and task, and what waiting fetches lack.
 
         ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are samplers
         that held the server.

@@ -28,19 +28,19 @@ class WriteTransaction:
     """One write into one partition: to new samples, to given ones, or to those of keys.
 
     ``begin`` says which: it reserves, checks or resolves samples. Nothing is visible before the publish, and a write
-    that fails or is given up leaves nothing behind.
+    that fails or is cancelled leaves nothing behind.
     """
 
-    def __init__(self, session: Session, begin: Begin, sources: Any, num_rows: int, tags: RowTags) -> None:
+    def __init__(self, session: Session, begin: Begin, columns: Any, num_rows: int, tags: RowTags) -> None:
         """
         Args:
-            sources: The columns, as the storage takes them; None writes tags alone.
-            num_rows: Rows of ``sources``.
+            columns: As the storage takes them; None writes tags alone.
+            num_rows: Rows of ``columns``.
             tags: By row.
         """
         self._session = session
         self._begin = begin
-        self._sources = sources
+        self._columns = columns
         self._num_rows = num_rows
         self._tags = {row: dict(own) for row, own in tags.items() if own}
 
@@ -49,10 +49,10 @@ class WriteTransaction:
         or for keys what their samples have now."""
         begin, staged, lease = self._begin, Staged(b"", ()), 0
         try:
-            if self._sources is not None:
+            if self._columns is not None:
                 lease = self._session.number()
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-                staged = await front.staged(lease, self._sources, self._num_rows, replaced)
+                staged = await front.staged(lease, self._columns, self._num_rows, replaced)
             put = p.Put(begin.id, begin, self._tags, staged.columns)
             return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames))[0]
         except BaseException:
@@ -66,14 +66,14 @@ class WriteTransaction:
         indexes: list[int] = []
         publish: p.Publish | None = None
         try:
-            begun = await session.send(begin, p.Reply, begin.wait_s, keep=True)
-            packed = begin.indexes if isinstance(begin, p.CheckFields) else begun.indexes  # type: ignore[attr-defined]
+            answer = await session.send(begin, p.Reply, begin.wait_s, keep=True)
+            packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
-            if self._sources is not None:
-                await storage.write(begin.id, indexes, self._sources)
+            if self._columns is not None:
+                await storage.write(begin.id, indexes, self._columns)
             publish = self._publication(packed, indexes)
             published = await session.send(publish, p.Reply, keep=True)
-            if self._sources is not None:
+            if self._columns is not None:
                 await storage.commit(begin.id, indexes)
         except BaseException:
             if publish is None:  # else it may be published: the controller knows, and has the write ended accordingly
@@ -84,7 +84,7 @@ class WriteTransaction:
             session.done(session.controller, begin.id, publish.id)
         else:  # a checkpoint may wait until the values are replaced
             await session.post_done(begin.id, publish.id)
-        return published if isinstance(begin, p.ResolveKeys) else begun
+        return published if isinstance(begin, p.ResolveKeys) else answer
 
     def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:
         begin = self._begin
@@ -100,9 +100,9 @@ class Puts(ClientBase):
     async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
         """Carry out one write; ``begin.fields`` describes ``rows``."""
         storage, front = self.storage_manager, self.front
-        sources = None if rows is None or not len(rows.keys()) else storage.sources(rows)
+        columns = None if rows is None or not len(rows.keys()) else storage.sources(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
-        transaction = WriteTransaction(self.session, begin, sources, count, tags)
+        transaction = WriteTransaction(self.session, begin, columns, count, tags)
         return await (transaction.in_steps(storage) if front is None else transaction.through(front))
 
     async def async_put(
@@ -177,7 +177,7 @@ class Puts(ClientBase):
         return meta
 
     async def _put_into(self, partition: str, rows: TensorDict, meta: BatchMeta, tags: RowTags) -> None:
-        """Those of the rows whose samples are of this partition."""
+        """Put the rows of samples of this partition."""
         mine = [position for position, name in enumerate(meta.partition_ids) if name == partition]
         if len(mine) < meta.size:
             rows, meta = rows_at(rows, mine), meta.select_samples(mine)

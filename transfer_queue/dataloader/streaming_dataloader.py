@@ -168,7 +168,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self.stream.step(partition_id)
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
-        """Batches prefetched in this process."""
+        """Always empty; see ``StreamingDataset.buffer``."""
         return self.stream.buffer
 
     def state_dict(self) -> dict[str, Any]:

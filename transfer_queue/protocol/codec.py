@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages as bytes and back: what a client sends is checked here, and what is wrong with it is told by name."""
+"""Messages as bytes and back: what a client sends is checked here, and an error names the wrong field."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _too_deep(name: str) -> str:
 # ---- decoding ----
 
 Decode = Callable[[bytes | memoryview], ClientMessage[Any]]
-_PLACE = re.compile(r" - at (?:`key` in )?`\$\[1\]((?:\[[^`]*\])+)`$")
+_LOCATION = re.compile(r" - at (?:`key` in )?`\$\[1\]((?:\[[^`]*\])+)`$")
 _STEP = re.compile(r"\[([^\]]*)\]")
 
 
@@ -148,14 +148,14 @@ decode_message = message_decoder()
 
 def _with_name(text: str, data: bytes | memoryview, kinds: dict[str, type[msgspec.Struct]]) -> str | None:
     """Fields travel by position, which says nothing to the caller that gave the value."""
-    place = _PLACE.search(text)
-    if place is None:
+    location = _LOCATION.search(text)
+    if location is None:
         return None
     try:
         value, names, rest = msgspec.msgpack.decode(data)[1], [], ""
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind the place there may be anything
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind that location there may be anything
         return None
-    for step in _STEP.findall(place[1]):
+    for step in _STEP.findall(location[1]):
         kind = kinds.get(str(value[0])) if isinstance(value, list) and value and not rest else None
         if kind is not None and step.isdecimal() and int(step):
             names.append(f"{kind.__struct_fields__[int(step) - 1]} of {kind.__name__}")
@@ -165,7 +165,7 @@ def _with_name(text: str, data: bytes | memoryview, kinds: dict[str, type[msgspe
     if not names:
         return None
     name, _, of = names[-1].partition(" of ")
-    return f"{name}{rest} of {of}: {text[: place.start()]}"
+    return f"{name}{rest} of {of}: {text[: location.start()]}"
 
 
 def check_version(hello: Hello) -> None:

@@ -17,7 +17,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(Reply, frozen=True):
-    """Carried out. ``value`` is the verb's own small result."""
+    """The request was carried out. ``value`` is the verb's own small result."""
 
     value: Any = None
 
@@ -103,7 +103,7 @@ class Status(Reply, frozen=True):
 
 
 class Cleared(Reply, frozen=True):
-    """Samples that are forgotten; their values may be deleted from storage.
+    """Samples that are deleted; the storage may now delete their values.
 
     Of ClearConsumed: ``held_by`` counts by task the samples that stay because the task has not consumed or not
     acknowledged them; ``not_begun`` names tasks that must be done and never fetched; ``more``: ask again for the rest;

@@ -46,7 +46,7 @@ class Hello(Request, frozen=True):
 
 
 class Goodbye(Request, frozen=True):
-    """A client leaves on purpose: its session ends as when it dies, but it isn't counted as a dead producer."""
+    """A client ends its session on purpose. That is as if it died, but it doesn't count as a dead producer."""
 
 
 class CreatePartition(Request, frozen=True):
@@ -84,7 +84,7 @@ class CheckFields(Request, frozen=True):
     """Is a write of these fields onto existing samples allowed? Asked before values are replaced.
 
     Parked up to ``wait_s`` while these values are being read for a checkpoint. A client that may replace values holds
-    a leave; it ends with the Publish that names this call, or when this call is cancelled.
+    a permit. It ends with the Publish that names this call, or when this call is cancelled.
     """
 
     partition: str
@@ -98,8 +98,8 @@ class Publish(Request, frozen=True):
 
     Tags merge into those the samples have. ``describe`` asks for a Batch in place of Published. ``begun``: number of
     the call (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call's own. It
-    can't be undone from then on, and samples that it reserved and that aren't published here are given back.
-    ``uncommitted``: the client commits the values afterwards; a leave to replace some lasts until it has this answer.
+    can't be reverted from then on, and reserved samples that aren't published here are released.
+    ``uncommitted``: the client commits the values afterwards; a permit to replace some lasts until it has this answer.
     """
 
     partition: str
@@ -126,10 +126,10 @@ class Fetch(Request, frozen=True):
     ``finite``: the stream also ends when every sample the partition has is consumed, sealed or not. ``first_index``:
     the batches from there up to this one are drawn first, in their order, where nobody asked for them yet. ``skip``:
     rows at the start of a batch given before that the caller doesn't need again; they may be cleared. ``pass_start``:
-    the batch that the caller's pass over a finite stream began with; readers that began before an end are all told it.
+    the batch that the caller's pass over a finite stream began with; all readers that began before an end get it.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
-    ``mapped``: large ones as places in memory that the client has mapped.
+    ``mapped``: large ones as offsets in memory that the client has mapped.
     """
 
     partition: str
@@ -152,9 +152,9 @@ class Fetch(Request, frozen=True):
 
 
 class Cancel(Request, frozen=True):
-    """The caller no longer waits for this call of its own: it is not carried out, or is undone.
+    """The caller no longer waits for this call of its own. It is not carried out, or is reverted.
 
-    Done says what became of it: "removed" (it was parked), "undone", or "kept": there was nothing to undo, because it
+    Done says what became of it: "removed" (it was parked), "undone", or "kept": there was nothing to revert, because it
     took effect for good or was never seen. The values of samples that it cleared are deleted by the server then.
     """
 
@@ -162,7 +162,7 @@ class Cancel(Request, frozen=True):
 
 
 class Ack(Request, frozen=True):
-    """These batches are settled and won't be asked for again; ``earlier``: those before them of their rank neither."""
+    """No reader asks for these batches again; ``earlier``: nor for those before them of their rank."""
 
     partition: str
     task: str
@@ -225,14 +225,14 @@ class SetTags(Request, frozen=True):
 
 
 class ClearSamples(Request, frozen=True):
-    """Forget samples. Unknown and already cleared ones are ignored."""
+    """Delete samples. Unknown and already cleared ones are ignored."""
 
     partition: str
     indexes: bytes
 
 
 class ClearConsumed(Request, frozen=True):
-    """Forget the samples that every task of the partition has consumed and settled; ``tasks`` must be among them.
+    """Delete the samples that every task of the partition has consumed and acknowledged, and each of ``tasks``.
 
     ``dry_run``: clear nothing, only say what holds samples up.
     """
@@ -243,7 +243,7 @@ class ClearConsumed(Request, frozen=True):
 
 
 class ClearPartition(Request, frozen=True):
-    """Forget a partition and all it holds. Unknown: nothing."""
+    """Delete a partition and all it holds. Unknown: nothing."""
 
     partition: str
 
@@ -256,7 +256,7 @@ class ResolveKeys(Request, frozen=True):
     """Samples of user keys; with ``create``, unknown keys get new samples, in the order given.
 
     ``hold``: new ones stay invisible until published, and can be cancelled. ``writes``: fields whose values will be
-    written, maybe over others; then the request asks for leave, as CheckFields does.
+    written, maybe over others; then the request asks for a permit, as CheckFields does.
     """
 
     partition: str
@@ -302,7 +302,7 @@ class ListKeys(Request, frozen=True):
 class ForgetTask(Request, frozen=True):
     """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
 
-    Done with the number of partitions that knew it. Its parked fetches are told that their stream has ended.
+    Done with the number of partitions that knew it. For its parked fetches, their stream has ended.
     """
 
     task: str
@@ -322,7 +322,7 @@ class Freeze(Request, frozen=True):
     """The state of the whole queue at one moment, to be saved with the values that belong to it.
 
     Until Thaw, a Cancel, or the end of the session these values stay: what is cleared is hidden but not deleted, and a
-    write that would replace one waits. Waits itself up to ``wait_s`` for writes that hold a leave to replace values.
+    write that would replace one waits. Waits itself up to ``wait_s`` for writes that hold a permit to replace values.
     """
 
     wait_s: Seconds = 30.0
