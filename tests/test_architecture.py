@@ -58,9 +58,7 @@ SERVER_SIDE = (
 )
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
-SHARED_NAMES = {
-    "blocks.py", "local.py", "registry.py", "schema.py"
-} | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
+SHARED_NAMES = {"blocks.py", "registry.py", "schema.py", "checkpoint.py", "producers.py", "weights.py"}
 """Names of two files of different folders. No more of these: rename the new one."""
 SHARED_CLASSES = {"Frozen", "Partition", "ProductionStatus", "Staged"}
 """Names of two public classes. No more of these, either."""

@@ -24,10 +24,6 @@ class UnknownPartitionError(InvalidRequestError):
     """There is no such partition."""
 
 
-class UnknownFieldError(InvalidRequestError):
-    """There is no such field in this partition; the text names the existing ones."""
-
-
 class SchemaConflictError(InvalidRequestError):
     """A field's dtype differs from what the partition already has; the text names both."""
 

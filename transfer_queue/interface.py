@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.client import TransferQueueClient, kv
-from transfer_queue.config import announce_address, merge, queue_address, to_plain
+from transfer_queue.config import announce_address, merge, queue_address
 from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
@@ -179,12 +179,6 @@ def get_metrics_endpoint() -> str | None:
         return None
     endpoint = _TQ_CONFIG["metrics"].get("endpoint")
     return None if endpoint is None else str(endpoint)
-
-
-def plain_config() -> dict[str, Any]:
-    """The running queue's configuration as plain, picklable data."""
-    get_client()
-    return to_plain(_TQ_CONFIG)
 
 
 async def async_kv_put(

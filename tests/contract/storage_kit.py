@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from tests.local_caller import LocalCaller
 from transfer_queue.server.front import Front
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.registry import create
@@ -24,7 +25,6 @@ from transfer_queue.storage.shm.host import host_unit
 from transfer_queue.storage.shm.messages import UnitStats
 from transfer_queue.storage.shm.unit import INLINE_NBYTES, StorageUnit
 from transfer_queue.transport.base import Handler, Peer
-from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session

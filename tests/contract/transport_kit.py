@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.local_caller import LocalCaller
 from transfer_queue.transport.base import NOBODY_WAITS, Call, Outgoing, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.tcp_wire import make_keys
 

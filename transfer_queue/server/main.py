@@ -56,7 +56,7 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
         return None
     from transfer_queue.transport.tcp_wire import read_keys
 
-    remote = server.beside(orders["listen"], read_keys(orders["key_file"]))
+    remote = server.also_at(orders["listen"], read_keys(orders["key_file"]))
     remote.open(front)
 
     def disconnect(client: str) -> None:

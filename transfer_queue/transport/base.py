@@ -115,22 +115,6 @@ class Handler(Protocol):
         ...
 
 
-class ListenerEvents(Protocol):
-    """The server's interface for its listener."""
-
-    def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
-        """A request has arrived."""
-        ...
-
-    def joined(self, client: str, route: Route) -> None:
-        """A connection has named its client."""
-        ...
-
-    def left(self, client: str, route: Route) -> None:
-        """Such a connection has closed."""
-        ...
-
-
 class Route(Protocol):
     """The server's end of one connection of a client."""
 

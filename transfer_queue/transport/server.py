@@ -140,7 +140,7 @@ class SocketServer:
         self.address = self._listener.address
         self._loop.add(self)
 
-    def beside(self, address: str, keys: ServerKeys) -> SocketServer:
+    def also_at(self, address: str, keys: ServerKeys) -> SocketServer:
         """Make a server at another address, served by the same thread."""
         return SocketServer(address, self._loop, keys)
 
@@ -230,7 +230,7 @@ class SocketServer:
         for answer in answers:
             guarded(answer.envelope.route.send, answer)
 
-    # ---- clients ----
+    # ---- clients; the listener calls the last three methods ----
 
     def clients(self) -> dict[str, int]:
         """The number of connections of each client."""
@@ -242,15 +242,15 @@ class SocketServer:
             route.disconnect()
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
-        """See ``ListenerEvents``."""
+        """A request has arrived."""
         guarded(self._answer, envelope, header, frames)
 
     def joined(self, client: str, route: Route) -> None:
-        """See ``ListenerEvents``."""
+        """A connection has named its client."""
         self._routes.setdefault(client, set()).add(route)
 
     def left(self, client: str, route: Route) -> None:
-        """See ``ListenerEvents``. With its last connection the client is gone."""
+        """Such a connection has closed. With its last one the client is gone."""
         routes = self._routes[client]
         routes.discard(route)
         if not routes:

@@ -13,9 +13,9 @@ from typing import Any
 import zmq
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.base import NOBODY_WAITS, Envelope, ListenerEvents, Outgoing
+from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
 from transfer_queue.transport.framing import FramingError
-from transfer_queue.transport.server import guarded
+from transfer_queue.transport.server import SocketServer, guarded
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, ServerKeys, pack
 from transfer_queue.transport.waiting import Readiness
 from transfer_queue.utils.logging_utils import get_logger
@@ -53,7 +53,7 @@ class TcpListener:
         self,
         address: str,
         readiness: Readiness,
-        service: ListenerEvents,
+        server: SocketServer,
         keys: ServerKeys | None,
         insecure: bool,
         heartbeat_s: float,
@@ -65,7 +65,7 @@ class TcpListener:
         if keys is None:
             _log.warning("%s is open to every process that can reach it: there is no encryption and no key", address)
         self._readiness = readiness
-        self._service = service
+        self._server = server
         self._heartbeat_s = heartbeat_s
         self._lease_s = lease_s
         self._beat_at = time.monotonic() + heartbeat_s
@@ -123,19 +123,19 @@ class TcpListener:
             self._end(route)
             return
         for request_id, header, frames in messages:
-            self._service.deliver(Envelope(route.client, request_id, route), header, frames)
+            self._server.deliver(Envelope(route.client, request_id, route), header, frames)
 
     def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:
             route = self._routes[address] = TcpRoute(self, address, parts[3].bytes.decode(errors="replace"))
-            self._service.joined(route.client, route)
+            self._server.joined(route.client, route)
         elif kind in (HELLO, BEAT, CALL):  # of another version, or its lease has ended
             self.send(address, [BYE])
 
     def _end(self, route: TcpRoute) -> None:
         if self._routes.pop(route.address, None) is not None:
             self.send(route.address, [BYE])
-            self._service.left(route.client, route)
+            self._server.left(route.client, route)
 
     def send(self, address: bytes, parts: Sequence[Any]) -> None:
         """Send to a client; dropped if it has gone."""

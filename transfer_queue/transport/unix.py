@@ -17,12 +17,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, ListenerEvents, Outgoing, Peer
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer
 from transfer_queue.transport.connections import gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
 from transfer_queue.transport.waiting import READ, WRITE, Readiness
+
+if TYPE_CHECKING:
+    from transfer_queue.transport.server import SocketServer
 
 SCHEME = "ipc://"
 _BUFFER_NBYTES = 1 << 20  # the kernel gives less if its limit is lower
@@ -127,13 +131,13 @@ class UnixRoute:
             self.close()
 
     def _take(self, messages: list[Message]) -> None:
-        service = self._listener.service
+        server = self._listener.server
         for request_id, header, frames in messages:
             if self._client is None:
                 self._client = header.decode(errors="replace")
-                service.joined(self._client, self)
+                server.joined(self._client, self)
             else:
-                service.deliver(Envelope(self._client, request_id, self), header, frames)
+                server.deliver(Envelope(self._client, request_id, self), header, frames)
 
     def send(self, answer: Outgoing) -> None:
         if answer.envelope.request_id == NOBODY_WAITS or self._socket.fileno() < 0:
@@ -176,19 +180,19 @@ class UnixRoute:
         self._socket.close()
         self._listener.left(self)
         if self._client is not None and not quietly:
-            self._listener.service.left(self._client, self)
+            self._listener.server.left(self._client, self)
 
 
 class UnixListener:
     """See ``Listener``."""
 
-    def __init__(self, address: str, readiness: Readiness, service: ListenerEvents) -> None:
+    def __init__(self, address: str, readiness: Readiness, server: SocketServer) -> None:
         """Raises OSError: the path can't be bound. ConfigError: there is no path."""
         if not address.removeprefix(SCHEME) or not address.startswith(SCHEME):
             raise ConfigError(f"{address!r} is no address: ipc://PATH or tcp://HOST:PORT.")
         self.address = address
         self.readiness = readiness
-        self.service = service
+        self.server = server
         self._path = address.removeprefix(SCHEME)
         self._routes: set[UnixRoute] = set()
         self._listen_at = 0.0

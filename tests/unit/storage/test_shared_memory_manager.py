@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.local_caller import LocalCaller
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
 from transfer_queue.server.front import Front
@@ -33,7 +34,6 @@ from transfer_queue.storage.shm.messages import (
 )
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Peer, RawReply
-from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
 

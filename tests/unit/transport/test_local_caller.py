@@ -8,9 +8,9 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.local_caller import LocalCaller
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Call, Outgoing, Peer
-from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.modes import run_blocking
 
 SHELF = Peer("shelf", "local://shelf")
