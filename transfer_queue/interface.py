@@ -50,12 +50,12 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
     """
     with _lock:
         if _TQ_CLIENT is None or _TQ_CONFIG is None:
-            _begin(merge({"address": conf} if isinstance(conf, str) else conf))
+            _start_or_join(merge({"address": conf} if isinstance(conf, str) else conf))
         running: DictConfig = _TQ_CONFIG
         return running
 
 
-def _begin(merged: DictConfig) -> None:
+def _start_or_join(merged: DictConfig) -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     address = merged.address or queue_address()
     if address is not None and address not in _ended:  # else: a queue that this process closed

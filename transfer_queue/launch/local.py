@@ -105,7 +105,7 @@ class LocalQueue:
             common["key_file"] = self._keys(config.key_file)
             conf.key_file = common["key_file"]
         for process, own in zip(processes, orders, strict=True):
-            _tell(process, {**common, **own})
+            _send_orders(process, {**common, **own})
         if sampler is None:
             self._serve_in_thread({**common, "controller": True, "unit": None}, as_sampler(conf.controller.sampler))
         for process in processes:
@@ -233,7 +233,7 @@ def _await_end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def _tell(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
+def _send_orders(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
     assert process.stdin is not None
     try:
         json.dump(orders, process.stdin)

@@ -2,7 +2,9 @@
 """The calling side over sockets: a blocked thread borrows connections, the calls of an event loop share one per peer.
 
 A connection that a server has seen stays open until the caller is closed, whatever happens to its calls.
-When the last one closes, the server considers the client gone, and releases everything that it holds there."""
+When the last one closes, the server considers the client gone, and releases everything that it holds there.
+Lists of connections change without a lock, which Ctrl-C could leave locked.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from transfer_queue.transport.tcp import TcpLinks
 
 _LAST = (-1,)
+"""``target.extend(map(source.pop, _LAST))`` moves the last item in one step of Python: Ctrl-C can't lose it."""
 
 
 class _SentCall(NamedTuple):
@@ -111,7 +114,7 @@ class SocketCaller:
         if self._pid != os.getpid():
             raise ClosedError("sockets don't survive a fork: this caller belongs to the parent process.")
 
-    # ---- connections: without a lock, which Ctrl-C could leave locked ----
+    # ---- connections ----
 
     def _borrow(self, peer: Peer, borrowed: list[Connection]) -> Connection:
         """A connection for this thread alone: one that it has already borrowed, or another one."""
@@ -122,7 +125,7 @@ class SocketCaller:
             raise closed()
         idle = self._idle.setdefault(peer.address, [])
         try:
-            borrowed.extend(map(idle.pop, _LAST))  # one step of Python, so the connection is always in one of the lists
+            borrowed.extend(map(idle.pop, _LAST))
         except IndexError:
             borrowed.append(self._connect(peer))
             self._made.add(borrowed[-1])
@@ -185,28 +188,28 @@ class SocketCaller:
 
     async def _call_blocking(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         borrowed: list[Connection] = []
-        asked: dict[int, _SentCall] = {}
+        sent: dict[int, _SentCall] = {}
         replies: dict[int, RawReply] = {}
         waiter = object()
         try:
             wake = self._add_waiter(waiter)
             for call in calls:
                 request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
-                asked[request_id] = _SentCall(connection, call)
+                sent[request_id] = _SentCall(connection, call)
                 connection.send(request_id, call.header, call.frames)
             await pause()
             deadline = time.monotonic() + timeout_s
-            while late := [each.connection for request_id, each in asked.items() if request_id not in replies]:
+            while late := [each.connection for request_id, each in sent.items() if request_id not in replies]:
                 waiting = set(late)
                 arrived = wait_for_some(waiting, wake, deadline)
                 for request_id, header, frames in arrived:
-                    if request_id in asked:
+                    if request_id in sent:
                         replies[request_id] = RawReply(header, frames)
                 if not arrived and time.monotonic() >= deadline:
                     raise silent(late[0].peer, timeout_s)
-            return [replies[request_id] for request_id in asked]
+            return [replies[request_id] for request_id in sent]
         except BaseException:
-            for connection, call in asked.values():
+            for connection, call in sent.values():
                 revoke(connection, call.cancel)
             raise
         finally:
@@ -217,24 +220,24 @@ class SocketCaller:
 
     async def _call_on_loop(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         loop = asyncio.get_running_loop()
-        asked: list[tuple[LoopConnection, int, Peer]] = []
+        sent: list[tuple[LoopConnection, int, Peer]] = []
         futures: list[asyncio.Future[RawReply]] = []
         try:
             for call in calls:
                 connection, request_id = self._loop_connection(call.peer, loop), next(self._ids)
-                asked.append((connection, request_id, call.peer))
+                sent.append((connection, request_id, call.peer))
                 futures.append(connection.send(request_id, call))
             if futures:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             replies = [future.result() for future in futures if future.done()]  # raises the error of a failed one
             if len(replies) < len(futures):
-                late = (peer for (*_, peer), future in zip(asked, futures, strict=True) if not future.done())
+                late = (peer for (*_, peer), future in zip(sent, futures, strict=True) if not future.done())
                 raise silent(next(late), timeout_s)
         except BaseException:
-            for connection, request_id, _ in asked:
+            for connection, request_id, _ in sent:
                 connection.cancel(request_id)
             raise
-        for connection, request_id, _ in asked:
+        for connection, request_id, _ in sent:
             connection.done(request_id)
         return replies
 

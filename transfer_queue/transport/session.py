@@ -54,10 +54,10 @@ class Session:
         self._numbers = itertools.count(1)
         self._pid = os.getpid()
         self._config: dict[str, Any] = {}
-        self._farewell: Finalize | None = None
-        self._begin()
+        self._at_exit: Finalize | None = None
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}", self._server_key)
         self._received: dict[str, set[int]] = {}
         self._copying: set[object] = set()
@@ -94,7 +94,7 @@ class Session:
 
     def _cancel_of(self, request: p.Request) -> bytes:
         if isinstance(request, p.Publish):
-            return b""  # it can't be undone; its answer stays, so that the caller can ask for the outcome
+            return b""  # it can't be reverted; its answer stays, so that the caller can ask for the outcome
         return p.encode_request(p.Cancel(self.number(), request.id))
 
     def done(self, peer: Peer, *calls: int) -> None:
@@ -113,7 +113,7 @@ class Session:
             await self.caller.post(Call(peer, p.encode_request(request)))
 
     async def cancel(self, call: int) -> None:
-        """Undo a call that the controller has answered and keeps."""
+        """Cancel a call that the controller has answered and keeps."""
         await self.post(self.controller, p.Cancel(self.number(), call))
 
     # ---- the controller ----
@@ -135,17 +135,17 @@ class Session:
             return
         with _fork_lock():
             if self._pid != os.getpid():
-                self._begin()
-                self._config, self._farewell = {}, None
+                self._start()
+                self._config, self._at_exit = {}, None
                 self._pid = os.getpid()
 
     async def _greet(self) -> None:
         if self._closed:
             raise ClosedError("this client was closed; make a new one, or call init() again.")
         _check_socket(self.controller.address)
-        if self._farewell is None:
-            # A process that simply ends counts as having left. Without a goodbye it would count as a dead producer.
-            self._farewell = Finalize(None, _leave, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
+        if self._at_exit is None:
+            # Without a goodbye, a process that simply ends would count as a dead producer.
+            self._at_exit = Finalize(None, _close_at_exit, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
         hello = p.Hello(self.number(), os.getpid(), p.PROTOCOL_VERSION)
         reply = (await self.call_many([(self.controller, hello, ())], _HELLO_TIMEOUT_S))[0]
         config = json.loads(self.read(reply.header, hello, p.Welcome).config)
@@ -215,9 +215,9 @@ class Session:
     def close(self) -> None:
         """Say goodbye if the controller is there, then close every socket. Idempotent, never raises."""
         known, self._config = bool(self._config), {}
-        if self._farewell is not None:
-            self._farewell.cancel()
-            self._farewell = None
+        if self._at_exit is not None:
+            self._at_exit.cancel()
+            self._at_exit = None
         if self._pid != os.getpid():
             return
         self._closed = True
@@ -229,7 +229,9 @@ class Session:
         self.caller.close()
 
     async def _say_goodbye(self) -> None:
-        with contextlib.suppress(TransferQueueError):  # it may be gone already, and with it what it knew of us
+        with contextlib.suppress(
+            TransferQueueError
+        ):  # it may have ended already, and its state of this session with it
             await self.call_many([(self.controller, p.Goodbye(self.number()), ())], _GOODBYE_TIMEOUT_S)
 
 
@@ -257,7 +259,7 @@ def _check_socket(address: str) -> None:
         )
 
 
-def _leave(session: weakref.ref[Session]) -> None:
+def _close_at_exit(session: weakref.ref[Session]) -> None:
     alive = session()
     if alive is not None:
         alive.close()
