@@ -9,11 +9,23 @@ import errno
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Peer, RawReply
 from transfer_queue.transport.framing import Message
+
+closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What a forked child closes. Its copy would keep a dead parent's connection open, or the contents of a file alive."""
+
+
+def _after_fork() -> None:
+    for copy in list(closed_in_children):
+        copy.close()
+    closed_in_children.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Descriptors:
@@ -24,7 +36,7 @@ class Descriptors:
     def __init__(self, owner: object, *descriptors: int) -> None:
         self._open = list(descriptors)
         weakref.finalize(owner, _close, self._open).atexit = False
-        _all.add(self)
+        closed_in_children.add(self)
 
     def at(self, position: int) -> int:
         """One of the descriptors; -1 once they are closed."""
@@ -45,18 +57,6 @@ def _close(descriptors: list[int]) -> None:
         except IndexError:  # another thread closed it
             return
         os.close(descriptor)
-
-
-_all: weakref.WeakSet[Descriptors] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A child's copy would keep a dead parent's connection open, or the contents of a file alive.
-    for copies in list(_all):
-        copies.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class Connection(Protocol):

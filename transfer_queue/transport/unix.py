@@ -14,14 +14,13 @@ import socket
 import stat
 import struct
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer
-from transfer_queue.transport.connections import gone, no_address, unconnected
+from transfer_queue.transport.connections import closed_in_children, gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
 from transfer_queue.transport.waiting import READ, WRITE, Readiness
 
@@ -35,8 +34,6 @@ _BACKLOG = 4096
 _NEWCOMERS_PER_TURN = 64
 _NO_ROOM_S = 0.1
 _MAX_UNREAD_ANSWERS = 8
-
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class UnixConnection:
@@ -249,7 +246,7 @@ def _prepared(start: Callable[[socket.socket], None]) -> socket.socket:
         new.close()
         raise
     new.setblocking(False)
-    _open.add(new)
+    closed_in_children.add(new)
     return new
 
 
@@ -281,15 +278,5 @@ def _accepted(listener: socket.socket) -> socket.socket:
     connection, _ = listener.accept()
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
-    _open.add(connection)
+    closed_in_children.add(connection)
     return connection
-
-
-def _after_fork() -> None:
-    # Otherwise the other side would not notice the parent's end while this child lives.
-    for copy in list(_open):
-        copy.close()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
