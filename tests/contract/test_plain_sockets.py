@@ -28,7 +28,7 @@ from transfer_queue.launch.local import short_directory
 from transfer_queue.transport.base import Call, Peer
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import Inbound, encode
-from transfer_queue.transport.modes import Begun, run_blocking
+from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.transport.server import SocketServer
 
 MIB = 1 << 20
@@ -106,7 +106,7 @@ def test_out_of_descriptors_the_error_says_so_and_not_that_a_peer_has_ended(call
     with served_by_process(tmp_path) as (peer, _):
         told = r"can't connect to desk at \S+ .*Too many open files.* \(ulimit -n\)\.$"
         run_blocking(caller.post(Call(peer, b"the caller has all that it needs, but for a connection")))
-        waiting = Begun(caller.call_many(calls(peer, b"park"), 10.0))
+        waiting = PendingCall(caller.call_many(calls(peer, b"park"), 10.0))
         with no_descriptors(), pytest.raises(QueueUnreachableError, match=told):
             echo(caller, peer)
         assert echo(caller, peer) == [b"echo"]
@@ -357,7 +357,7 @@ def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_sock
         code = (
             "from transfer_queue.transport.base import Call, Peer\n"
             "from transfer_queue.transport.caller import SocketCaller\n"
-            "from transfer_queue.transport.modes import Begun, run_blocking\n"
+            "from transfer_queue.transport.modes import PendingCall, run_blocking\n"
             "caller = SocketCaller('unclosed')\n"
             f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
         )

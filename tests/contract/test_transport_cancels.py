@@ -15,7 +15,7 @@ from transport_kit import JOIN_S, Desk, make_caller, served_by_thread, until
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Call, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import Begun, run_blocking
+from transfer_queue.transport.modes import PendingCall, run_blocking
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 
@@ -85,13 +85,13 @@ def test_a_cancelled_task_cancels_its_call_and_no_other_of_its_loop(desk):
     assert served.said == [b"cancel park doomed"]
 
 
-@pytest.mark.parametrize("end", [lambda begun: begun.close(), lambda begun: None], ids=["closed", "dropped"])
-def test_a_begun_call_that_nobody_finishes_is_cancelled(desk, end):
+@pytest.mark.parametrize("end", [lambda pending: pending.close(), lambda pending: None], ids=["closed", "dropped"])
+def test_a_started_call_that_nobody_finishes_is_cancelled(desk, end):
     make, peer, served = desk
     caller = make()
-    begun = Begun(caller.call_many(revocable(peer, b"park"), 10.0))
-    end(begun)
-    del begun
+    pending = PendingCall(caller.call_many(revocable(peer, b"park"), 10.0))
+    end(pending)
+    del pending
     assert answers(run_blocking(caller.call_many(revocable(peer, b"echo"), 10.0))) == [b"echo"]
     assert served.said == [b"cancel park"]
 
@@ -224,8 +224,8 @@ def test_the_cancel_behind_a_large_answer_that_nobody_reads_is_heard(tmp_path, k
     served, caller = Desk(), make_caller("me")
     with served_by_thread(tmp_path, served, kind) as (peer, _):
         large = Call(peer, b"echo", [bytes(4 << 20)], b"cancel echo")
-        begun = Begun(caller.call_many([large, *revocable(peer, b"park")], 10.0))
-        begun.close()
+        pending = PendingCall(caller.call_many([large, *revocable(peer, b"park")], 10.0))
+        pending.close()
         until(lambda: caller._idle[peer.address][0].unsent is False or _flush(caller, peer))
         until(lambda: served.said == [b"cancel echo", b"cancel park"])
         assert answers(run_blocking(caller.call_many([Call(peer, b"last")], 10.0))) == [b"last"]

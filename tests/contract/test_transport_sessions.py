@@ -18,7 +18,7 @@ from transport_kit import JOIN_S, Desk, calls, make_caller, served_by_thread, un
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Call, Outgoing, Peer
 from transfer_queue.transport.framing import encode
-from transfer_queue.transport.modes import Begun, run_blocking
+from transfer_queue.transport.modes import PendingCall, run_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -35,7 +35,7 @@ def test_a_client_is_gone_when_it_closes_and_what_that_makes_possible_is_sent(de
     make, peer, served = desk
     leaving, staying = make("leaving"), make("staying")
     echo(leaving, peer)
-    waits = Begun(staying.call_many(calls(peer, b"park"), 10.0))
+    waits = PendingCall(staying.call_many(calls(peer, b"park"), 10.0))
     echo(staying, peer)
     leaving.close()
     assert [reply.header for reply in waits.finish()] == [b"left leaving"]
@@ -58,13 +58,13 @@ def test_a_client_is_gone_with_the_last_of_its_connections(tmp_path, kind):
     served = Desk()
     with served_by_thread(tmp_path, served, kind) as (peer, server):
         first, second, other = make_caller("one"), make_caller("one"), make_caller("other")
-        several = [Begun(first.call_many(calls(peer, b"park"), 10.0)) for _ in range(3)]
+        several = [PendingCall(first.call_many(calls(peer, b"park"), 10.0)) for _ in range(3)]
         echo(second, peer)
         echo(other, peer)
         # Calls that wait at the same time have connections of their own over "unix", and share one over "tcp".
         assert server.clients() == {"one": 4 if kind == "unix" else 2, "other": 1}
-        for begun in several:
-            begun.close()
+        for pending in several:
+            pending.close()
         first.close()
         until(lambda: server.clients() == {"one": 1, "other": 1})
         assert served.gone == []
@@ -139,13 +139,13 @@ def test_a_connection_that_never_said_its_name_is_no_client(tmp_path):
 def test_a_client_that_is_disconnected_is_told_and_gone_and_may_come_again(tmp_path, kind):
     served, caller, other = Desk(), make_caller("me"), make_caller("other")
     with served_by_thread(tmp_path, served, kind) as (peer, server):
-        begun = Begun(caller.call_many(calls(peer, b"park"), 60.0))
+        pending = PendingCall(caller.call_many(calls(peer, b"park"), 60.0))
         echo(caller, peer)
         echo(other, peer)
         server.disconnect("me")
         server.disconnect("nobody")
         with pytest.raises(QueueUnreachableError, match="has ended"):
-            begun.finish()
+            pending.finish()
         until(lambda: served.gone == ["me"])
         assert echo(other, peer) == b"echo"
         assert echo(caller, peer) == b"echo"
@@ -210,12 +210,12 @@ def broken(tmp_path: Path, kind: str) -> Iterator[tuple[Peer, Broken]]:
 def test_an_error_in_a_handler_costs_no_other_answer_and_ends_nothing(broken, how, caplog):
     peer, served = broken
     parked, caller = make_caller("parked"), make_caller("me")
-    begun = Begun(parked.call_many(calls(peer, b"park one", b"park two"), 10.0))
+    pending = PendingCall(parked.call_many(calls(peer, b"park one", b"park two"), 10.0))
     until(lambda: len(served.parked) == 2)
     run_blocking(caller.post(Call(peer, b"said")))
     with pytest.raises(QueueUnreachableError, match="did not answer"):
         echo(caller, peer, how, 0.05)
-    assert [reply.header for reply in begun.finish()] == [b"park one", b"park two"]
+    assert [reply.header for reply in pending.finish()] == [b"park one", b"park two"]
     assert echo(caller, peer) == b"echo"
     assert [record.getMessage() for record in caplog.records] == ["a server could not finish something, and goes on"]
     parked.close()
