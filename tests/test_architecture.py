@@ -60,7 +60,7 @@ HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {"blocks.py", "registry.py", "schema.py", "checkpoint.py", "producers.py", "weights.py"}
 """Names of two files of different folders. No more of these: rename the new one."""
-SHARED_CLASSES = {"Frozen", "Partition", "ProductionStatus", "Staged"}
+SHARED_CLASSES = {"Frozen", "Partition", "Staged"}
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)
 """A server of one host has no use for it."""

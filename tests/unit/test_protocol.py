@@ -33,7 +33,7 @@ REQUESTS = [
     p.Ack(13, "p", "t", ["token"], True),
     p.Describe(14, "p", ["x"], INDEXES, 7, 100),
     p.ConsumptionStatus(15, "p", "t", True, 7, 100),
-    p.ProductionStatus(16, "p", ["x"], True, 7, 100),
+    p.FieldStatus(16, "p", ["x"], True, 7, 100),
     p.ResetConsumption(17, "p", "t"),
     p.SetTags(18, {"p": TAGS}, True),
     p.ClearSamples(19, "p", INDEXES),

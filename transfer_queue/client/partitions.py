@@ -145,10 +145,10 @@ class Partitions(Keys):
     async def async_get_production_status(self, data_fields: Sequence[str], partition_id: str) -> Status:
         """(indexes int64 [N], produced int8 [N, F]), columns as the fields were registered; (None, None) unknown."""
         fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
-        pages = [await self.session.ask(p.ProductionStatus, p.Status, partition_id, fields)]
+        pages = [await self.session.ask(p.FieldStatus, p.Status, partition_id, fields)]
         while pages[-1].more:
             after = _last_index(pages[-1])
-            pages.append(await self.session.ask(p.ProductionStatus, p.Status, partition_id, fields, False, after))
+            pages.append(await self.session.ask(p.FieldStatus, p.Status, partition_id, fields, False, after))
         return _status(pages, two_dim=True)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
@@ -158,7 +158,7 @@ class Partitions(Keys):
     async def async_check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
         """Does every sample have all these fields? False for an unknown partition or field."""
         fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
-        return bool((await self.session.ask(p.ProductionStatus, p.Done, partition_id, fields, True)).value)
+        return bool((await self.session.ask(p.FieldStatus, p.Done, partition_id, fields, True)).value)
 
     async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
         """Make consumed samples available again; batches already given keep their answer. False: no such partition."""

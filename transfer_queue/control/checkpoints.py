@@ -248,23 +248,27 @@ class Restoring(Record):
 
 def restore_part(state: PlaneState, client: str, request: p.RestorePart, now: float) -> p.Reply:
     """Nothing has changed but for what is built aside. Refused: that is dropped."""
-    if request.begun == request.id:
+    if request.first_call == request.id:
         state.calls.add(client, request.id, Restoring(state, client, request.shift, now))
-    record = _restoring(state, client, request.begun)
+    record = _restoring(state, client, request.first_call)
     if request.part == record.num_parts:
-        _build(state, client, request.begun, lambda: record.add(request.state))
+        _build(state, client, request.first_call, lambda: record.add(request.state))
     elif request.part != record.num_parts - 1:  # else it is asked for again
         raise CheckpointError(f"part {request.part} of a restore comes after {record.num_parts}. Load again.")
-    if request.begun == request.id:
+    if request.first_call == request.id:
         record.reply = p.Done(request.id)
     return p.Done(request.id)
 
 
 def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p.Reply:
     """The saved state in place of this one, or nothing changed. Requests that wait are looked at again."""
-    record = _restoring(state, client, request.begun) if request.begun else Restoring(state, client, request.shift, now)
-    old = _build(state, client, request.begun, lambda: _finished(record, request.state))
-    state.calls.take(client, request.begun)
+    record = (
+        _restoring(state, client, request.first_call)
+        if request.first_call
+        else Restoring(state, client, request.shift, now)
+    )
+    old = _build(state, client, request.first_call, lambda: _finished(record, request.state))
+    state.calls.take(client, request.first_call)
     for lane in state.waiters.lanes():
         if not lane.startswith("\0"):
             state.touch(lane)

@@ -56,7 +56,7 @@ class ControlPlane:
             p.Ack: self._ack,
             p.Describe: lambda client, request, now: queries.describe(state, request),
             p.ConsumptionStatus: lambda client, request, now: queries.consumption_status(state, request),
-            p.ProductionStatus: lambda client, request, now: queries.production_status(state, request),
+            p.FieldStatus: lambda client, request, now: queries.production_status(state, request),
             p.ResetConsumption: self._reset_consumption,
             p.SetTags: lambda client, request, now: lifecycle.set_tags(state, request),
             p.ClearSamples: lambda client, request, now: lifecycle.clear_samples(state, client, request),
@@ -440,7 +440,7 @@ def _guarded(call: int, answer: Callable[[], p.Reply | None]) -> p.Reply | None:
 
 def _completes(known: Record, request: p.Request) -> bool:
     """Whether this is the last step of a call with an answered first step."""
-    return isinstance(request, p.Publish) and request.begun == request.id and known.kind is not p.Publish
+    return isinstance(request, p.Publish) and request.completes == request.id and known.kind is not p.Publish
 
 
 def _same_answer(known: Record, request: p.Request) -> p.Reply:

@@ -60,7 +60,7 @@ def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Rep
     return p.Status(request.id, True, indexes, status.tobytes(), 1, more)
 
 
-def production_status(state: PlaneState, request: p.ProductionStatus) -> p.Reply:
+def production_status(state: PlaneState, request: p.FieldStatus) -> p.Reply:
     """[samples, fields] int8, columns in order of registration; unknown if a field is."""
     partition = state.partitions.get(request.partition)
     if partition is None or not request.fields or not set(request.fields) <= set(partition.schema.names):

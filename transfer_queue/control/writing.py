@@ -71,7 +71,7 @@ class UncommittedPublish(Record):
 
     def __init__(self, state: PlaneState, client: str, request: p.Publish, reply: p.Reply) -> None:
         super().__init__(p.Publish, reply)
-        self._state, self.client, self.begun = state, client, request.begun
+        self._state, self.client, self.begun = state, client, request.completes
 
     def undo(self) -> bool:
         self.received()
@@ -245,9 +245,9 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     reply: p.Reply = p.Published(request.id)
     if request.describe:
         reply = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
-    begun = state.calls.get(client, request.begun)
+    begun = state.calls.get(client, request.completes)
     if isinstance(begun, Reservation):
-        state.calls.take(client, request.begun)
+        state.calls.take(client, request.completes)
         begun.complete(request.indexes, request.uncommitted)
     record = UncommittedPublish(state, client, request, reply) if request.uncommitted else Record(p.Publish, reply)
     state.calls.add(client, request.id, record)

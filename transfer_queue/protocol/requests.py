@@ -96,9 +96,9 @@ class CheckFields(Request, frozen=True):
 class Publish(Request, frozen=True):
     """These fields of these samples are stored whole. The only message that makes data visible.
 
-    Tags merge into those the samples have. ``describe`` asks for a Batch in place of Published. ``begun``: number of
-    the call (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call's own. It
-    can't be reverted from then on, and reserved samples that aren't published here are released.
+    Tags merge into those the samples have. ``describe`` asks for a Batch in place of Published. ``completes``: the call
+    (Reserve, CheckFields, ResolveKeys) of the same session that this completes; it may be this call itself. It can't be
+    reverted from then on, and reserved samples that aren't published here are released.
     ``uncommitted``: the client commits the values afterwards; a permit to replace some lasts until it has this answer.
     """
 
@@ -107,7 +107,7 @@ class Publish(Request, frozen=True):
     fields: dict[str, FieldSpec]
     tags: dict[int, Tags] = {}
     describe: bool = False
-    begun: Call = 0
+    completes: Call = 0
     uncommitted: bool = False
 
 
@@ -197,7 +197,7 @@ class ConsumptionStatus(Request, frozen=True):
     limit: Count = 0
 
 
-class ProductionStatus(Request, frozen=True):
+class FieldStatus(Request, frozen=True, tag="ProductionStatus"):
     """Which of the fields each sample of the partition has; with ``summary`` only whether all have all, as Done.
 
     Given in pages, as Describe gives all samples.
@@ -356,10 +356,10 @@ class Stage(Request, frozen=True):
 class RestorePart(Request, frozen=True):
     """A part of a saved state, in order; nothing changes before Restore brings the last one.
 
-    ``begun``: number of the call with the first part, which a Cancel of the whole names. ``shift``: see Restore.
+    ``first_call``: number of the call with the first part, which a Cancel of the whole names. ``shift``: see Restore.
     """
 
-    begun: Call
+    first_call: Call
     part: Position
     state: bytes
     shift: Position = 0
@@ -368,17 +368,17 @@ class RestorePart(Request, frozen=True):
 class Restore(Request, frozen=True):
     """Replace the state of the queue by a saved one, whose values are stored. Cleared names what was here before.
 
-    ``shift``: what Stage answered. ``begun``: number of the first RestorePart, where ``state`` is the last part only.
+    ``shift``: what Stage answered. ``first_call``: of the first RestorePart, where ``state`` is the last part only.
     """
 
     state: bytes
     shift: Position = 0
-    begun: Call = 0
+    first_call: Call = 0
 
 
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
-    | Cancel | Ack | Describe | ConsumptionStatus | ProductionStatus | ResetConsumption | SetTags | ClearSamples
+    | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
     | EvictClient | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip

@@ -184,10 +184,10 @@ class Front:
         answers = self._of_plane(self.plane.handle(client, request, now))
         if self._janitor is not None and isinstance(request, p.Reserve | p.CheckFields | p.ResolveKeys):
             self._janitor.began(client, request.id)
-        elif self._janitor is not None and isinstance(request, p.Publish) and request.begun:
+        elif self._janitor is not None and isinstance(request, p.Publish) and request.completes:
             own = [answer.reply for answer in answers if (answer.client, answer.reply.id) == (client, request.id)]
             if not any(isinstance(reply, p.Failed) for reply in own):
-                self._janitor.published(client, request.begun)
+                self._janitor.published(client, request.completes)
         return answers
 
     def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:

@@ -456,7 +456,7 @@ class CheckedPlane:
             partition.samples[index].tags.update(request.tags[index])
         partition.publish(indexes, list(request.fields), self.now)
         self.producers.published(client, request.fields)
-        begun = self.answered.pop((client, request.begun), None)
+        begun = self.answered.pop((client, request.completes), None)
         if begun is not None:
             left = [i for i in begun.reserved if i not in indexes]
             if self.model.get(begun.request.partition) is begun.partition is not None:

@@ -13,7 +13,7 @@ ROLLOUT, REWARDER, ACTOR, CRITIC = "rollout", "rewarder", "actor", "critic"
 INT = p.FieldSpec("int64", (4,))
 FLOAT = p.FieldSpec("float32", (1,))
 _ids = itertools.count(1)
-_begun: dict[tuple[str, int], int] = {}
+_unpublished: dict[tuple[str, int], int] = {}
 """By client and the first of the samples: the call that reserved them last."""
 
 
@@ -42,7 +42,7 @@ def reserve(plane: ControlPlane, count: int, partition: str = "p", client: str =
     reply = ask(plane, client, p.Reserve, partition, count, **kwargs)
     reserved = indexes(reply)
     if reserved:
-        _begun[client, reserved[0]] = reply.id
+        _unpublished[client, reserved[0]] = reply.id
     return reserved
 
 
@@ -62,7 +62,7 @@ def publish(
     tags: dict[int, dict[str, Any]] | None = None, **kwargs: Any,
 ) -> list[To]:  # fmt: skip
     """All replies; the publish's own comes first. It completes the reservation of its first sample."""
-    kwargs.setdefault("begun", _begun.pop((client, samples[0]), 0) if samples else 0)
+    kwargs.setdefault("completes", _unpublished.pop((client, samples[0]), 0) if samples else 0)
     packed = p.pack_indexes(samples)
     return send(plane, client, p.Publish, partition, packed, fields(*(names or ("x",))), tags or {}, now=now, **kwargs)
 

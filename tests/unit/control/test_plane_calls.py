@@ -270,7 +270,7 @@ def test_a_number_that_was_used_for_another_verb_is_refused(plane):
 
 def test_a_publish_may_have_the_number_of_the_reservation_that_it_completes(plane):
     (own,) = plane.handle(ROLLOUT, p.Reserve(5001, "p", 1), 0.0)
-    publication = p.Publish(5001, "p", own.reply.indexes, fields("x"), begun=5001)
+    publication = p.Publish(5001, "p", own.reply.indexes, fields("x"), completes=5001)
     first, second = again(plane, ROLLOUT, publication)
     assert first == second == [(ROLLOUT, p.Published(5001))]
     assert plane.answered(ROLLOUT, 5001) == p.Published(5001)

@@ -293,10 +293,10 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         assert sorted(self.ask("anna", p.ListPartitions).names) == sorted(self.model)
         for name, partition in self.model.items():
             live = partition.live()
-            produced = self.ask("anna", p.ProductionStatus, name, ["a"])
+            produced = self.ask("anna", p.FieldStatus, name, ["a"])
             if produced.known:
                 assert list(produced.status) == [partition.has(index, ["a"]) for index in live]
-                assert self.ask("anna", p.ProductionStatus, name, ["a"], True).value == all(produced.status)
+                assert self.ask("anna", p.FieldStatus, name, ["a"], True).value == all(produced.status)
             for task in ("plain", "ranks"):
                 status = self.ask("anna", p.ConsumptionStatus, name, task)
                 assert p.unpack_indexes(status.indexes).tolist() == live

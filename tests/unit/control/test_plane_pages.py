@@ -104,7 +104,7 @@ def test_status_is_told_in_pages(plane):
     assert [(indexes(page), list(page.status), page.more) for page in pages] == [
         ([0, 1], [1, 1], True), ([2, 3], [1, 0], True), ([4], [0], False), ([], [], False),
     ]  # fmt: skip
-    page = ask(plane, ACTOR, p.ProductionStatus, "p", ["x"], False, 1, 2)
+    page = ask(plane, ACTOR, p.FieldStatus, "p", ["x"], False, 1, 2)
     assert (indexes(page), list(page.status), page.columns, page.more) == ([2, 3], [1, 1], 1, True)
 
 

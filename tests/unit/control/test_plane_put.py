@@ -60,7 +60,7 @@ def test_a_sample_is_ready_only_when_every_field_asked_for_is_there(plane):
 def test_a_parked_fetch_is_answered_by_the_publish_that_completes_it(plane):
     samples = reserve(plane, 2)
     park(plane, 2)
-    assert batches(publish(plane, samples[:1], begun=0)) == []
+    assert batches(publish(plane, samples[:1], completes=0)) == []
     assert batches(publish(plane, samples[1:])) == [(ACTOR, [0, 1])]
     assert plane.next_deadline() is None
 
@@ -105,7 +105,7 @@ def test_a_dtype_that_changes_is_refused_before_anything_is_reserved_or_visible(
     reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(held), {"y": INT, "x": FLOAT}, {held[0]: {"v": 1}})
     refused(reply, "SchemaConflictError", *texts)
     assert status(plane) == samples
-    assert not ask(plane, ACTOR, p.ProductionStatus, "p", ["y"]).known
+    assert not ask(plane, ACTOR, p.FieldStatus, "p", ["y"]).known
 
 
 def test_objects_and_tensors_in_one_field_are_a_conflict_that_names_both(plane):
@@ -176,7 +176,7 @@ def test_a_cancelled_reservation_is_given_back_and_its_values_are_a_chore(plane)
 def test_a_call_of_another_client_is_not_cancelled(plane):
     own = ask(plane, ROLLOUT, p.Reserve, "p", 1)
     assert cancel(plane, REWARDER, own) == ("kept", [])
-    assert isinstance(publish(plane, indexes(own), begun=own.id)[0].reply, p.Published)
+    assert isinstance(publish(plane, indexes(own), completes=own.id)[0].reply, p.Published)
 
 
 def test_what_was_cleared_meanwhile_is_a_chore_again_for_values_may_have_come_later(plane):
@@ -217,7 +217,7 @@ def test_cancelled_reservations_do_not_pile_up(plane):
 
 def test_what_a_publish_leaves_of_the_reservation_that_it_completes_is_given_back(plane):
     own = ask(plane, ROLLOUT, p.Reserve, "p", 4)
-    publish(plane, [1, 2], begun=own.id)
+    publish(plane, [1, 2], completes=own.id)
     assert (status(plane), chores(plane)) == ([1, 2], [0, 3])
     seal(plane)
     assert batch(plane, 3) == [1, 2]
@@ -225,7 +225,7 @@ def test_what_a_publish_leaves_of_the_reservation_that_it_completes_is_given_bac
 
 def test_a_published_write_cannot_be_undone(plane):
     own = ask(plane, ROLLOUT, p.Reserve, "p", 2)
-    publish(plane, indexes(own), begun=own.id)
+    publish(plane, indexes(own), completes=own.id)
     assert cancel(plane, ROLLOUT, own)[0] == "kept"
     plane.client_gone(ROLLOUT, 1.0)
     assert (status(plane), chores(plane)) == ([0, 1], [])
@@ -446,7 +446,7 @@ def test_inserted_samples_count_at_once_and_show_the_fields_asked_for_as_placeho
     assert (indexes(reply), reply.status) == ([0, 1], bytes(2))
     assert reply.fields == {"x": p.FieldSpec(None, None), "y": p.FieldSpec(None, None)}
     assert status(plane) == [0, 1]
-    assert ask(plane, ACTOR, p.ProductionStatus, "p", ["y", "x"]).status == bytes(4)
+    assert ask(plane, ACTOR, p.FieldStatus, "p", ["y", "x"]).status == bytes(4)
 
 
 # ---- writers that die ----

@@ -47,9 +47,9 @@ def test_status_calls_know_nothing_of_an_unknown_partition_or_field(plane):
     put(plane, 1, "x")
     unknown = [
         ask(plane, ACTOR, p.ConsumptionStatus, "nowhere", "train"),
-        ask(plane, ACTOR, p.ProductionStatus, "nowhere", ["x"]),
-        ask(plane, ACTOR, p.ProductionStatus, "p", ["x", "y"]),
-        ask(plane, ACTOR, p.ProductionStatus, "p", []),
+        ask(plane, ACTOR, p.FieldStatus, "nowhere", ["x"]),
+        ask(plane, ACTOR, p.FieldStatus, "p", ["x", "y"]),
+        ask(plane, ACTOR, p.FieldStatus, "p", []),
     ]
     assert unknown == [p.Status(reply.id, known=False) for reply in unknown]
 
@@ -57,7 +57,7 @@ def test_status_calls_know_nothing_of_an_unknown_partition_or_field(plane):
 def test_production_status_has_a_column_per_field_in_order_of_registration(plane):
     samples = put(plane, 3, "x", "y")
     publish(plane, samples[1:2], "a")
-    reply = ask(plane, ACTOR, p.ProductionStatus, "p", ["a", "x"])
+    reply = ask(plane, ACTOR, p.FieldStatus, "p", ["a", "x"])
     assert (indexes(reply), list(reply.status), reply.columns) == ([0, 1, 2], [1, 0, 1, 1, 1, 0], 2)
 
 
@@ -86,22 +86,22 @@ def test_the_summary_of_consumption_is_yes_once_every_sample_there_is_was_consum
 
 
 def test_the_summary_of_production_is_yes_once_every_sample_there_is_has_all_fields(plane):
-    assert not summary(plane, p.ProductionStatus, "p", ["x"])
+    assert not summary(plane, p.FieldStatus, "p", ["x"])
     samples = put(plane, 3, "x", "y")
     put(plane, 1, "x")
     asked = (["x"], ["x", "y"], ["x", "unknown"], [])
-    assert [summary(plane, p.ProductionStatus, "p", names) for names in asked] == [True, False, False, False]
+    assert [summary(plane, p.FieldStatus, "p", names) for names in asked] == [True, False, False, False]
     publish(plane, [samples[-1] + 1], "y")
     reserve(plane, 1)
     clear(plane, samples[:1])
-    assert summary(plane, p.ProductionStatus, "p", ["x", "y"])
+    assert summary(plane, p.FieldStatus, "p", ["x", "y"])
 
 
 def test_preallocated_samples_are_neither_produced_nor_consumed():
     plane = ControlPlane(PlaneConfig(preallocate=3))
     put(plane, 2)
     batch(plane, 2)
-    asked = [(p.ConsumptionStatus, "p", "train"), (p.ProductionStatus, "p", ["x"])]
+    asked = [(p.ConsumptionStatus, "p", "train"), (p.FieldStatus, "p", ["x"])]
     assert [summary(plane, *each) for each in asked] == [False, False]
     (last,) = reserve(plane, 1)
     assert [summary(plane, *each) for each in asked] == [False, False]
@@ -275,7 +275,7 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
         p.Ack(7, "p", "t", ["?"]),
         p.Describe(7, "nowhere"),
         p.ConsumptionStatus(7, "p", "t"),
-        p.ProductionStatus(7, "p", ["x"]),
+        p.FieldStatus(7, "p", ["x"]),
         p.ResetConsumption(7, "nowhere"),
         p.SetTags(7, {"nowhere": {0: {"v": 1}}}),
         p.ClearSamples(7, "p", p.pack_indexes([77])),

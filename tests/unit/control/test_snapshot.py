@@ -142,7 +142,7 @@ def test_fields_shapes_tags_and_keys_are_as_they_were(plane, make_plane):
     load(restored, save(plane))
     for verb, args in (
         (p.Describe, ("p", None, p.pack_indexes(samples))), (p.Describe, ("p",)), (p.ListKeys, ()),
-        (p.ProductionStatus, ("p", ["x", "later"])), (p.KeysOf, ("p", p.pack_indexes(samples))),
+        (p.FieldStatus, ("p", ["x", "later"])), (p.KeysOf, ("p", p.pack_indexes(samples))),
         (p.ListPartitions, ()),
     ):  # fmt: skip
         request = verb(7, *args)
@@ -452,7 +452,7 @@ def test_a_save_waits_for_writers_that_are_replacing_values(plane, how):
     assert ask(plane, SAVER, p.Freeze, 9.0) is None
     assert ask(plane, CRITIC, p.CheckFields, "p", mine, {"x": INT}, 9.0) is None, "a save that waits goes first"
     if how == "publish":
-        replies = send(plane, REWARDER, p.Publish, "p", mine, {"x": INT}, begun=checked.id)[1:]
+        replies = send(plane, REWARDER, p.Publish, "p", mine, {"x": INT}, completes=checked.id)[1:]
     elif how == "cancel":
         replies = send(plane, REWARDER, p.Cancel, checked.id)[1:]
     else:

@@ -85,7 +85,7 @@ class Clients:
 
     def publish(self, name: str, reply: Any) -> None:
         if isinstance(reply, p.Reserved):  # else the partition is sealed
-            send(self.plane, ROLLOUT, p.Publish, name, reply.indexes, {"x": INT}, begun=reply.id)
+            send(self.plane, ROLLOUT, p.Publish, name, reply.indexes, {"x": INT}, completes=reply.id)
 
     def put(self, name: str) -> None:
         self.publish(name, ask(self.plane, ROLLOUT, p.Reserve, name, self.draw(st.integers(1, 9))))
@@ -162,7 +162,7 @@ def test_keys_and_tags_of_samples_that_are_cleared_between_slices_are_still_told
     reply = ask(plane, ROLLOUT, p.ResolveKeys, "p", KEYS, True, True)
     samples = indexes(reply)
     tags = {index: {"v": index} for index in samples}
-    send(plane, ROLLOUT, p.Publish, "p", reply.indexes, {"x": INT}, tags, begun=reply.id)
+    send(plane, ROLLOUT, p.Publish, "p", reply.indexes, {"x": INT}, tags, completes=reply.id)
     expected = at_once(plane)
     frozen = ask(plane, SAVER, p.Freeze)
     if how == "the partition":

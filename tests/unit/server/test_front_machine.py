@@ -201,7 +201,7 @@ class FrontMachine(RuleBasedStateMachine):
         if answer is None or not isinstance(answer.reply, Written):
             self.note(client.cancel(key[1], self.now))
             return
-        publish = p.Publish(client.number(), "p", write.indexes, specs(self.nbytes), begun=key[1])
+        publish = p.Publish(client.number(), "p", write.indexes, specs(self.nbytes), completes=key[1])
         self.visible.update(dict.fromkeys(samples, value))
         self.send(client, publish)
         self.send(client, Commit(client.number(), [write.id]))

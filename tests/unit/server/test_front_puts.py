@@ -350,7 +350,7 @@ def test_the_steps_of_a_put_may_come_one_by_one(me, other, front):
     assert me.one(write, frames) == Written(put.id)
     assert held(front) == Held(samples=1, records=1, uncommitted_nbytes=NBYTES)
     assert other.one(other.fetch(1)).ready == 0
-    publish = p.Publish(me.number(), "p", reserved.indexes, specs(), begun=put.id)
+    publish = p.Publish(me.number(), "p", reserved.indexes, specs(), completes=put.id)
     assert me.one(publish) == p.Published(publish.id)
     assert batch_of(other.send(other.fetch(1))[0]) == {0: 7}, "a reader comes before the commit"
     assert me.one(Commit(me.number(), [put.id])) == p.Done(3)

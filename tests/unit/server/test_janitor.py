@@ -115,7 +115,7 @@ def published(client: Client, dtype: str = "uint8") -> tuple[int, Any]:
     """(number of the reservation, the answer to its publish)"""
     reserved = client.one(client.reserve(1))
     fields = {"x": p.FieldSpec(dtype, (100,))}
-    answer = client.one(p.Publish(client.number(), "p", reserved.indexes, fields, begun=reserved.id))
+    answer = client.one(p.Publish(client.number(), "p", reserved.indexes, fields, completes=reserved.id))
     return reserved.id, answer
 
 
