@@ -24,9 +24,9 @@ from benchmarks.small_ops import one_sample
 from transfer_queue import protocol
 from transfer_queue.client import get, put
 from transfer_queue.dataloader import pipeline
-from transfer_queue.storage import assembling, columns, recycling
+from transfer_queue.storage import assembling, batches, columns, recycling
 from transfer_queue.storage.copying import Copies
-from transfer_queue.storage.shm import manager, read
+from transfer_queue.storage.shm import manager, unit_client
 from transfer_queue.transport import caller
 from transfer_queue.transport.unix import UnixConnection
 
@@ -38,14 +38,14 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
         (protocol, "decode_reply"),
         (manager, "decode_answer"),
         (manager, "encode_columns"),
-        (read, "unpack_parts"),
+        (unit_client, "unpack_parts"),
     ],
     "send": [(UnixConnection, "send")],
     "wait for the answer": [(caller, "wait_for_some")],
     "metadata": [(get, "to_meta")],
     "memory for the batch": [(recycling, "empty")],
     "copy": [(Copies, "finish"), (Copies, "__call__"), (Copies, "rows")],
-    "tensors of columns": [(columns, "unpack"), (assembling.Jagged, "__call__"), (assembling.Jagged, "even")],
+    "tensors of columns": [(batches, "unpack"), (assembling.Jagged, "__call__"), (assembling.Jagged, "even")],
     "ask for the next batch": [(pipeline.Pipeline, "ask")],
     "look at every page": [(cases, "touch")],
 }

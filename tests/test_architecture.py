@@ -54,14 +54,14 @@ SERVER_SIDE = (
     "transfer_queue.control.plane",
     "transfer_queue.transport.server",
     "transfer_queue.transport.session",
-    "transfer_queue.storage.shm.host",
+    "transfer_queue.storage.shm.arena_sharing",
     "transfer_queue.storage.shm.unit",
     "transfer_queue.storage.shm.manager",
 )
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {
-    "blocks.py", "connection.py", "keys.py", "local.py", "registry.py", "rows.py", "schema.py", "values.py"
+    "keys.py", "local.py", "rows.py", "schema.py"
 } | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
 """Names of two files of different folders. No more of these: rename the new one."""
 SHARED_CLASSES = {

@@ -20,11 +20,10 @@ from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, 
 from tests.contract.transport_kit import held
 from transfer_queue.errors import StorageFullError
 from transfer_queue.storage.columns import sources
-from transfer_queue.storage.shm.connection import UnitConnection
-from transfer_queue.storage.shm.host import host_unit
+from transfer_queue.storage.copying import AT_ONCE
+from transfer_queue.storage.shm.arena_sharing import host_unit
 from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.shm.write import UnitWrite
-from transfer_queue.storage.spans import AT_ONCE
+from transfer_queue.storage.shm.unit_client import UnitConnection, UnitWrite
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer

@@ -13,7 +13,7 @@ from tensordict import NonTensorStack
 
 from tests.contract.storage_kit import BACKENDS, Backend, assert_same, rows, some
 from tests.contract.test_storage_contract import DTYPES
-from transfer_queue.checkpoint.blocks import BlockReader, FieldWriter
+from transfer_queue.checkpoint.field_files import BlockReader, FieldWriter
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.modes import run_blocking

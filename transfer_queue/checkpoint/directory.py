@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from transfer_queue.checkpoint.manifest import CONTROLLER, METADATA, STORAGE
-from transfer_queue.checkpoint.npy import sync
+from transfer_queue.checkpoint.files import CONTROLLER, METADATA, STORAGE, sync
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
 
 _OURS = {METADATA, CONTROLLER, STORAGE}

@@ -14,9 +14,17 @@ from typing import Any
 import msgspec
 
 from transfer_queue.checkpoint.directory import find
-from transfer_queue.checkpoint.manifest import FORMAT, METADATA, STORAGE, VALUES, DataFile, Metadata
-from transfer_queue.checkpoint.npy import SavedFile, write_bytes
-from transfer_queue.checkpoint.values import SavedValues
+from transfer_queue.checkpoint.files import (
+    FORMAT,
+    METADATA,
+    STORAGE,
+    VALUES,
+    DataFile,
+    Metadata,
+    SavedFile,
+    write_bytes,
+)
+from transfer_queue.checkpoint.saved_values import SavedValues
 from transfer_queue.control.saved import SavedQueue, decode
 from transfer_queue.errors import (
     CheckpointError,

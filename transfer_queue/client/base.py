@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError
+from transfer_queue.storage.backends import create as create_storage
+from transfer_queue.storage.backends import storage_settings
 from transfer_queue.storage.base import InFront
-from transfer_queue.storage.registry import create as create_storage
-from transfer_queue.storage.settings import storage_settings
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo

@@ -207,7 +207,7 @@ async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict
     """What the user's function makes of the rows. It may take long, so an event loop lets a thread run it."""
     if parser is None:
         return rows
-    from transfer_queue.storage.parsing import parsed
+    from transfer_queue.storage.batches import parsed
 
     return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
 

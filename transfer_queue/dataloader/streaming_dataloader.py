@@ -19,7 +19,7 @@ from transfer_queue.dataloader.cursor import Cursor
 from transfer_queue.dataloader.segments import forget_owners
 from transfer_queue.dataloader.streaming_dataset import Place, StreamingDataset
 from transfer_queue.dataloader.worker_turn import WorkerTurn
-from transfer_queue.storage import columns
+from transfer_queue.storage import batches, columns
 
 
 def identity(batch: Any) -> Any:
@@ -185,4 +185,4 @@ def _import_what_workers_will() -> None:
     A fork while another thread imports a module leaves that module locked in the child, which then waits forever.
     """
     pieces = columns.pack(TensorDict({"x": torch.zeros(1, 1)}, batch_size=[1]), allow_pickle=False)
-    columns.unpack({"x": [(slice(0, 1), pieces["x"])]}, 1, "jagged", allow_pickle=False)
+    batches.unpack({"x": [(slice(0, 1), pieces["x"])]}, 1, "jagged", allow_pickle=False)

@@ -79,7 +79,7 @@ def make_front(
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
     from transfer_queue.server.watchdog import Watchdog
-    from transfer_queue.storage.shm.host import host_unit
+    from transfer_queue.storage.shm.arena_sharing import host_unit
     from transfer_queue.storage.shm.unit import INLINE_NBYTES
 
     conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
@@ -107,8 +107,7 @@ def make_front(
 
 def _janitor(conf: Mapping[str, Any]) -> Any:
     from transfer_queue.server.janitor import Janitor
-    from transfer_queue.storage.registry import create
-    from transfer_queue.storage.settings import section_of, storage_settings
+    from transfer_queue.storage.backends import create, section_of, storage_settings
     from transfer_queue.transport.session import Session
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
 

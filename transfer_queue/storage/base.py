@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from transfer_queue.storage.pieces import Piece, Positions
+from transfer_queue.storage.wire_columns import Piece, Positions
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
@@ -141,10 +141,10 @@ class StorageManager(ABC):
 
     async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
         """``get_data`` without metadata, in the given layout (None: the configured one)."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches
 
         data = await self.get_data(RowsOf(indexes, sorted(set(fields))))
-        return columns.relaid(data, layout or self.config.get("layout", "jagged"))
+        return batches.relaid(data, layout or self.config.get("layout", "jagged"))
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         """Delete these fields (None: all) of these samples.
@@ -165,10 +165,10 @@ class StorageManager(ABC):
 
     async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
         """Store whole wire columns as ``stored`` yielded them; row i is the value of ``indexes[i]``."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches
 
         parts = {name: [(slice(0, len(indexes)), piece)] for name, piece in pieces.items()}
-        data = columns.unpack(parts, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
+        data = batches.unpack(parts, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
         await self.put_data(data, RowsOf(indexes, sorted(pieces)))
 
     async def stats(self) -> Sequence[msgspec.Struct]:

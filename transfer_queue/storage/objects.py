@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
-from transfer_queue.storage.pieces import OBJECTS, Piece, running_sum
 from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
+from transfer_queue.storage.wire_columns import OBJECTS, Piece, running_sum
 
 Ext = msgspec.msgpack.Ext
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import ByteArray, Piece, dense_layout, ragged_layout
+from transfer_queue.storage.wire_columns import ByteArray, Piece, dense_layout, ragged_layout
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
-from transfer_queue.storage.pieces import dense_layout
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
 from transfer_queue.storage.shm.messages import (
     Columns,
@@ -28,9 +27,10 @@ from transfer_queue.storage.shm.messages import (
     UnitAnswer,
     decode_answer,
     encode_columns,
+    unpack_parts,
 )
-from transfer_queue.storage.shm.parts import unpack_parts
 from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.wire_columns import dense_layout
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
 
 PAGE = PAGE_NBYTES

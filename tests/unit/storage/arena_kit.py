@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.protocol import Failed, Reply, Request
-from transfer_queue.storage.pieces import ByteArray, Layout, Piece, dense_layout
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.messages import (
     Columns,
@@ -24,9 +23,10 @@ from transfer_queue.storage.shm.messages import (
     Rows,
     Write,
     pack_indexes,
+    unpack_parts,
 )
-from transfer_queue.storage.shm.parts import unpack_parts
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
+from transfer_queue.storage.wire_columns import ByteArray, Layout, Piece, dense_layout
 
 PAGE = PAGE_NBYTES
 

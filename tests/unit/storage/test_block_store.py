@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from transfer_queue.errors import StorageKeyNotFoundError
-from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
-from transfer_queue.storage.shm.blocks import BlockStore
+from transfer_queue.storage.shm.block_store import BlockStore
+from transfer_queue.storage.wire_columns import Piece, dense_layout, ragged_layout
 
 ROW = 1000
 

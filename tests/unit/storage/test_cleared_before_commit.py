@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from transfer_queue.protocol import Done, Request
-from transfer_queue.storage.pieces import dense_layout
 from transfer_queue.storage.shm.messages import (
     Columns,
     Commit,
@@ -25,6 +24,7 @@ from transfer_queue.storage.shm.messages import (
     pack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.wire_columns import dense_layout
 
 WRITER = "writer"
 WRITE = 7  # the call that writes

@@ -9,7 +9,8 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
-from transfer_queue.storage.columns import pack, relaid, unpack
+from transfer_queue.storage.batches import relaid, unpack
+from transfer_queue.storage.columns import pack
 
 
 def jagged(*rows: list) -> torch.Tensor:

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage import copying
 from transfer_queue.storage.copying import Copies
 
 KIB, MIB = 1024, 1024 * 1024
@@ -178,7 +177,7 @@ def test_where_no_more_threads_can_be_started_one_copies_alone(monkeypatch):
     def refuse(run: object, args: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(copying.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     assert copied([25 * MIB])
 

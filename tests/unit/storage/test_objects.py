@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
 from transfer_queue.storage.objects import decode_rows, encode_rows
-from transfer_queue.storage.pieces import OBJECTS, Piece
+from transfer_queue.storage.wire_columns import OBJECTS, Piece
 
 
 def back(value, allow_pickle=False):

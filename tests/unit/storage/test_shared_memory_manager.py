@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.connection import ROUTING_RUN, shares_of, unit_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.shm.messages import (
     Commit,
@@ -32,6 +31,7 @@ from transfer_queue.storage.shm.messages import (
     unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.shm.unit_client import ROUTING_RUN, shares_of, unit_of
 from transfer_queue.transport.base import Peer, Reply
 from transfer_queue.transport.local import LocalCaller
 from transfer_queue.transport.modes import run_blocking

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from transfer_queue.storage.columns import sources
-from transfer_queue.storage.pieces import Piece, Positions
-from transfer_queue.storage.selection import as_run, gather
-from transfer_queue.storage.sources import BytesSource, RowsSource, Source, TensorSource
+from transfer_queue.storage.columns import BytesSource, RowsSource, Source, TensorSource, sources
+from transfer_queue.storage.wire_columns import Piece, Positions, as_run, gather
 
 ROWS = 12
 

@@ -9,7 +9,6 @@ import pytest
 
 from transfer_queue.errors import ProtocolError, StorageFullError
 from transfer_queue.protocol import Done, Failed, encode, encode_request, message_decoder
-from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Columns,
@@ -18,6 +17,7 @@ from transfer_queue.storage.shm.messages import (
     EndSession,
     Lease,
     Leased,
+    Packer,
     Part,
     Read,
     Release,
@@ -27,8 +27,9 @@ from transfer_queue.storage.shm.messages import (
     encode_columns,
     pack_indexes,
     unpack_indexes,
+    unpack_parts,
 )
-from transfer_queue.storage.shm.parts import Packer, unpack_parts
+from transfer_queue.storage.wire_columns import Piece, dense_layout, ragged_layout
 
 INT = dense_layout("int64", 8, ())
 

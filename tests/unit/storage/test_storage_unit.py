@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from transfer_queue.protocol import Done, Failed, Reply, Request
-from transfer_queue.storage.pieces import Piece, dense_layout
 from transfer_queue.storage.shm.field_blocks import STEP_NBYTES
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
@@ -15,6 +14,7 @@ from transfer_queue.storage.shm.messages import (
     Delete,
     Deleted,
     EndSession,
+    Packer,
     Read,
     Rows,
     UnitStats,
@@ -22,8 +22,8 @@ from transfer_queue.storage.shm.messages import (
     Written,
     pack_indexes,
 )
-from transfer_queue.storage.shm.parts import Packer
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
+from transfer_queue.storage.wire_columns import Piece, dense_layout
 
 KIB = 1024
 

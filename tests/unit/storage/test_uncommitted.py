@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena, refused
 from transfer_queue.protocol import Done
-from transfer_queue.storage.pieces import Piece, dense_layout
 from transfer_queue.storage.shm.messages import EndSession, Read
-from transfer_queue.storage.shm.uncommitted import Uncommitted, UncommittedWrite
+from transfer_queue.storage.shm.session_memory import Uncommitted, UncommittedWrite
 from transfer_queue.storage.shm.unit import UnitReply
+from transfer_queue.storage.wire_columns import Piece, dense_layout
 
 BYTE = dense_layout("uint8", 1, ())
 

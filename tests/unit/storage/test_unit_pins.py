@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena
-from transfer_queue.storage.pieces import Piece
 from transfer_queue.storage.shm.messages import EndSession, Leased, Read, Written
+from transfer_queue.storage.wire_columns import Piece
 
 
 @pytest.fixture

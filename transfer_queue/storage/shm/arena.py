@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.storage.pieces import ByteArray
+from transfer_queue.storage.wire_columns import ByteArray
 
 
 class FreeList:

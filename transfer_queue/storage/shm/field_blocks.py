@@ -8,8 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.storage.pieces import Allocate, IntArray, Layout, Piece, Positions
-from transfer_queue.storage.selection import as_run, cut, distinct, gather, groups, heap, pick
+from transfer_queue.storage.wire_columns import (
+    Allocate,
+    IntArray,
+    Layout,
+    Piece,
+    Positions,
+    as_run,
+    cut,
+    distinct,
+    gather,
+    groups,
+    heap,
+    pick,
+)
 
 _SMALL_NBYTES = 64 * 1024
 _MERGE_BLOCKS = 32

@@ -13,9 +13,7 @@ import numpy as np
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageFullError
 from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
 from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
-from transfer_queue.storage.pieces import IntArray, Piece, Positions
-from transfer_queue.storage.selection import as_run
-from transfer_queue.storage.shm.connection import SeenStats, Shares, UnitConnection, decide_paths, peers_of, shares_of
+from transfer_queue.storage.copying import AT_ONCE
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Columns,
@@ -35,10 +33,19 @@ from transfer_queue.storage.shm.messages import (
     encode_columns,
     pack_indexes,
 )
-from transfer_queue.storage.shm.read import Reading
 from transfer_queue.storage.shm.unit import INLINE_NBYTES
-from transfer_queue.storage.shm.write import Sources, UnitWrite
-from transfer_queue.storage.spans import AT_ONCE
+from transfer_queue.storage.shm.unit_client import (
+    Reading,
+    SeenStats,
+    Shares,
+    Sources,
+    UnitConnection,
+    UnitWrite,
+    decide_paths,
+    peers_of,
+    shares_of,
+)
+from transfer_queue.storage.wire_columns import IntArray, Piece, Positions, as_run
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 
@@ -131,7 +138,7 @@ class SharedMemoryManager(StorageManager, InFront):
         from transfer_queue.storage import columns
 
         if data_parser is not None:
-            from transfer_queue.storage.parsing import parsed
+            from transfer_queue.storage.batches import parsed
 
             # A parser may be slow (fetching from a URL), so it must not block the event loop.
             data = parsed(data, data_parser) if is_blocking() else await asyncio.to_thread(parsed, data, data_parser)
@@ -152,13 +159,13 @@ class SharedMemoryManager(StorageManager, InFront):
         await self.clear_rows(metadata.global_indexes)
 
     async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches
 
         layout = layout or self._layout
-        columns.check_layout(layout)
+        batches.check_layout(layout)
         wanted, names = _as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
-            return columns.unpack({}, len(wanted), layout, self._allow_pickle)
+            return batches.unpack({}, len(wanted), layout, self._allow_pickle)
         reading = Reading(self.session, names)
         try:
             await self._read(wanted, names, reading)
@@ -170,10 +177,10 @@ class SharedMemoryManager(StorageManager, InFront):
         return values
 
     def _unpacked(self, reading: Reading, count: int, layout: str) -> TensorDict:
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches
 
         with self.session.using_memory():
-            return columns.unpack(reading.parts, count, layout, self._allow_pickle)
+            return batches.unpack(reading.parts, count, layout, self._allow_pickle)
 
     @asynccontextmanager
     async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
@@ -186,7 +193,7 @@ class SharedMemoryManager(StorageManager, InFront):
             await reading.close()
 
     async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
-        from transfer_queue.storage.sources import BytesSource
+        from transfer_queue.storage.columns import BytesSource
 
         sources = {name: BytesSource(piece) for name, piece in pieces.items()}
         await self._write(self.session.number(), _as_indexes(indexes), sources, commit=True)

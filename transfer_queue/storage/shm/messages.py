@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a client and a storage unit. Columns are frames after the header, or in the arena."""
+"""Messages between a client and a storage unit, and how wire columns are packed into them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.protocol import Done, Failed, Reply, Request
-from transfer_queue.storage.pieces import IntArray, Layout, Piece, Positions
+from transfer_queue.storage.shm.block_store import Located
+from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Piece, Positions, as_run, pick
 
 FieldParts: TypeAlias = list[tuple[str, Positions, Piece]]
 """(field, which of the message's indexes its rows belong to, the rows)."""
@@ -205,3 +207,150 @@ def unpack_indexes(packed: bytes) -> IntArray:
     if len(packed) % 8:
         raise ProtocolError(f"{len(packed)} bytes of indexes are no whole number of int64")
     return np.frombuffer(packed, np.int64)
+
+
+View = Callable[[int, int], ByteArray]
+"""Returns memory of the arena: (offset, nbytes)."""
+
+
+class Packer:
+    """Collects the contents of a message. Fields with the same row indices share one table."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.tables: list[bytes] = []
+        self.frames: list[Any] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, field: str, positions: Positions, piece: Piece) -> None:
+        """Add a wire column with its bytes in the message."""
+        self._add(field, positions, piece, -1, 0)
+        self.frames.append(piece.data)
+        self._add_side(piece)
+
+    def add_at(self, field: str, positions: Positions, piece: Piece, offset: int) -> None:
+        """Add a wire column with its bytes in the arena."""
+        self._add(field, positions, piece, offset, piece.data.nbytes)
+        self._add_side(piece)
+
+    def _add(self, field: str, positions: Positions, piece: Piece, offset: int, nbytes: int) -> None:
+        start, table = (positions.start, -1) if isinstance(positions, slice) else (0, self._table(positions))
+        picks = -1 if piece.picks is None else self._table(piece.picks)
+        self.parts.append(Part(field, piece.layout, piece.rows, start, table, offset, nbytes, picks))
+
+    def _add_side(self, piece: Piece) -> None:
+        if piece.side is not None:
+            self.frames.append(piece.side_frame)
+
+    def _table(self, numbers: IntArray) -> int:
+        packed = pack_indexes(numbers)
+        number = self._numbers.setdefault(packed, len(self.tables))
+        if number == len(self.tables):
+            self.tables.append(packed)
+        return number
+
+
+def unpack_parts(
+    headers: Sequence[Part], tables: Sequence[bytes], frames: Sequence[Any], count: int, view: View | None = None
+) -> FieldParts:
+    """The inverse; positions must be below ``count``.
+
+    Raises:
+        ProtocolError: frames are missing or too many, a position is out of range, or the arena is not mapped.
+    """
+    expected = sum((part.offset < 0) + (part.layout.kind != "dense") for part in headers)
+    if expected != len(frames):
+        raise ProtocolError(f"{len(headers)} parts need {expected} frames, {len(frames)} came")
+    remaining = iter(frames)
+    return [(part.field, _positions(part, tables, count), _piece(part, tables, remaining, view)) for part in headers]
+
+
+def _piece(part: Part, tables: Sequence[bytes], frames: Any, view: View | None) -> Piece:
+    if part.offset < 0:
+        data = np.frombuffer(next(frames), np.uint8)
+    elif view is None:
+        raise ProtocolError(f"field {part.field!r} lies in an arena that is not mapped here")
+    else:
+        data = view(part.offset, part.nbytes)
+    side = None if part.layout.kind == "dense" else next(frames)
+    picks = None if part.picks < 0 else _table(part, tables, part.picks)
+    return Piece.received(part.layout, part.rows, data, side, picks)
+
+
+def _table(part: Part, tables: Sequence[bytes], number: int) -> IntArray:
+    if number >= len(tables):
+        raise ProtocolError(f"a part of field {part.field!r} names table {number} of {len(tables)}")
+    return unpack_indexes(tables[number])
+
+
+def _positions(part: Part, tables: Sequence[bytes], count: int) -> Positions:
+    if part.rows < 1:
+        raise ProtocolError(f"a part of field {part.field!r} has {part.rows} rows")
+    if part.positions < 0:
+        if part.start < 0 or part.start + part.rows > count:
+            raise ProtocolError(
+                f"rows {part.start} … {part.start + part.rows} of field {part.field!r}, but {count} indexes"
+            )
+        return slice(part.start, part.start + part.rows)
+    positions = _table(part, tables, part.positions)
+    if len(positions) != part.rows or positions.min() < 0 or positions.max() >= count:
+        raise ProtocolError(f"positions of field {part.field!r} don't fit {part.rows} rows and {count} indexes")
+    return positions
+
+
+Place = Callable[[ByteArray], int]
+"""Returns the arena offset of this memory, or -1 if it lies elsewhere."""
+
+
+class RowsAnswer(NamedTuple):
+    """``pinned`` must not be reused before the reader releases the call."""
+
+    answer: Rows
+    frames: list[Any]
+    pinned: list[ByteArray]
+
+
+def answer_in_frames(call: int, parts: FieldParts) -> RowsAnswer:
+    """Send everything in the message."""
+    packer = Packer()
+    for part in parts:
+        packer.add(*part)
+    return RowsAnswer(Rows(call, packer.parts, packer.tables), packer.frames, [])
+
+
+def answer_in_place(call: int, located: Located, place: Place) -> RowsAnswer:
+    """Answer with extents. Rows of blocks in the arena are not copied here: the reader copies them once."""
+    packer, pinned = Packer(), []
+    rest: dict[str, list[tuple[Piece, IntArray, IntArray]]] = {}
+    for field, piece, at, rows in located:
+        offset = place(piece.data) if piece.data.nbytes else -1
+        run = as_run(rows)
+        chosen = _chosen(piece, run) if offset >= 0 or isinstance(rows, slice) else None
+        if chosen is None:
+            assert not isinstance(at, slice)
+            assert not isinstance(rows, slice)
+            rest.setdefault(field, []).append((piece, at, rows))
+        elif offset < 0:
+            packer.add(field, at, chosen)
+        else:
+            packer.add_at(field, as_run(at), chosen, offset + (piece.begin(run.start) if isinstance(run, slice) else 0))
+            pinned.append(piece.data)
+    for field, blocks in rest.items():
+        which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
+        at, rows = (np.concatenate([block[n] for block in blocks]) for n in (1, 2))
+        order = np.argsort(at, kind="stable")
+        for where, part in pick([piece for piece, _, _ in blocks], which[order], rows[order]):
+            packer.add(field, as_run(at[order][where]), part)
+    return RowsAnswer(Rows(call, packer.parts, packer.tables, bool(pinned)), packer.frames, pinned)
+
+
+def _chosen(piece: Piece, rows: Positions) -> Piece | None:
+    """Select these rows of a block in place; None if they must be copied together here."""
+    if isinstance(rows, slice):
+        return piece.slice(rows.start, rows.stop)
+    if piece.layout.kind == "objects":
+        return None  # readers decode objects from one contiguous buffer
+    if piece.layout.kind == "dense":
+        return Piece(piece.layout, len(rows), piece.data, picks=rows)
+    assert piece.side is not None
+    return Piece(piece.layout, len(rows), piece.data, piece.side[rows], picks=piece.bounds[rows])

@@ -20,12 +20,8 @@ from transfer_queue.errors import (
     to_wire,
 )
 from transfer_queue.protocol import Done, Failed, Reply, Request
-from transfer_queue.storage.pieces import ByteArray, IntArray
-from transfer_queue.storage.selection import heap
-from transfer_queue.storage.shm.answers import answer_in_frames, answer_in_place
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
-from transfer_queue.storage.shm.blocks import BlockStore
-from transfer_queue.storage.shm.leases import Leases
+from transfer_queue.storage.shm.block_store import BlockStore
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Columns,
@@ -42,10 +38,13 @@ from transfer_queue.storage.shm.messages import (
     UnitStats,
     Write,
     Written,
+    answer_in_frames,
+    answer_in_place,
     unpack_indexes,
+    unpack_parts,
 )
-from transfer_queue.storage.shm.parts import unpack_parts
-from transfer_queue.storage.shm.uncommitted import Uncommitted, UncommittedWrite
+from transfer_queue.storage.shm.session_memory import Leases, Uncommitted, UncommittedWrite
+from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
 from transfer_queue.utils.wait_queue import WaitQueue
 
 INLINE_NBYTES = 64 * 1024

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.spans import AT_ONCE, copy_rows, runs
+from transfer_queue.storage.copying import AT_ONCE, copy_rows, runs
 
 BYTES = np.random.default_rng(0).integers(0, 256, 40 * 40_000 + 8, np.uint8)
 ROW_NBYTES = st.one_of(

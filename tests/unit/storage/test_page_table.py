@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.shm.slots import Slots
+from transfer_queue.storage.shm.block_store import Slots
 
 
 def ints(*numbers: int) -> np.ndarray:

@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import OBJECTS, Piece, dense_layout, ragged_layout
-from transfer_queue.storage.selection import as_run, gather, groups, pick
+from transfer_queue.storage.wire_columns import (
+    OBJECTS,
+    Piece,
+    as_run,
+    dense_layout,
+    gather,
+    groups,
+    pick,
+    ragged_layout,
+)
 
 INT = dense_layout("int64", 8, (2,))
 TEXT = OBJECTS

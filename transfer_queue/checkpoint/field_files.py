@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.checkpoint.manifest import Block, DataFile, Field
-from transfer_queue.checkpoint.npy import GrowingArray, GrowingFile, SavedFile, write_array
+from transfer_queue.checkpoint.files import Block, DataFile, Field, GrowingArray, GrowingFile, SavedFile, write_array
 from transfer_queue.errors import CheckpointError, ProtocolError
 from transfer_queue.storage.base import Parts
-from transfer_queue.storage.pieces import OBJECTS, IntArray, Layout, Piece, Positions, running_sum
-from transfer_queue.storage.spans import copy_rows, copy_spans
+from transfer_queue.storage.copying import copy_rows, copy_spans
+from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, Piece, Positions, running_sum
 
 INT64 = np.dtype("<i8")
 _BYTES = np.dtype(np.uint8)

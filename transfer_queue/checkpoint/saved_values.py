@@ -14,13 +14,23 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.checkpoint.blocks import INT64, READ_NBYTES, BlockReader, FieldWriter
-from transfer_queue.checkpoint.manifest import FORMAT, STORAGE, VALUES, DataFile, Partition, Values
-from transfer_queue.checkpoint.npy import SavedFile, plain, write_array, write_bytes
+from transfer_queue.checkpoint.field_files import INT64, READ_NBYTES, BlockReader, FieldWriter
+from transfer_queue.checkpoint.files import (
+    FORMAT,
+    STORAGE,
+    VALUES,
+    DataFile,
+    Partition,
+    SavedFile,
+    Values,
+    plain,
+    write_array,
+    write_bytes,
+)
 from transfer_queue.control.saved import SavedPartition, SavedQueue, rows_with
 from transfer_queue.errors import CheckpointError
 from transfer_queue.storage.base import Parts, StorageManager
-from transfer_queue.storage.pieces import IntArray, Piece, Positions
+from transfer_queue.storage.wire_columns import IntArray, Piece, Positions
 from transfer_queue.transport.modes import is_blocking
 
 P = ParamSpec("P")

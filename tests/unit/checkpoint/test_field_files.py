@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.checkpoint import blocks
-from transfer_queue.checkpoint.blocks import BlockReader, FieldWriter
-from transfer_queue.checkpoint.manifest import Block, Field
+from transfer_queue.checkpoint import field_files
+from transfer_queue.checkpoint.field_files import BlockReader, FieldWriter
+from transfer_queue.checkpoint.files import Block, Field
 from transfer_queue.errors import CheckpointError
-from transfer_queue.storage.pieces import OBJECTS, IntArray, Layout, Piece, dense_layout, ragged_layout
+from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, Piece, dense_layout, ragged_layout
 
 Row = tuple[str, tuple[int, ...], bytes]
 """(dtype or "objects", shape, bytes)"""
@@ -107,7 +107,7 @@ def read(directory: Path, field: Field, samples: IntArray) -> dict[int, Row]:
 )  # fmt: skip
 def test_every_row_is_read_as_it_was_written(chunks, ragged, gap, hint, handled):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(blocks, "READ_NBYTES", handled)
+        patched.setattr(field_files, "READ_NBYTES", handled)
         field, samples = write(Path(name), chunks, ragged, gap, hint)
         expected = [row for chunk in chunks for row in chunk]
         assert read(Path(name), field, samples) == dict(zip(samples.tolist(), expected, strict=True))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.spans import as_words, copy_spans
+from transfer_queue.storage.copying import as_words, copy_spans
 
 
 @settings(max_examples=200, deadline=None, print_blob=True)
