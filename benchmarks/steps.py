@@ -32,13 +32,13 @@ from transfer_queue.transport.unix import UnixConnection
 
 STEPS: dict[str, list[tuple[Any, str]]] = {
     "describe the batch": [(put, "extract_field_schema"), (put, "to_specs")],
-    "columns of tensors": [(columns, "sources")],
+    "columns of tensors": [(columns, "prepare")],
     "messages": [
         (protocol, "encode_request"),
         (protocol, "decode_reply"),
         (manager, "decode_answer"),
         (manager, "encode_columns"),
-        (unit_client, "unpack_parts"),
+        (unit_client, "unpack_columns"),
     ],
     "send": [(UnixConnection, "send")],
     "wait for the answer": [(caller, "wait_for_some")],

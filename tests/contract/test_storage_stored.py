@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values taken from a storage as they lie there, through files, and stored elsewhere: what a checkpoint does."""
+"""ValueFiles taken from a storage as they lie there, through files, and stored elsewhere: what a checkpoint does."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def move(manager: StorageManager, indexes: range, fields: list[str], direc
             async with way.stored(manager, chunk.tolist(), [field]) as parts:
                 writer.add(chunk, parts[field])
         for block in writer.close(samples).blocks:
-            for own, piece in BlockReader(directory, block, samples).chunks():
-                await way.store(manager, (own + SHIFT).tolist(), {field: piece})
+            for own, wire in BlockReader(directory, block, samples).chunks():
+                await way.store(manager, (own + SHIFT).tolist(), {field: wire})
 
 
 @pytest.mark.parametrize("own_way", [True, False], ids=["its own way", "the general way"])

@@ -9,11 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.checkpoint.files import Block, DataFile, Field, GrowingArray, GrowingFile, SavedFile, write_array
+from transfer_queue.checkpoint.files import (
+    BlockFiles,
+    DataFile,
+    FieldFiles,
+    GrowingArray,
+    GrowingFile,
+    SavedFile,
+    write_array,
+)
 from transfer_queue.errors import CheckpointError, ProtocolError
-from transfer_queue.storage.base import Parts
+from transfer_queue.storage.base import PlacedColumns
 from transfer_queue.storage.copying import copy_rows, copy_spans
-from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, Piece, Positions, running_sum
+from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, Positions, WireColumn, running_sum
 
 INT64 = np.dtype("<i8")
 _BYTES = np.dtype(np.uint8)
@@ -41,14 +49,14 @@ class FieldWriter:
         self._dense: dict[Layout, Layout] = {}
         self._blocks: dict[Layout, _BlockWriter] = {}
 
-    def add(self, samples: IntArray, parts: Parts) -> None:
+    def add(self, samples: IntArray, placed: PlacedColumns) -> None:
         """Add values of these samples; positions refer to ``samples``."""
-        by_block: dict[Layout, list[tuple[Positions, Piece]]] = {}
-        for positions, piece in parts:
-            by_block.setdefault(self._layout_for(piece.layout), []).append((positions, piece))
+        by_block: dict[Layout, list[tuple[Positions, WireColumn]]] = {}
+        for positions, column in placed:
+            by_block.setdefault(self._layout_for(column.layout), []).append((positions, column))
         for layout, own in by_block.items():
-            where, piece = joined(own, layout)
-            self._block(layout).add(samples[where], piece)
+            where, column = joined(own, layout)
+            self._block(layout).add(samples[where], column)
 
     def _layout_for(self, layout: Layout) -> Layout:
         """The first dense shape of a family stays dense; all other shapes become ragged."""
@@ -63,8 +71,8 @@ class FieldWriter:
             self._blocks[layout] = _BlockWriter(self._directory, stem, layout)
         return self._blocks[layout]
 
-    def close(self, all_samples: IntArray) -> Field:
-        return Field(self.name, [block.close(all_samples) for block in self._blocks.values()])
+    def close(self, all_samples: IntArray) -> FieldFiles:
+        return FieldFiles(self.name, [block.close(all_samples) for block in self._blocks.values()])
 
     def discard(self) -> None:
         for block in self._blocks.values():
@@ -75,7 +83,7 @@ class _BlockWriter:
     def __init__(self, directory: Path, stem: str, layout: Layout) -> None:
         self._directory, self._stem, self._layout = directory, stem, layout
         self._samples: list[IntArray] = []
-        self._sides: list[IntArray] = []
+        self._row_meta: list[IntArray] = []
         self._values: GrowingArray | GrowingFile
         if layout.kind == "objects":
             self._values = GrowingFile(directory / f"{stem}.msgpack")
@@ -84,26 +92,26 @@ class _BlockWriter:
         else:
             self._values = GrowingArray(directory / f"{stem}.values.npy", dtype_of(layout))
 
-    def add(self, samples: IntArray, piece: Piece) -> None:
+    def add(self, samples: IntArray, column: WireColumn) -> None:
         self._samples.append(samples)
-        self._values.write(piece.data)
+        self._values.write(column.data)
         if self._layout.kind == "objects":
-            self._sides.append(np.diff(piece.bounds))
-        elif piece.side is not None:
-            self._sides.append(piece.side)
+            self._row_meta.append(np.diff(column.bounds))
+        elif column.row_meta is not None:
+            self._row_meta.append(column.row_meta)
 
-    def close(self, all_samples: IntArray) -> Block:
+    def close(self, all_samples: IntArray) -> BlockFiles:
         samples, offsets, shapes = np.concatenate(self._samples), None, None
         count = len(samples)
         if self._layout.kind != "dense":
-            side = np.concatenate(self._sides)
-            sizes = side if side.ndim == 1 else side.prod(axis=1)
+            row_meta = np.concatenate(self._row_meta)
+            sizes = row_meta if row_meta.ndim == 1 else row_meta.prod(axis=1)
             offsets = self._write("offsets", running_sum(sizes))
-            shapes = self._write("shapes", side) if side.ndim == 2 and side.shape[1] > 1 else None
+            shapes = self._write("shapes", row_meta) if row_meta.ndim == 2 and row_meta.shape[1] > 1 else None
             count = int(sizes.sum())
         values = self._values.close(count) if isinstance(self._values, GrowingArray) else self._values.close()
         own = None if np.array_equal(samples, all_samples) else self._write("samples", samples)
-        return Block(self._layout, len(samples), values, offsets, shapes, own)
+        return BlockFiles(self._layout, len(samples), values, offsets, shapes, own)
 
     def _write(self, what: str, array: IntArray) -> DataFile:
         return write_array(self._directory / f"{self._stem}.{what}.npy", array.astype(INT64, copy=False))
@@ -112,63 +120,63 @@ class _BlockWriter:
         self._values.discard()
 
 
-def joined(parts: Parts, layout: Layout) -> tuple[IntArray, Piece]:
-    """Join the rows of all parts, by ascending position, into one wire column of this layout. Returns positions and
+def joined(placed: PlacedColumns, layout: Layout) -> tuple[IntArray, WireColumn]:
+    """Join the rows of all placed, by ascending position, into one wire column of this layout. Returns positions and
     column.
     """
     if layout.kind == "ragged":
-        parts = [(positions, piece.as_ragged()) for positions, piece in parts]
-    given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in parts]
+        placed = [(positions, column.as_ragged()) for positions, column in placed]
+    given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in placed]
     where = np.concatenate(given)
-    if len(parts) == 1 and parts[0][1].picks is None and (np.diff(where) > 0).all():
-        return where, parts[0][1]
+    if len(placed) == 1 and placed[0][1].selection is None and (np.diff(where) > 0).all():
+        return where, placed[0][1]
     order = np.argsort(where, kind="stable")
     rank = np.empty(len(where), np.int64)
     rank[order] = np.arange(len(where))
     ranks = np.split(rank, np.cumsum([len(each) for each in given])[:-1])
-    pieces = [piece for _, piece in parts]
-    return where[order], (_dense if layout.kind == "dense" else _spread)(pieces, ranks, layout)
+    columns = [column for _, column in placed]
+    return where[order], (_dense if layout.kind == "dense" else _spread)(columns, ranks, layout)
 
 
-def _dense(pieces: Sequence[Piece], ranks: Sequence[IntArray], layout: Layout) -> Piece:
+def _dense(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
     count = sum(map(len, ranks))
     data = np.empty(count * layout.row_nbytes, np.uint8)
-    for piece, rank in zip(pieces, ranks, strict=True):
+    for column, rank in zip(columns, ranks, strict=True):
         if data.nbytes:
-            copy_rows(data, rank, piece.data, piece.picks, layout.row_nbytes)
-    return Piece(layout, count, data)
+            copy_rows(data, rank, column.data, column.selection, layout.row_nbytes)
+    return WireColumn(layout, count, data)
 
 
-def _spread(pieces: Sequence[Piece], ranks: Sequence[IntArray], layout: Layout) -> Piece:
+def _spread(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
     """Join ragged rows or objects."""
     count = sum(map(len, ranks))
     shapes = np.empty((count, len(layout.shape)), np.int64)
     sizes = np.empty(count, np.int64)
-    own = [_sizes(piece, layout) for piece in pieces]
-    for piece, rank, each in zip(pieces, ranks, own, strict=True):
+    own = [_sizes(column, layout) for column in columns]
+    for column, rank, each in zip(columns, ranks, own, strict=True):
         sizes[rank] = each
-        if piece.side is not None and layout.kind == "ragged":
-            shapes[rank] = piece.side
+        if column.row_meta is not None and layout.kind == "ragged":
+            shapes[rank] = column.row_meta
     bounds = running_sum(sizes)
     data = np.empty(int(bounds[-1]), np.uint8)
-    for piece, rank, each in zip(pieces, ranks, own, strict=True):
-        copy_spans(data, bounds[rank], piece.data, piece.starts, each)
-    return Piece(layout, count, data, bounds if layout.kind == "objects" else shapes)
+    for column, rank, each in zip(columns, ranks, own, strict=True):
+        copy_spans(data, bounds[rank], column.data, column.starts, each)
+    return WireColumn(layout, count, data, bounds if layout.kind == "objects" else shapes)
 
 
-def _sizes(piece: Piece, layout: Layout) -> IntArray:
+def _sizes(column: WireColumn, layout: Layout) -> IntArray:
     """Bytes of each row."""
     if layout.kind == "objects":
-        return np.diff(piece.bounds)
-    assert piece.side is not None
-    sizes: IntArray = piece.side.prod(axis=1) * layout.itemsize
+        return np.diff(column.bounds)
+    assert column.row_meta is not None
+    sizes: IntArray = column.row_meta.prod(axis=1) * layout.itemsize
     return sizes
 
 
 class BlockReader:
     """Reads one block of a checkpoint: which samples it has, then its rows."""
 
-    def __init__(self, directory: Path, block: Block, all_samples: IntArray) -> None:
+    def __init__(self, directory: Path, block: BlockFiles, all_samples: IntArray) -> None:
         self._block = block
         self._values = SavedFile(directory, block.values)
         self.samples = all_samples
@@ -187,7 +195,7 @@ class BlockReader:
             self._shapes = SavedFile(directory, block.shapes).array(INT64, (block.rows, len(block.layout.shape)))
         self._skip = self._header()
 
-    def chunks(self) -> Iterator[tuple[IntArray, Piece]]:
+    def chunks(self) -> Iterator[tuple[IntArray, WireColumn]]:
         """Yield (samples, their rows), a few MiB at a time."""
         layout = self._block.layout
         if self._offsets is None:
@@ -196,12 +204,12 @@ class BlockReader:
             edges = self._offsets * (layout.itemsize if layout.kind == "ragged" else 1)
         cuts = _cuts(edges)
         sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
-        for (start, stop), data in zip(cuts, self._values.parts(sizes, self._skip), strict=True):
+        for (start, stop), data in zip(cuts, self._values.chunks(sizes, self._skip), strict=True):
             try:
-                piece = Piece.received(layout, stop - start, data, self._side(start, stop))
+                column = WireColumn.received(layout, stop - start, data, self._row_meta(start, stop))
             except ProtocolError as error:
                 raise CheckpointError(f"{self._values.path} contradicts itself: {error}.") from error
-            yield self.samples[start:stop], piece
+            yield self.samples[start:stop], column
 
     def _header(self) -> int:
         """The size of the header before the values. Raises CheckpointError if the rows don't add up to the file."""
@@ -215,15 +223,15 @@ class BlockReader:
             raise CheckpointError(f"{self._values.path} has other rows than its list says.")
         return nbytes
 
-    def _side(self, start: int, stop: int) -> IntArray | None:
+    def _row_meta(self, start: int, stop: int) -> IntArray | None:
         if self._offsets is None:
             return None
         if self._block.layout == OBJECTS:
             edges: IntArray = self._offsets[start : stop + 1] - self._offsets[start]
             return edges
         shapes = np.diff(self._offsets[start : stop + 1]) if self._shapes is None else self._shapes[start:stop]
-        side: IntArray = np.ascontiguousarray(shapes).reshape(-1)
-        return side
+        row_meta: IntArray = np.ascontiguousarray(shapes).reshape(-1)
+        return row_meta
 
 
 def _cuts(edges: IntArray) -> list[tuple[int, int]]:

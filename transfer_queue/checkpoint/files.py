@@ -33,7 +33,7 @@ class DataFile(msgspec.Struct, frozen=True):
     crc32: int
 
 
-class Block(msgspec.Struct, frozen=True):
+class BlockFiles(msgspec.Struct, frozen=True):
     """Rows of one field with the same layout. ``samples``: the index of each row; None: the partition's, in order.
 
     dense: ``values`` [rows, *shape]. ragged: ``values`` flat, row i is values[offsets[i] : offsets[i + 1]], of shape
@@ -49,25 +49,25 @@ class Block(msgspec.Struct, frozen=True):
     samples: DataFile | None = None
 
 
-class Field(msgspec.Struct, frozen=True):
+class FieldFiles(msgspec.Struct, frozen=True):
     name: str
-    blocks: list[Block]
+    blocks: list[BlockFiles]
 
 
-class Partition(msgspec.Struct, frozen=True):
+class PartitionFiles(msgspec.Struct, frozen=True):
     """One partition. ``directory`` has its files. ``samples``: the indexes of all its samples."""
 
     name: str
     directory: str
     samples: DataFile
-    fields: list[Field]
+    fields: list[FieldFiles]
 
 
-class Values(msgspec.Struct, frozen=True):
+class ValueFiles(msgspec.Struct, frozen=True):
     """``values.json``."""
 
     format: int
-    partitions: list[Partition]
+    partitions: list[PartitionFiles]
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -161,11 +161,11 @@ def plain(name: str) -> str:
 
 def replace_bytes(path: Path, data: bytes) -> None:
     """Write a whole file, replacing an existing one atomically."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.unlink(missing_ok=True)
-    write_bytes(beside, data)
-    sync(beside)
-    beside.replace(path)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    write_bytes(temporary, data)
+    sync(temporary)
+    temporary.replace(path)
     sync(path.parent)
 
 
@@ -200,8 +200,8 @@ class SavedFile:
         if have != expected.nbytes:
             raise CheckpointError(f"{self.path} has {have} bytes, {expected.nbytes} were written: was it copied whole?")
 
-    def parts(self, sizes: Iterator[int] | Sequence[int], skip: int = 0) -> Iterator[NDArray[np.uint8]]:
-        """Yield its bytes after the header, in parts of these sizes, which must add up to the whole. Checks at the end.
+    def chunks(self, sizes: Iterator[int] | Sequence[int], skip: int = 0) -> Iterator[NDArray[np.uint8]]:
+        """Yield its bytes after the header, in chunks of these sizes, which must add up to the whole; then check them.
 
         Raises:
             CheckpointError: the contents differ from what was written.
@@ -210,11 +210,11 @@ class SavedFile:
         with open(self.path, "rb") as file:
             file.seek(skip)
             for size in sizes:
-                part = np.empty(size if 0 <= size <= self._expected.nbytes else 0, np.uint8)
-                if file.readinto(part.data) != size:
+                chunk = np.empty(size if 0 <= size <= self._expected.nbytes else 0, np.uint8)
+                if file.readinto(chunk.data) != size:
                     raise CheckpointError(f"{self.path} ends too early: its rows take more bytes than it has.")
-                crc = zlib.crc32(part.data, crc)
-                yield part
+                crc = zlib.crc32(chunk.data, crc)
+                yield chunk
             if file.read(1):
                 raise CheckpointError(f"{self.path} goes on after its last row.")
         if crc != self._expected.crc32:
@@ -222,7 +222,7 @@ class SavedFile:
 
     def whole(self) -> bytes:
         """Read a whole file without a header."""
-        (data,) = self.parts([self._expected.nbytes])
+        (data,) = self.chunks([self._expected.nbytes])
         return data.tobytes()
 
     def header(self, dtype: np.dtype[Any], shape: Sequence[int]) -> int:
@@ -242,5 +242,5 @@ class SavedFile:
     def array(self, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
         """Read a whole .npy file."""
         nbytes = math.prod(shape) * dtype.itemsize
-        (data,) = self.parts([nbytes], self.header(dtype, shape))
+        (data,) = self.chunks([nbytes], self.header(dtype, shape))
         return data.view(dtype).reshape(tuple(shape))

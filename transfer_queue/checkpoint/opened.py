@@ -34,7 +34,7 @@ from transfer_queue.errors import (
 )
 
 
-class _Format(msgspec.Struct):
+class _AnyFormat(msgspec.Struct):
     format: int
 
 
@@ -73,7 +73,7 @@ class Opened:
 def _metadata(path: Path) -> Metadata:
     data = (path / METADATA).read_bytes()
     try:
-        found = msgspec.json.decode(data, type=_Format).format
+        found = msgspec.json.decode(data, type=_AnyFormat).format
         if found == FORMAT:
             return msgspec.json.decode(data, type=Metadata)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -20,17 +20,17 @@ from transfer_queue.checkpoint.files import (
     STORAGE,
     VALUES,
     DataFile,
-    Partition,
+    PartitionFiles,
     SavedFile,
-    Values,
+    ValueFiles,
     plain,
     write_array,
     write_bytes,
 )
 from transfer_queue.control.saved import SavedPartition, SavedQueue, rows_with
 from transfer_queue.errors import CheckpointError
-from transfer_queue.storage.base import Parts, StorageManager
-from transfer_queue.storage.wire_columns import IntArray, Piece, Positions
+from transfer_queue.storage.base import PlacedColumns, StorageManager
+from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn
 from transfer_queue.transport.modes import is_blocking
 
 P = ParamSpec("P")
@@ -61,7 +61,7 @@ async def save_values(storage: StorageManager, saved: SavedQueue, root: Path) ->
     partitions = []
     for number, partition in enumerate(saved.partitions):
         partitions.append(await _save_partition(storage, partition, root, f"{number:04}-{_plain(partition.name)}"))
-    manifest = msgspec.json.format(msgspec.json.encode(Values(FORMAT, partitions)), indent=1)
+    manifest = msgspec.json.format(msgspec.json.encode(ValueFiles(FORMAT, partitions)), indent=1)
     await off_loop(write_bytes, root / VALUES, manifest)
 
 
@@ -70,7 +70,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9@=+_-]", "_", name)[:80]
 
 
-async def _save_partition(storage: StorageManager, saved: SavedPartition, root: Path, name: str) -> Partition:
+async def _save_partition(storage: StorageManager, saved: SavedPartition, root: Path, name: str) -> PartitionFiles:
     directory = root / name
     await off_loop(directory.mkdir)
     samples, rows = rows_with(saved)
@@ -86,7 +86,7 @@ async def _save_partition(storage: StorageManager, saved: SavedPartition, root: 
     finally:
         for writer in writers.values():
             writer.discard()
-    return Partition(saved.name, name, own, files)
+    return PartitionFiles(saved.name, name, own, files)
 
 
 async def _copy(
@@ -98,9 +98,9 @@ async def _copy(
     names, start, step = list(rows), 0, _FIRST_ROWS
     while start < len(samples) and names:
         stop = min(len(samples), start + step)
-        async with _read(storage, samples[start:stop], names, has[:, start:stop]) as parts:
-            nbytes = sum(piece.nbytes for each in parts.values() for _, piece in each)
-            for field, each in parts.items():
+        async with _read(storage, samples[start:stop], names, has[:, start:stop]) as placed:
+            nbytes = sum(column.nbytes for each in placed.values() for _, column in each)
+            for field, each in placed.items():
                 await off_loop(writers[field].add, samples[start:stop], each)
         # As many rows as take about READ_NBYTES.
         step = int(min(_MOST_ROWS, max(1, (stop - start) * READ_NBYTES / max(nbytes, 1)), 4 * step))
@@ -110,15 +110,15 @@ async def _copy(
 @asynccontextmanager
 async def _read(
     storage: StorageManager, samples: IntArray, names: list[str], has: NDArray[np.bool_]
-) -> AsyncIterator[dict[str, Parts]]:
+) -> AsyncIterator[dict[str, PlacedColumns]]:
     """Read all fields of a sample in one request, so that its row is consistent despite concurrent writes."""
-    found: dict[str, list[tuple[Positions, Piece]]] = {}
+    found: dict[str, list[tuple[Positions, WireColumn]]] = {}
     async with AsyncExitStack() as stack:
         for pattern, where in _patterns(has):
             fields = [names[number] for number in pattern]
             stored = await stack.enter_async_context(storage.stored(samples[where].tolist(), fields))
-            for field, parts in stored.items():
-                found.setdefault(field, []).extend((where[at], piece) for at, piece in parts)
+            for field, placed in stored.items():
+                found.setdefault(field, []).extend((where[at], column) for at, column in placed)
         yield dict(found)
 
 
@@ -158,15 +158,15 @@ class SavedValues:
         for field, block in self._blocks:
             chunks = block.chunks()
             while (chunk := await off_loop(_next, chunks)) is not None:
-                samples, piece = chunk
-                await storage.store((samples + shift).tolist(), {field: piece})
+                samples, column = chunk
+                await storage.store((samples + shift).tolist(), {field: column})
 
 
-def _next(chunks: Iterator[tuple[IntArray, Piece]]) -> tuple[IntArray, Piece] | None:
+def _next(chunks: Iterator[tuple[IntArray, WireColumn]]) -> tuple[IntArray, WireColumn] | None:
     return next(chunks, None)
 
 
-def _blocks(directory: Path, partition: Partition, saved: SavedPartition) -> list[tuple[str, BlockReader]]:
+def _blocks(directory: Path, partition: PartitionFiles, saved: SavedPartition) -> list[tuple[str, BlockReader]]:
     samples, rows = rows_with(saved)
     found = SavedFile(directory, partition.samples).array(INT64, (len(samples),))
     if not np.array_equal(found, samples) or {field.name for field in partition.fields} != set(rows):
@@ -181,9 +181,9 @@ def _blocks(directory: Path, partition: Partition, saved: SavedPartition) -> lis
     return blocks
 
 
-def _decoded(data: bytes) -> Values:
+def _decoded(data: bytes) -> ValueFiles:
     try:
-        manifest = msgspec.json.decode(data, type=Values)
+        manifest = msgspec.json.decode(data, type=ValueFiles)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{STORAGE}/{VALUES} can't be read: {error}.") from error
     if manifest.format != FORMAT:

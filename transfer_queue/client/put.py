@@ -15,7 +15,8 @@ from transfer_queue.client.base import ClientBase
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
-from transfer_queue.storage.base import InFront, Staged, StorageManager
+from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.values import copy_tags
@@ -32,33 +33,33 @@ class WriteTransaction:
     that fails or is given up leaves nothing behind.
     """
 
-    def __init__(self, session: Session, begin: Begin, sources: Any, num_rows: int, tags: RowTags) -> None:
+    def __init__(self, session: Session, begin: Begin, columns: Any, num_rows: int, tags: RowTags) -> None:
         """
         Args:
-            sources: The columns, as the storage takes them; None writes tags alone.
-            num_rows: Rows of ``sources``.
+            columns: As the storage prepared them; None writes tags alone.
+            num_rows: Rows of ``columns``.
             tags: By row.
         """
         self._session = session
         self._begin = begin
-        self._sources = sources
+        self._columns = columns
         self._num_rows = num_rows
         self._tags = {row: dict(own) for row, own in tags.items() if own}
 
-    async def through(self, front: InFront) -> p.Reply:
+    async def through(self, front: SharedMemoryManager) -> p.Reply:
         """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
         or for keys what their samples have now."""
-        begin, staged, lease = self._begin, Staged(b"", ()), 0
+        begin, columns, frames, lease = self._begin, b"", list[Any](), 0
         try:
-            if self._sources is not None:
+            if self._columns is not None:
                 lease = self._session.number()
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-                staged = await front.staged(lease, self._sources, self._num_rows, replaced)
-            put = p.Put(begin.id, begin, self._tags, staged.columns)
-            return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames))[0]
+                columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced)
+            put = p.Put(begin.id, begin, self._tags, columns)
+            return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames))[0]
         except BaseException:
             if lease:  # the put may not even have been sent
-                await front.closed(lease)
+                await front.release(lease)
             raise
 
     async def in_steps(self, storage: StorageManager) -> p.Reply:
@@ -70,11 +71,11 @@ class WriteTransaction:
             begun = await session.send(begin, p.Reply, begin.wait_s, keep=True)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else begun.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
-            if self._sources is not None:
-                await storage.write(begin.id, indexes, self._sources)
+            if self._columns is not None:
+                await storage.write(begin.id, indexes, self._columns)
             publish = self._publication(packed, indexes)
             published = await session.send(publish, p.Reply, keep=True)
-            if self._sources is not None:
+            if self._columns is not None:
                 await storage.commit(begin.id, indexes)
         except BaseException:
             if publish is None:  # else it may be published: the controller knows, and has the write ended accordingly
@@ -101,9 +102,9 @@ class Puts(ClientBase):
     async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
         """Carry out one write; ``begin.fields`` describes ``rows``."""
         storage, front = self.storage_manager, self.front
-        sources = None if rows is None or not len(rows.keys()) else storage.sources(rows)
+        columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
-        transaction = WriteTransaction(self.session, begin, sources, count, tags)
+        transaction = WriteTransaction(self.session, begin, columns, count, tags)
         return await (transaction.in_steps(storage) if front is None else transaction.through(front))
 
     async def async_put(

@@ -17,34 +17,35 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError
 from transfer_queue.storage import recycling
 from transfer_queue.storage.assembling import Jagged, batch, object_column
-from transfer_queue.storage.base import DataParser
-from transfer_queue.storage.columns import column_in_memory, named_columns, num_rows, values_of
+from transfer_queue.storage.base import DataParser, PlacedColumns
+from transfer_queue.storage.columns import named_columns, num_rows, prepare_column, values_of
 from transfer_queue.storage.copying import AT_ONCE, Copies, Copy, copy_rows, copy_spans
 from transfer_queue.storage.objects import decode_rows
 from transfer_queue.storage.tensors import (
     are_alike,
     dtype_of,
     from_bytes,
+    join_rows,
     rows_of,
-    rows_piece,
 )
-from transfer_queue.storage.wire_columns import OBJECTS, ByteArray, IntArray, Piece, Positions, running_sum
+from transfer_queue.storage.wire_columns import OBJECTS, ByteArray, IntArray, WireColumn, running_sum
 
-Parts = Sequence[tuple[Positions, Piece]]
 LAYOUTS = ("jagged", "dense")
 
 
-def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False) -> TensorDict:
+def unpack(
+    placed: Mapping[str, PlacedColumns], count: int, layout: str = "jagged", allow_pickle: bool = False
+) -> TensorDict:
     """Make one batch of ``count`` rows in fresh memory, columns sorted by name.
 
     Args:
-        parts: Per field, wire columns with the rows of the batch that they fill; each row exactly once.
+        placed: Per field, wire columns with the rows of the batch that they fill; each row exactly once.
         layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
     """
     check_layout(layout)
     copies = Copies()
-    way = _Way(layout, Jagged(), copies)
-    columns = {name: _column(name, parts[name], count, allow_pickle, way) for name in sorted(parts)}
+    options = _Options(layout, Jagged(), copies)
+    columns = {name: _column(name, placed[name], count, allow_pickle, options) for name in sorted(placed)}
     copies.finish()
     return batch(columns, count)
 
@@ -52,14 +53,14 @@ def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow
 def relaid(data: TensorDict, layout: str) -> TensorDict:
     """Return the same batch with its tensor columns in this layout and its columns sorted by name."""
     check_layout(layout)
-    count, columns, way = num_rows(data), {}, _Way(layout, Jagged())
+    count, columns, options = num_rows(data), {}, _Options(layout, Jagged())
     for name, column in sorted(named_columns(data)):
         if (
             isinstance(column, torch.Tensor)
             and count
             and (column.is_nested or (layout == "jagged" and column.ndim > 1))
         ):
-            column = _of_piece(column_in_memory(name, column, count, False).piece(), way)
+            column = _of_wire(prepare_column(name, column, count, False).wire_column(), options)
         columns[name] = column
     return batch(columns, count)
 
@@ -72,14 +73,14 @@ def check_layout(layout: str) -> None:
 def column_of(values: Sequence[Any]) -> Any:
     """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
     if are_alike(values):
-        return _of_piece(rows_piece(values), _Way("jagged", Jagged()))
+        return _of_wire(join_rows(values), _Options("jagged", Jagged()))
     if any(map(is_tensor_collection, set(map(type, values)))):
         # NonTensorStack would take a TensorDict for one of its own members.
         return NonTensorStack(*(NonTensorData(data=value) for value in values))
     return object_column(values)
 
 
-class _Way(NamedTuple):
+class _Options(NamedTuple):
     """How the columns of one batch are made."""
 
     layout: str
@@ -87,82 +88,82 @@ class _Way(NamedTuple):
     copy: Copy = AT_ONCE
 
 
-def _of_piece(piece: Piece, way: _Way) -> Any:
-    return _column("", [(slice(0, piece.rows), piece)], piece.rows, False, way)
+def _of_wire(wire: WireColumn, options: _Options) -> Any:
+    return _column("", [(slice(0, wire.rows), wire)], wire.rows, False, options)
 
 
-def _column(name: str, parts: Parts, count: int, allow_pickle: bool, way: _Way) -> Any:
-    rows = sum(piece.rows for _, piece in parts)
+def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, options: _Options) -> Any:
+    rows = sum(wire.rows for _, wire in placed)
     if rows != count:
         raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
-    first = parts[0][1].layout
-    if first.kind == "dense" and (len(parts) == 1 or all(piece.layout == first for _, piece in parts)):
+    first = placed[0][1].layout
+    if first.kind == "dense" and (len(placed) == 1 or all(wire.layout == first for _, wire in placed)):
         shape = (count, *first.shape)
-        if way.layout == "dense" or not first.shape:
-            return _dense(parts, shape, way)
-        return way.jagged.even(_dense(parts, (count * shape[1], *shape[2:]), way), count, shape[1])
-    if first.kind != "objects" and len({piece.layout.family for _, piece in parts}) == 1:
-        return _ragged(parts, count, way)
+        if options.layout == "dense" or not first.shape:
+            return _dense(placed, shape, options)
+        return options.jagged.even(_dense(placed, (count * shape[1], *shape[2:]), options), count, shape[1])
+    if first.kind != "objects" and len({wire.layout.family for _, wire in placed}) == 1:
+        return _ragged(placed, count, options)
     values: list[Any] = [None] * count
-    for positions, piece in parts:
+    for positions, wire in placed:
         where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
-        decoded = decode_rows(piece, name, allow_pickle) if piece.layout == OBJECTS else rows_of(piece)
+        decoded = decode_rows(wire, name, allow_pickle) if wire.layout == OBJECTS else rows_of(wire)
         for position, value in zip(where, decoded, strict=True):
             values[position] = value
-    return _of_values(values, way)
+    return _of_values(values, options)
 
 
-def _of_values(values: Sequence[Any], way: _Way) -> Any:
+def _of_values(values: Sequence[Any], options: _Options) -> Any:
     column = column_of(values)
-    if way.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _of_piece(rows_piece(values), way._replace(copy=AT_ONCE))
+    if options.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
+        return _of_wire(join_rows(values), options._replace(copy=AT_ONCE))
     return column
 
 
-def _dense(parts: Parts, shape: Sequence[int], way: _Way) -> torch.Tensor:
-    layout, row_nbytes = parts[0][1].layout, parts[0][1].layout.row_nbytes
+def _dense(placed: PlacedColumns, shape: Sequence[int], options: _Options) -> torch.Tensor:
+    layout, row_nbytes = placed[0][1].layout, placed[0][1].layout.row_nbytes
     out = recycling.empty(math.prod(shape) * layout.itemsize)
-    for positions, piece in parts if out.nbytes else ():
-        copy_rows(out, positions, piece.data, piece.picks, row_nbytes, way.copy)
+    for positions, wire in placed if out.nbytes else ():
+        copy_rows(out, positions, wire.data, wire.selection, row_nbytes, options.copy)
     return from_bytes(out, dtype_of(layout.dtype), shape)
 
 
-def _ragged(parts: Parts, count: int, way: _Way) -> Any:
-    piece = parts[0][1]
-    first = piece.layout
-    if len(parts) == 1 and (whole := _whole(parts, count, way)) is not None:
-        return _shaped(whole, dtype_of(first.dtype), _shapes_of(piece), piece.bounds, way, piece.extremes)
+def _ragged(placed: PlacedColumns, count: int, options: _Options) -> Any:
+    wire = placed[0][1]
+    first = wire.layout
+    if len(placed) == 1 and (whole := _whole(placed, count, options)) is not None:
+        return _shaped(whole, dtype_of(first.dtype), _shapes_of(wire), wire.bounds, options, wire.extremes)
     shapes = np.empty((count, len(first.shape)), np.int64)
-    ragged = [(positions, piece.as_ragged()) for positions, piece in parts]
-    for positions, piece in ragged:
-        assert piece.side is not None
-        shapes[positions] = piece.side
+    ragged = [(positions, wire.as_ragged()) for positions, wire in placed]
+    for positions, wire in ragged:
+        assert wire.row_meta is not None
+        shapes[positions] = wire.row_meta
     sizes = shapes.prod(axis=1) * first.itemsize
     bounds = running_sum(sizes)
     out = recycling.empty(int(bounds[-1]))
     # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
-    by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
-    for positions, piece in ragged:
-        copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
-    return _shaped(out, dtype_of(first.dtype), shapes, bounds, way)
+    by = options.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
+    for positions, wire in ragged:
+        copy_spans(out, bounds[:-1][positions], wire.data, wire.starts, sizes[positions], by)
+    return _shaped(out, dtype_of(first.dtype), shapes, bounds, options)
 
 
-def _whole(parts: Parts, count: int, way: _Way) -> ByteArray | None:
+def _whole(placed: PlacedColumns, count: int, options: _Options) -> ByteArray | None:
     """Copy a batch that one wire column holds in its order; None if rows must be selected or reordered."""
-    positions, piece = parts[0]
+    positions, wire = placed[0]
     in_order = isinstance(positions, slice) and positions == slice(0, count)
-    if piece.layout.kind != "ragged" or piece.picks is not None or not in_order:
+    if wire.layout.kind != "ragged" or wire.selection is not None or not in_order:
         return None
-    out = recycling.empty(piece.data.nbytes)
+    out = recycling.empty(wire.data.nbytes)
     # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
-    shapes = _shapes_of(piece)
-    (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, piece.data)
+    shapes = _shapes_of(wire)
+    (options.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, wire.data)
     return out
 
 
-def _shapes_of(piece: Piece) -> IntArray:
-    assert piece.side is not None
-    return piece.side
+def _shapes_of(wire: WireColumn) -> IntArray:
+    assert wire.row_meta is not None
+    return wire.row_meta
 
 
 def _shaped(
@@ -170,20 +171,20 @@ def _shaped(
     dtype: torch.dtype,
     shapes: IntArray,
     bounds: IntArray,
-    way: _Way,
+    options: _Options,
     extremes: tuple[int, int] | None = None,
 ) -> Any:
     """Make the most regular tensor that these contiguous rows allow. ``extremes``: of ``shapes``, if known."""
-    if way.layout == "jagged" and shapes.shape[1] == 1:
+    if options.layout == "jagged" and shapes.shape[1] == 1:
         flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
-        return way.jagged(flat, bounds // dtype.itemsize, extremes)
+        return options.jagged(flat, bounds // dtype.itemsize, extremes)
     same = (shapes == shapes[0]).all(axis=0)
-    if way.layout == "dense" and same.all():
+    if options.layout == "dense" and same.all():
         return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
     if same[1:].all():
         lengths = shapes[:, 0]
         values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
-        return way.jagged(values, running_sum(lengths))
+        return options.jagged(values, running_sum(lengths))
     edges = bounds.tolist()
     rows = [
         from_bytes(out[start:stop], dtype, shape)

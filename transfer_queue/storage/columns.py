@@ -22,15 +22,15 @@ from transfer_queue.storage.tensors import (
     dtype_name,
     from_bytes,
     is_plain,
+    join_rows,
     resolved,
-    rows_piece,
 )
 from transfer_queue.storage.wire_columns import (
     ByteArray,
     IntArray,
     Layout,
-    Piece,
     Positions,
+    WireColumn,
     dense_layout,
     ragged_layout,
     running_sum,
@@ -46,7 +46,7 @@ def num_rows(data: Any) -> int:
     return max((len(column) for column in data.values()), default=0)
 
 
-def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
+def prepare(data: Any, allow_pickle: bool = False) -> dict[str, Column]:
     """Return every column of a TensorDict (or dict of columns), ready to be written; nothing is copied yet.
 
     Raises:
@@ -54,16 +54,16 @@ def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
         InvalidRequestError: a column has another number of rows than the rest.
     """
     count = num_rows(data)
-    found = {name: column_in_memory(name, column, count, allow_pickle) for name, column in named_columns(data)}
-    for name, source in found.items():
-        if source.rows != count:
-            raise InvalidRequestError(f"field {name!r} has {source.rows} rows, the batch has {count}")
+    found = {name: prepare_column(name, column, count, allow_pickle) for name, column in named_columns(data)}
+    for name, column in found.items():
+        if column.rows != count:
+            raise InvalidRequestError(f"field {name!r} has {column.rows} rows, the batch has {count}")
     return found
 
 
-def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
-    """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``sources`` raises."""
-    return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
+def pack(data: Any, allow_pickle: bool = False) -> dict[str, WireColumn]:
+    """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``prepare`` raises."""
+    return {name: column.wire_column() for name, column in prepare(data, allow_pickle).items()}
 
 
 def values_of(column: Any, count: int) -> list[Any]:
@@ -94,27 +94,27 @@ def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
             yield name, [member.get(name) for member in data.unbind(0)]
 
 
-def column_in_memory(name: str, column: Any, count: int, allow_pickle: bool) -> Source:
+def prepare_column(name: str, column: Any, count: int, allow_pickle: bool) -> Column:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
         column = torch.from_numpy(column)
     if isinstance(column, torch.Tensor):
-        return _tensor_source(name, column)
+        return _tensor_column(name, column)
     if is_tensor_collection(column) and not is_non_tensor(column):
         raise UnsupportedValueError(
             f"field {name!r} is a nested TensorDict, and a field is one column. "
             f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
         )
     values = values_of(column, count)
-    return RowsSource(values) if are_alike(values) else BytesSource(encode_rows(values, name, allow_pickle))
+    return RowsColumn(values) if are_alike(values) else BytesColumn(encode_rows(values, name, allow_pickle))
 
 
-def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
+def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
     if tensor.is_nested:
-        source = jagged_source(tensor)
-        if source is None:
+        column = jagged_column(tensor)
+        if column is None:
             rows = tensor.unbind()
-            source = RowsSource(rows) if are_alike(rows) else BytesSource(encode_rows(rows, name))
-        return source
+            column = RowsColumn(rows) if are_alike(rows) else BytesColumn(encode_rows(rows, name))
+        return column
     if not is_plain(tensor):
         raise UnsupportedValueError(
             f"field {name!r} is a {'quantized' if tensor.is_quantized else tensor.layout} tensor; "
@@ -124,18 +124,18 @@ def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
         raise UnsupportedValueError(f"field {name!r} is on the meta device: it has a shape and no values to store.")
     if tensor.ndim == 0:
         raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
-    return TensorSource(tensor)
+    return TensorColumn(tensor)
 
 
-class Source(ABC):
-    """One column. ``side`` is [rows, ndim] shapes for ragged columns, [rows + 1] offsets for objects, else None."""
+class Column(ABC):
+    """One column. ``row_meta`` is [rows, ndim] shapes for ragged columns, [rows + 1] offsets for objects, else None."""
 
     layout: Layout
     rows: int
-    side: IntArray | None
+    row_meta: IntArray | None
 
     @abstractmethod
-    def piece(self) -> Piece:
+    def wire_column(self) -> WireColumn:
         """Return the whole column as a wire column, sharing memory with the data if its layout allows."""
 
     @abstractmethod
@@ -146,13 +146,13 @@ class Source(ABC):
     def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
         """Write these rows back to back with ``copy``; ``out`` has exactly their size."""
 
-    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> Piece:
+    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
         """Write these rows into ``out``, and return the wire column that describes them there."""
         self.copy_into(out, at, copy)
-        return Piece(self.layout, rows, out, None if self.side is None else self.side[at])
+        return WireColumn(self.layout, rows, out, None if self.row_meta is None else self.row_meta[at])
 
 
-class TensorSource(Source):
+class TensorColumn(Column):
     """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` if there are bounds."""
 
     def __init__(self, values: torch.Tensor, bounds: IntArray | None = None) -> None:
@@ -161,15 +161,15 @@ class TensorSource(Source):
         name, size, shape = dtype_name(values.dtype), values.element_size(), tuple(values.shape)
         self._entry_nbytes = math.prod(shape[1:]) * size
         if bounds is None:
-            self.layout, self.rows, self.side = dense_layout(name, size, shape[1:]), shape[0], None
+            self.layout, self.rows, self.row_meta = dense_layout(name, size, shape[1:]), shape[0], None
         else:
             self.layout, self.rows = ragged_layout(name, size, values.ndim), len(bounds) - 1
-            self.side = np.empty((self.rows, values.ndim), np.int64)
-            self.side[:, 0] = np.diff(bounds)
-            self.side[:, 1:] = shape[1:]
+            self.row_meta = np.empty((self.rows, values.ndim), np.int64)
+            self.row_meta[:, 0] = np.diff(bounds)
+            self.row_meta[:, 1:] = shape[1:]
 
-    def piece(self) -> Piece:
-        return Piece(self.layout, self.rows, as_bytes(self._values), self.side)
+    def wire_column(self) -> WireColumn:
+        return WireColumn(self.layout, self.rows, as_bytes(self._values), self.row_meta)
 
     def nbytes_of(self, at: Positions) -> int:
         if self._bounds is None:
@@ -196,7 +196,7 @@ class TensorSource(Source):
             begin += stop - start
 
 
-class RowsSource(Source):
+class RowsColumn(Column):
     """One tensor per row, all of one dtype and rank."""
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
@@ -206,13 +206,13 @@ class RowsSource(Source):
         self._nbytes = np.array([row.numel() * size for row in rows], np.int64)
         self.rows = len(rows)
         if len({row.shape for row in rows}) == 1:
-            self.layout, self.side = dense_layout(name, size, first.shape), None
+            self.layout, self.row_meta = dense_layout(name, size, first.shape), None
         else:
             self.layout = ragged_layout(name, size, first.ndim)
-            self.side = np.array([row.shape for row in rows], np.int64)
+            self.row_meta = np.array([row.shape for row in rows], np.int64)
 
-    def piece(self) -> Piece:
-        return rows_piece(self._tensors)
+    def wire_column(self) -> WireColumn:
+        return join_rows(self._tensors)
 
     def nbytes_of(self, at: Positions) -> int:
         return int(self._nbytes[at].sum())
@@ -226,22 +226,22 @@ class RowsSource(Source):
             begin += nbytes
 
 
-class BytesSource(Source):
+class BytesColumn(Column):
     """A column that is already bytes: encoded objects, or values that were stored before."""
 
-    def __init__(self, piece: Piece) -> None:
-        self._piece = piece
-        self.layout, self.rows, self.side = piece.layout, piece.rows, piece.side
+    def __init__(self, wire: WireColumn) -> None:
+        self._wire = wire
+        self.layout, self.rows, self.row_meta = wire.layout, wire.rows, wire.row_meta
 
-    def piece(self) -> Piece:
-        return self._piece
+    def wire_column(self) -> WireColumn:
+        return self._wire
 
     def _spans(self, at: Positions) -> tuple[IntArray, IntArray]:
         """(first, one past the last) byte of each run of rows."""
         starts, stops = runs(at)
         if self.layout.kind == "dense":
             return starts * self.layout.row_nbytes, stops * self.layout.row_nbytes
-        return self._piece.bounds[starts], self._piece.bounds[stops]
+        return self._wire.bounds[starts], self._wire.bounds[stops]
 
     def nbytes_of(self, at: Positions) -> int:
         starts, stops = self._spans(at)
@@ -250,20 +250,20 @@ class BytesSource(Source):
     def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
         starts, stops = self._spans(at)
         sizes = stops - starts
-        copy_spans(out, np.cumsum(sizes) - sizes, self._piece.data, starts, sizes, copy)
+        copy_spans(out, np.cumsum(sizes) - sizes, self._wire.data, starts, sizes, copy)
 
-    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> Piece:
+    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
         if self.layout.kind != "objects":
             return super().stored_in(out, at, rows, copy)
         self.copy_into(out, at, copy)
-        return Piece(self.layout, rows, out, running_sum(np.diff(self._piece.bounds)[at]))
+        return WireColumn(self.layout, rows, out, running_sum(np.diff(self._wire.bounds)[at]))
 
 
-def jagged_source(tensor: Any) -> Source | None:
+def jagged_column(tensor: Any) -> Column | None:
     """A column over a jagged tensor's values. None if they have holes or are ragged in a later dim."""
     if not is_simple_jagged(tensor):
         return None
     offsets, values = tensor.offsets().cpu().numpy(), jagged_values(tensor)
     if offsets[0] != 0 or offsets[-1] != len(values):
         values = values[offsets[0] : offsets[-1]]
-    return TensorSource(values, (offsets - offsets[0]).astype(np.int64, copy=False))
+    return TensorColumn(values, (offsets - offsets[0]).astype(np.int64, copy=False))

@@ -21,8 +21,8 @@ class Copy(Protocol):
         """dst[:] = src."""
         ...
 
-    def rows(self, dst: NDArray[Any], src: NDArray[Any], picks: NDArray[np.int64]) -> None:
-        """dst[i] = src[picks[i]], both [rows, words per row]."""
+    def rows(self, dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64]) -> None:
+        """dst[i] = src[row_indices[i]], both [rows, words per row]."""
         ...
 
 
@@ -32,9 +32,9 @@ class AtOnce:
     def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
         np.copyto(dst, src)
 
-    def rows(self, dst: NDArray[Any], src: NDArray[Any], picks: NDArray[np.int64]) -> None:
+    def rows(self, dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64]) -> None:
         # mode="clip" writes straight into ``out``; the default would use a buffer.
-        np.take(src, picks, axis=0, out=dst, mode="clip")
+        np.take(src, row_indices, axis=0, out=dst, mode="clip")
 
 
 AT_ONCE = AtOnce()
@@ -63,17 +63,17 @@ def copy_rows(
     dst: NDArray[np.uint8],
     at: slice | NDArray[np.int64],
     src: NDArray[np.uint8],
-    picks: NDArray[np.int64] | None,
+    row_indices: NDArray[np.int64] | None,
     row_nbytes: int,
     copy: Copy = AT_ONCE,
 ) -> None:
-    """Row ``at[i]`` of ``dst`` = row ``picks[i]`` of ``src`` (None: row i). All rows have one size, at least 1 byte."""
-    if isinstance(at, slice) and picks is None:
+    """Row ``at[i]`` of ``dst`` = row ``row_indices[i]`` of ``src`` (None: row i). All rows have one size, not 0."""
+    if isinstance(at, slice) and row_indices is None:
         copy(dst[at.start * row_nbytes : at.stop * row_nbytes], src)
         return
     count = at.stop - at.start if isinstance(at, slice) else len(at)
     to = np.arange(at.start, at.stop) if isinstance(at, slice) else at
-    rows = np.arange(count) if picks is None else picks
+    rows = np.arange(count) if row_indices is None else row_indices
     cuts = np.flatnonzero((np.diff(to) != 1) | (np.diff(rows) != 1)) + 1
     # Single rows that land in order are gathered in one call; a loop would take twice as long.
     single = isinstance(at, slice) and 2 * (len(cuts) + 1) > count
@@ -84,7 +84,7 @@ def copy_rows(
     target, source = as_words(dst, src, row_nbytes)
     if isinstance(at, slice):
         copy.rows(target[at], source, rows)
-    elif picks is None:
+    elif row_indices is None:
         target[to] = source
     else:
         step = max(1, _CACHED_NBYTES // row_nbytes)
@@ -188,10 +188,10 @@ _MAPPED_NBYTES = 64 * 1024
 _MOST_HELPERS = 3  # a few cores saturate the memory bandwidth
 
 _Rows = NDArray[Any]
-_Picks = NDArray[np.int64] | None
-_Job = tuple[_Rows, _Rows, _Picks]
+_RowIndices = NDArray[np.int64] | None
+_Job = tuple[_Rows, _Rows, _RowIndices]
 """(dst, src, row indices; None: all rows in order)."""
-_Chunks = deque[tuple[_Rows, _Rows, _Picks, int, int]]
+_Chunks = deque[tuple[_Rows, _Rows, _RowIndices, int, int]]
 """(the job's three fields, first row of the chunk, number of rows)."""
 
 
@@ -216,12 +216,12 @@ class Copies:
         self._jobs.append((dst, src, None))
         self._nbytes += dst.nbytes
 
-    def rows(self, dst: _Rows, src: _Rows, picks: NDArray[np.int64]) -> None:
-        """dst[i] = src[picks[i]] for every row, by the time of ``finish``."""
+    def rows(self, dst: _Rows, src: _Rows, row_indices: NDArray[np.int64]) -> None:
+        """dst[i] = src[row_indices[i]] for every row, by the time of ``finish``."""
         if dst.nbytes < LATER_NBYTES:
-            AT_ONCE.rows(dst, src, picks)
+            AT_ONCE.rows(dst, src, row_indices)
             return
-        self._jobs.append((dst, src, picks))
+        self._jobs.append((dst, src, row_indices))
         self._nbytes += dst.nbytes
 
     @property
@@ -243,9 +243,9 @@ class Copies:
                 _map_pages(dst)
             _copy_together(jobs, helpers)
             return
-        for dst, src, picks in jobs:
-            if picks is not None:
-                AT_ONCE.rows(dst, src, picks)
+        for dst, src, row_indices in jobs:
+            if row_indices is not None:
+                AT_ONCE.rows(dst, src, row_indices)
                 continue
             _map_pages(dst if self._into_mapped else src)
             dst[...] = src
@@ -263,9 +263,9 @@ def _map_pages(memory: NDArray[np.uint8]) -> None:
 def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
     # Tuples, because creating the slices of 64 MiB up front takes as long as copying 3 MiB.
     chunks: _Chunks = deque()
-    for dst, src, picks in jobs:
-        step = _CHUNK_NBYTES if picks is None else max(1, _CHUNK_NBYTES * len(dst) // dst.nbytes)
-        chunks += [(dst, src, picks, start, step) for start in range(0, len(dst), step)]
+    for dst, src, row_indices in jobs:
+        step = _CHUNK_NBYTES if row_indices is None else max(1, _CHUNK_NBYTES * len(dst) // dst.nbytes)
+        chunks += [(dst, src, row_indices, start, step) for start in range(0, len(dst), step)]
     errors: list[BaseException] = []
     helpers = [_Helper(chunks, errors) for _ in range(num_helpers)]
     try:
@@ -299,7 +299,7 @@ class _Helper:
     def __init__(self, chunks: _Chunks, errors: list[BaseException]) -> None:
         self._chunks = chunks
         self._errors = errors
-        self._begun = self._ended = False
+        self._started = self._ended = False
         self._over = threading.Lock()
         self._over.acquire()
 
@@ -308,7 +308,7 @@ class _Helper:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        self._begun = True
+        self._started = True
         try:
             _drain(self._chunks)
         except BaseException as error:  # raised again by the thread that waits for this one
@@ -319,19 +319,19 @@ class _Helper:
 
     def wait(self) -> None:
         """After this the helper writes no more. All chunks must have been taken, because it may still start later."""
-        while self._begun and not self._ended:  # Ctrl-C may have come between its end and the note of it
+        while self._started and not self._ended:  # Ctrl-C may have come between its end and the note of it
             self._over.acquire()
 
 
 def _drain(chunks: _Chunks) -> None:
     while True:
         try:
-            dst, src, picks, start, step = chunks.popleft()
+            dst, src, row_indices, start, step = chunks.popleft()
         except IndexError:
             return
         stop = start + step
         # NumPy releases the interpreter lock meanwhile.
-        if picks is None:
+        if row_indices is None:
             dst[start:stop] = src[start:stop]
         else:
-            AT_ONCE.rows(dst[start:stop], src, picks[start:stop])
+            AT_ONCE.rows(dst[start:stop], src, row_indices[start:stop])

@@ -55,91 +55,91 @@ def ragged_layout(dtype: str, itemsize: int, ndim: int) -> Layout:
     return Layout("ragged", dtype, itemsize, (-1,) * ndim)
 
 
-class Piece:
+class WireColumn:
     """A wire column. ``data`` holds the rows back to back.
 
-    ``side`` is [rows, ndim] shapes (ragged) or [rows + 1] offsets (objects).
-    ``picks`` selects rows from a larger block: row indices (dense) or start bytes (ragged), in order.
+    ``row_meta`` is [rows, ndim] shapes (ragged) or [rows + 1] offsets (objects).
+    ``selection`` selects rows from a larger block: row indices (dense) or start bytes (ragged), in order.
     It never changes after construction, because slices share its memory.
     """
 
-    __slots__ = ("_bounds", "_extremes", "data", "layout", "picks", "rows", "side")
+    __slots__ = ("_bounds", "_extremes", "data", "layout", "row_meta", "rows", "selection")
 
     def __init__(
         self,
         layout: Layout,
         rows: int,
         data: ByteArray,
-        side: IntArray | None = None,
+        row_meta: IntArray | None = None,
         bounds: IntArray | None = None,
-        picks: IntArray | None = None,
+        selection: IntArray | None = None,
     ) -> None:
         self.layout = layout
         self.rows = rows
         self.data = data
-        self.side = side
+        self.row_meta = row_meta
         self._bounds = bounds
         self._extremes: tuple[int, int] | None = None
-        self.picks = picks
+        self.selection = selection
 
     @classmethod
     def received(
-        cls, layout: Layout, rows: int, data: ByteArray, side: Any = None, picks: IntArray | None = None
-    ) -> Piece:
-        """Check and build the wire column that a sender described; ``side`` is the received buffer.
+        cls, layout: Layout, rows: int, data: ByteArray, row_meta: Any = None, selection: IntArray | None = None
+    ) -> WireColumn:
+        """Check and build the wire column that a sender described; ``row_meta`` is the received buffer.
 
         Raises:
             ProtocolError: lengths, shapes and offsets contradict each other.
         """
-        flat = None if side is None else _side(layout, rows, np.frombuffer(side, np.int64))
-        piece = cls(layout, rows, data, flat, picks=picks)
-        if picks is None:
-            _check(piece)
+        flat = None if row_meta is None else _row_meta(layout, rows, np.frombuffer(row_meta, np.int64))
+        column = cls(layout, rows, data, flat, selection=selection)
+        if selection is None:
+            _check(column)
         else:
-            _check_picks(piece, picks)
-        return piece
+            _check_selection(column, selection)
+        return column
 
     @property
-    def side_frame(self) -> IntArray | None:
-        """``side`` as a message frame."""
-        return None if self.side is None else np.ascontiguousarray(self.side).reshape(-1)
+    def row_meta_frame(self) -> IntArray | None:
+        """``row_meta`` as a message frame."""
+        return None if self.row_meta is None else np.ascontiguousarray(self.row_meta).reshape(-1)
 
     @property
     def nbytes(self) -> int:
-        if self.side is None:
+        if self.row_meta is None:
             return self.data.nbytes
         # The closing offset of objects is not counted, so that the rows add up to the whole.
-        return self.data.nbytes + self.side.nbytes - (8 if self.side.ndim == 1 else 0)
+        return self.data.nbytes + self.row_meta.nbytes - (8 if self.row_meta.ndim == 1 else 0)
 
     @property
     def bounds(self) -> IntArray:
         """[rows + 1] row boundaries in ``data``; ragged and objects only."""
         if self._bounds is None:
-            assert self.side is not None
+            assert self.row_meta is not None
             if self.layout.kind == "ragged":
-                one_dim = self.side.shape[1] == 1
-                self._bounds = running_sum(self.side[:, 0] if one_dim else self.side.prod(axis=1))
+                one_dim = self.row_meta.shape[1] == 1
+                self._bounds = running_sum(self.row_meta[:, 0] if one_dim else self.row_meta.prod(axis=1))
                 self._bounds *= self.layout.itemsize
             else:
-                self._bounds = self.side if self.side[0] == 0 else self.side - self.side[0]
+                self._bounds = self.row_meta if self.row_meta[0] == 0 else self.row_meta - self.row_meta[0]
         return self._bounds
 
     @property
     def extremes(self) -> tuple[int, int]:
-        """The smallest and the largest number in ``side``; only for ragged columns with rows."""
+        """The smallest and the largest number in ``row_meta``; only for ragged columns with rows."""
         if self._extremes is None:
-            assert self.side is not None
-            self._extremes = int(self.side.min()), int(self.side.max())
+            assert self.row_meta is not None
+            self._extremes = int(self.row_meta.min()), int(self.row_meta.max())
         return self._extremes
 
     @property
     def starts(self) -> IntArray:
         """[rows] byte offsets in ``data`` where each row begins."""
         if self.layout.kind == "dense":
-            return (np.arange(self.rows) if self.picks is None else self.picks) * self.layout.row_nbytes
-        return self.bounds[:-1] if self.picks is None else self.picks
+            return (np.arange(self.rows) if self.selection is None else self.selection) * self.layout.row_nbytes
+        return self.bounds[:-1] if self.selection is None else self.selection
 
-    def begin(self, row: int) -> int:
+    def start_of(self, row: int) -> int:
         """The byte of ``data`` where this row begins and the previous one ends."""
         return row * self.layout.row_nbytes if self.layout.kind == "dense" else int(self.bounds[row])
 
@@ -147,30 +147,30 @@ class Piece:
         """Bytes that only these rows take."""
         if self.layout.kind == "dense":
             return len(rows) * self.layout.row_nbytes
-        assert self.side is not None
-        side_nbytes = 8 if self.side.ndim == 1 else 8 * self.side.shape[1]
-        return int((self.bounds[rows + 1] - self.bounds[rows]).sum()) + len(rows) * side_nbytes
+        assert self.row_meta is not None
+        meta_nbytes = 8 if self.row_meta.ndim == 1 else 8 * self.row_meta.shape[1]
+        return int((self.bounds[rows + 1] - self.bounds[rows]).sum()) + len(rows) * meta_nbytes
 
-    def as_ragged(self) -> Piece:
+    def as_ragged(self) -> WireColumn:
         """The same rows with explicit shapes; objects stay as they are."""
         if self.layout.kind != "dense":
             return self
         shapes = np.broadcast_to(np.array(self.layout.shape, np.int64), (self.rows, len(self.layout.shape)))
-        starts = None if self.picks is None else self.starts
+        starts = None if self.selection is None else self.starts
         bounds = np.arange(self.rows + 1) * self.layout.row_nbytes
-        return Piece(self.layout.family, self.rows, self.data, shapes, bounds, starts)
+        return WireColumn(self.layout.family, self.rows, self.data, shapes, bounds, starts)
 
-    def slice(self, start: int, stop: int) -> Piece:
+    def slice(self, start: int, stop: int) -> WireColumn:
         """Rows start … stop - 1, sharing memory."""
         if start == 0 and stop == self.rows:
             return self
         if self.layout.kind == "dense":
             size = self.layout.row_nbytes
-            return Piece(self.layout, stop - start, self.data[start * size : stop * size])
-        assert self.side is not None
+            return WireColumn(self.layout, stop - start, self.data[start * size : stop * size])
+        assert self.row_meta is not None
         bounds = self.bounds[start : stop + 1]
-        side = self.side[start : stop + (self.layout.kind == "objects")]
-        return Piece(self.layout, stop - start, self.data[bounds[0] : bounds[-1]], side, bounds - bounds[0])
+        row_meta = self.row_meta[start : stop + (self.layout.kind == "objects")]
+        return WireColumn(self.layout, stop - start, self.data[bounds[0] : bounds[-1]], row_meta, bounds - bounds[0])
 
 
 def running_sum(numbers: NDArray[np.int64]) -> IntArray:
@@ -181,48 +181,48 @@ def running_sum(numbers: NDArray[np.int64]) -> IntArray:
     return sums
 
 
-def _side(layout: Layout, rows: int, flat: IntArray) -> IntArray:
+def _row_meta(layout: Layout, rows: int, flat: IntArray) -> IntArray:
     expected = rows + 1 if layout.kind == "objects" else rows * len(layout.shape)
     if len(flat) != expected:
         raise ProtocolError(f"a {layout.kind} column of {rows} rows came with {len(flat)} offsets, expected {expected}")
     return flat if layout.kind == "objects" else flat.reshape(rows, len(layout.shape))
 
 
-def _check(piece: Piece) -> None:
+def _check(column: WireColumn) -> None:
     """Refuse a column that would make a later copy read or write outside its buffer."""
-    layout, have = piece.layout, piece.data.nbytes
+    layout, have = column.layout, column.data.nbytes
     if layout.kind == "dense":
-        expected = piece.rows * layout.row_nbytes
+        expected = column.rows * layout.row_nbytes
         if min(layout.shape, default=0) < 0 or have != expected:
-            raise ProtocolError(f"a dense column of {piece.rows} rows has {have} bytes, its layout says {expected}")
+            raise ProtocolError(f"a dense column of {column.rows} rows has {have} bytes, its layout says {expected}")
         return
-    side = piece.side
-    assert side is not None
+    row_meta = column.row_meta
+    assert row_meta is not None
     # In floats, because an int64 product may wrap around to a plausible value.
-    if layout.kind == "ragged" and side.size:
-        least, most = piece.extremes
-        if side.shape[1] > 1:
-            most = side.astype(np.float64).prod(axis=1).max()
+    if layout.kind == "ragged" and row_meta.size:
+        least, most = column.extremes
+        if row_meta.shape[1] > 1:
+            most = row_meta.astype(np.float64).prod(axis=1).max()
         if least < 0 or most * layout.itemsize > have:
             raise ProtocolError(f"row shapes of a ragged column don't fit its {have} bytes")
-    sizes_ok = layout.kind == "ragged" or bool((np.diff(side) >= 0).all())
-    if not sizes_ok or piece.bounds[-1] != have:
-        raise ProtocolError(f"a {layout.kind} column has {have} bytes, its rows end at {piece.bounds[-1]}")
+    sizes_ok = layout.kind == "ragged" or bool((np.diff(row_meta) >= 0).all())
+    if not sizes_ok or column.bounds[-1] != have:
+        raise ProtocolError(f"a {layout.kind} column has {have} bytes, its rows end at {column.bounds[-1]}")
 
 
-def _check_picks(piece: Piece, picks: IntArray) -> None:
+def _check_selection(column: WireColumn, selection: IntArray) -> None:
     """The same for selected rows of a larger block."""
-    have, first, last = piece.data.nbytes, int(picks.min()), int(picks.max())
-    if len(picks) != piece.rows:
-        raise ProtocolError(f"{len(picks)} places of {piece.rows} rows")
-    if piece.layout.kind == "dense":
-        ends = (last + 1) * piece.layout.row_nbytes
+    have, first, last = column.data.nbytes, int(selection.min()), int(selection.max())
+    if len(selection) != column.rows:
+        raise ProtocolError(f"{len(selection)} places of {column.rows} rows")
+    if column.layout.kind == "dense":
+        ends = (last + 1) * column.layout.row_nbytes
     else:
-        assert piece.side is not None
-        sizes = piece.side.astype(np.float64).prod(axis=1) * piece.layout.itemsize
-        ends = int((picks + sizes).max()) if piece.side.min() >= 0 else -1
+        assert column.row_meta is not None
+        sizes = column.row_meta.astype(np.float64).prod(axis=1) * column.layout.itemsize
+        ends = int((selection + sizes).max()) if column.row_meta.min() >= 0 else -1
     if first < 0 or not 0 <= ends <= have:
-        raise ProtocolError(f"rows of a {piece.layout.kind} column reach from {first} to byte {ends} of {have}")
+        raise ProtocolError(f"rows of a {column.layout.kind} column reach from {first} to byte {ends} of {have}")
 
 
 SLICE_NBYTES = 64 * 1024
@@ -258,77 +258,76 @@ def heap(nbytes: int) -> ByteArray:
     return np.empty(nbytes, np.uint8)
 
 
-def gather(parts: Sequence[tuple[Piece, Positions]], allocate: Allocate = heap) -> Piece:
+def gather(selected: Sequence[tuple[WireColumn, Positions]], allocate: Allocate = heap) -> WireColumn:
     """Copy these rows of these wire columns, all of one family, into one new wire column, in this order."""
-    layout = parts[0][0].layout
-    if any(piece.layout != layout for piece, _ in parts):
-        parts, layout = [(piece.as_ragged(), rows) for piece, rows in parts], layout.family
-    counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for _, rows in parts]
+    layout = selected[0][0].layout
+    if any(column.layout != layout for column, _ in selected):
+        selected, layout = [(column.as_ragged(), rows) for column, rows in selected], layout.family
+    counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for _, rows in selected]
     total = sum(counts)
     if layout.kind == "dense":
-        return Piece(layout, total, _gather_dense(parts, counts, allocate(total * layout.row_nbytes)))
-    starts, sizes = zip(*(_extent(piece, rows) for piece, rows in parts), strict=True)
+        return WireColumn(layout, total, _gather_dense(selected, counts, allocate(total * layout.row_nbytes)))
+    starts, sizes = zip(*(_spans(column, rows) for column, rows in selected), strict=True)
     bounds = running_sum(np.concatenate(sizes))
     data = allocate(int(bounds[-1]))
     at = 0
-    for (piece, _), count, start, size in zip(parts, counts, starts, sizes, strict=True):
-        copy_spans(data, bounds[at : at + count], piece.data, start, size)
+    for (column, _), count, start, size in zip(selected, counts, starts, sizes, strict=True):
+        copy_spans(data, bounds[at : at + count], column.data, start, size)
         at += count
     if layout.kind == "objects":
-        return Piece(layout, total, data, bounds, bounds)
-    shapes = np.concatenate([piece.side[rows] for piece, rows in parts if piece.side is not None])
-    return Piece(layout, total, data, shapes, bounds)
+        return WireColumn(layout, total, data, bounds, bounds)
+    shapes = np.concatenate([column.row_meta[rows] for column, rows in selected if column.row_meta is not None])
+    return WireColumn(layout, total, data, shapes, bounds)
 
 
-def _extent(piece: Piece, rows: Positions) -> tuple[IntArray, IntArray]:
+def _spans(column: WireColumn, rows: Positions) -> tuple[IntArray, IntArray]:
     """Return where these rows begin in the column, and their sizes."""
-    starts = piece.bounds[:-1][rows]
-    return starts, piece.bounds[1:][rows] - starts
+    starts = column.bounds[:-1][rows]
+    return starts, column.bounds[1:][rows] - starts
 
 
-def _gather_dense(parts: Sequence[tuple[Piece, Positions]], counts: Sequence[int], out: ByteArray) -> ByteArray:
+def _gather_dense(selected: Sequence[tuple[WireColumn, Positions]], counts: Sequence[int], out: ByteArray) -> ByteArray:
     if out.nbytes == 0:
         return out
-    at, row_nbytes = 0, parts[0][0].layout.row_nbytes
-    for (piece, rows), count in zip(parts, counts, strict=True):
+    at, row_nbytes = 0, selected[0][0].layout.row_nbytes
+    for (column, rows), count in zip(selected, counts, strict=True):
         if isinstance(rows, slice):
-            copy_rows(out, slice(at, at + count), piece.slice(rows.start, rows.stop).data, None, row_nbytes)
+            copy_rows(out, slice(at, at + count), column.slice(rows.start, rows.stop).data, None, row_nbytes)
         else:
-            copy_rows(out, slice(at, at + count), piece.data, rows, row_nbytes)
+            copy_rows(out, slice(at, at + count), column.data, rows, row_nbytes)
         at += count
     return out
 
 
-def pick(pieces: Sequence[Piece], which: IntArray, rows: IntArray) -> list[tuple[Positions, Piece]]:
-    """Select row ``rows[i]`` of ``pieces[which[i]]`` for every i, in few parts, each with the positions i that it
-    fills.
+def select(columns: Sequence[WireColumn], which: IntArray, rows: IntArray) -> list[tuple[Positions, WireColumn]]:
+    """Select row ``rows[i]`` of ``columns[which[i]]`` for every i. Returns columns and the positions they fill.
 
-    Long runs of one column are slices that share its memory. All other rows are copied together, one part per family.
+    Long runs of one column are slices that share its memory. All other rows are copied together, by family.
     """
     if len(rows) == 0:
         return []
     cuts = np.flatnonzero((np.diff(which) != 0) | (np.diff(rows) != 1)) + 1
     starts, stops = np.append(0, cuts), np.append(cuts, len(rows))
     if len(starts) == 1:
-        return [(slice(0, len(rows)), pieces[which[0]].slice(int(rows[0]), int(rows[-1]) + 1))]
-    row_nbytes = np.array([piece.nbytes / max(piece.rows, 1) for piece in pieces])
+        return [(slice(0, len(rows)), columns[which[0]].slice(int(rows[0]), int(rows[-1]) + 1))]
+    row_nbytes = np.array([column.nbytes / max(column.rows, 1) for column in columns])
     lengths = stops - starts
     is_long = lengths * row_nbytes[which[starts]] >= SLICE_NBYTES
-    parts: list[tuple[Positions, Piece]] = []
+    placed: list[tuple[Positions, WireColumn]] = []
     for start, stop in zip(starts[is_long].tolist(), stops[is_long].tolist(), strict=True):
         first = int(rows[start])
-        parts.append((slice(start, stop), pieces[which[start]].slice(first, first + stop - start)))
+        placed.append((slice(start, stop), columns[which[start]].slice(first, first + stop - start)))
     if not is_long.all():
         short = np.flatnonzero(np.repeat(~is_long, lengths))
-        parts += _copied(pieces, which[short], rows[short], short)
-    return parts
+        placed += _copied(columns, which[short], rows[short], short)
+    return placed
 
 
-def cut(piece: Piece, at: Positions) -> list[tuple[Positions, Piece]]:
-    """``pick`` from one wire column."""
+def cut(column: WireColumn, at: Positions) -> list[tuple[Positions, WireColumn]]:
+    """``select`` from one wire column."""
     if isinstance(at, slice):
-        return [(slice(0, at.stop - at.start), piece.slice(at.start, at.stop))]
-    return pick([piece], np.zeros(len(at), np.int64), at)
+        return [(slice(0, at.stop - at.start), column.slice(at.start, at.stop))]
+    return select([column], np.zeros(len(at), np.int64), at)
 
 
 def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
@@ -342,11 +341,16 @@ def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
     return [(int(labels[part[0]]), part) for part in np.split(order, cuts)]
 
 
-def _copied(pieces: Sequence[Piece], which: IntArray, rows: IntArray, at: IntArray) -> list[tuple[Positions, Piece]]:
-    families: dict[Layout, list[tuple[Piece, IntArray, IntArray]]] = {}
+def _copied(
+    columns: Sequence[WireColumn], which: IntArray, rows: IntArray, at: IntArray
+) -> list[tuple[Positions, WireColumn]]:
+    families: dict[Layout, list[tuple[WireColumn, IntArray, IntArray]]] = {}
     for number, mine in groups(which):
-        families.setdefault(pieces[number].layout.family, []).append((pieces[number], rows[mine], at[mine]))
+        families.setdefault(columns[number].layout.family, []).append((columns[number], rows[mine], at[mine]))
     return [
-        (as_run(np.concatenate([where for *_, where in part])), gather([(piece, chosen) for piece, chosen, _ in part]))
-        for part in families.values()
+        (
+            as_run(np.concatenate([where for *_, where in each])),
+            gather([(column, chosen) for column, chosen, _ in each]),
+        )
+        for each in families.values()
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One field on disk: whatever pieces its values came in, what is read is what was written, row by row."""
+"""One field on disk: whatever wire columns its values came in, what is read is what was written, row by row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from transfer_queue.checkpoint import field_files
 from transfer_queue.checkpoint.field_files import BlockReader, FieldWriter
-from transfer_queue.checkpoint.files import Block, Field
+from transfer_queue.checkpoint.files import BlockFiles, FieldFiles
 from transfer_queue.errors import CheckpointError
-from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, Piece, dense_layout, ragged_layout
+from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, WireColumn, dense_layout, ragged_layout
 
 Row = tuple[str, tuple[int, ...], bytes]
 """(dtype or "objects", shape, bytes)"""
@@ -41,38 +41,40 @@ def layout_of(row: Row, ragged: bool) -> Layout:
     return dense_layout(dtype, ITEMSIZE[dtype], shape)
 
 
-def piece_of(layout: Layout, own: list[Row], gap: int) -> Piece:
+def wire_of(layout: Layout, own: list[Row], gap: int) -> WireColumn:
     """``gap``: bytes between the rows, as where a reader has others' memory before it."""
     sizes = np.array([len(row[2]) for row in own])
     data = np.frombuffer(b"".join(row[2] for row in own), np.uint8)
     if layout == OBJECTS:
-        return Piece(layout, len(own), data, np.concatenate((np.zeros(1, np.int64), sizes.cumsum())))
+        return WireColumn(layout, len(own), data, np.concatenate((np.zeros(1, np.int64), sizes.cumsum())))
     if layout.kind == "dense":
         if not gap or not layout.row_nbytes:
-            return Piece(layout, len(own), data)
+            return WireColumn(layout, len(own), data)
         spread = np.zeros((len(own), 2, layout.row_nbytes), np.uint8)
         spread[:, 1] = data.reshape(len(own), -1)
-        return Piece(layout, len(own), spread.reshape(-1), picks=np.arange(len(own)) * 2 + 1)
-    side = np.array([row[1] for row in own], np.int64).reshape(len(own), -1)
+        return WireColumn(layout, len(own), spread.reshape(-1), selection=np.arange(len(own)) * 2 + 1)
+    row_meta = np.array([row[1] for row in own], np.int64).reshape(len(own), -1)
     if not gap:
-        return Piece(layout, len(own), data, side)
+        return WireColumn(layout, len(own), data, row_meta)
     spread = b"".join(b"\0" * gap + row[2] for row in own)
     starts = np.cumsum(sizes + gap) - sizes
-    return Piece(layout, len(own), np.frombuffer(spread, np.uint8), side, picks=starts)
+    return WireColumn(layout, len(own), np.frombuffer(spread, np.uint8), row_meta, selection=starts)
 
 
-def parts_of(chunk: list[Row], ragged: list[bool], gap: int) -> list[tuple[IntArray, Piece]]:
+def parts_of(chunk: list[Row], ragged: list[bool], gap: int) -> list[tuple[IntArray, WireColumn]]:
     """The rows of a chunk as a storage answers: by layout, in no order."""
     found: dict[Layout, list[int]] = {}
     for at, row in enumerate(chunk):
         found.setdefault(layout_of(row, ragged[at % len(ragged)]), []).append(at)
     return [
-        (np.array(where[::-1]), piece_of(layout, [chunk[at] for at in where[::-1]], gap))
+        (np.array(where[::-1]), wire_of(layout, [chunk[at] for at in where[::-1]], gap))
         for layout, where in reversed(found.items())
     ]
 
 
-def write(directory: Path, chunks: list[list[Row]], ragged: list[bool], gap: int, hint: bool) -> tuple[Field, IntArray]:
+def write(
+    directory: Path, chunks: list[list[Row]], ragged: list[bool], gap: int, hint: bool
+) -> tuple[FieldFiles, IntArray]:
     writer = FieldWriter(directory, "f", "f", hint)
     samples = np.arange(sum(map(len, chunks)), dtype=np.int64) * 3 + 5
     start = 0
@@ -82,20 +84,20 @@ def write(directory: Path, chunks: list[list[Row]], ragged: list[bool], gap: int
     return writer.close(samples), samples
 
 
-def read(directory: Path, field: Field, samples: IntArray) -> dict[int, Row]:
+def read(directory: Path, field: FieldFiles, samples: IntArray) -> dict[int, Row]:
     found: dict[int, Row] = {}
     for block in field.blocks:
-        for own, piece in BlockReader(directory, block, samples).chunks():
-            edges = piece.bounds if piece.layout == OBJECTS else piece.as_ragged().bounds
+        for own, wire in BlockReader(directory, block, samples).chunks():
+            edges = wire.bounds if wire.layout == OBJECTS else wire.as_ragged().bounds
             for at, sample in enumerate(own.tolist()):
                 shape: tuple[int, ...] = ()
-                if piece.layout != OBJECTS:
-                    side = piece.as_ragged().side
-                    assert side is not None
-                    shape = tuple(side[at].tolist())
+                if wire.layout != OBJECTS:
+                    row_meta = wire.as_ragged().row_meta
+                    assert row_meta is not None
+                    shape = tuple(row_meta[at].tolist())
                 assert sample not in found
-                data = piece.data[edges[at] : edges[at + 1]].tobytes()
-                found[sample] = (piece.layout.dtype or "objects", shape, data)
+                data = wire.data[edges[at] : edges[at + 1]].tobytes()
+                found[sample] = (wire.layout.dtype or "objects", shape, data)
     return found
 
 
@@ -112,7 +114,7 @@ def test_every_row_is_read_as_it_was_written(chunks, ragged, gap, hint, handled)
         expected = [row for chunk in chunks for row in chunk]
         assert read(Path(name), field, samples) == dict(zip(samples.tolist(), expected, strict=True))
         kinds = {"objects" if row[0] == "objects" else (row[0], len(row[1])) for row in expected}
-        assert len(field.blocks) <= 2 * len(kinds), "few files, however many pieces there were"
+        assert len(field.blocks) <= 2 * len(kinds), "few files, however many wire columns there were"
 
 
 def test_rows_of_one_shape_are_one_array_in_the_order_of_the_samples(tmp_path):
@@ -122,7 +124,7 @@ def test_rows_of_one_shape_are_one_array_in_the_order_of_the_samples(tmp_path):
     assert [block.samples for block in field.blocks] == [None]
 
 
-def block_of(tmp_path: Path) -> tuple[Block, IntArray]:
+def block_of(tmp_path: Path) -> tuple[BlockFiles, IntArray]:
     chunk: list[Row] = [("int32", (n % 3,), b"\1\0\0\0" * (n % 3)) for n in range(5)]
     field, samples = write(tmp_path, [chunk], [True], 0, True)
     return field.blocks[0], samples

@@ -11,12 +11,12 @@ import pytest
 
 from transfer_queue.protocol import Done, Request
 from transfer_queue.storage.shm.messages import (
+    ColumnHeader,
     Columns,
     Commit,
     Delete,
     Deleted,
     EndSession,
-    Part,
     Read,
     Rows,
     Write,
@@ -42,7 +42,7 @@ def asked(unit: StorageUnit, request: Request, frames: Sequence[Any] = (), clien
 def written(indexes: Sequence[int]) -> StorageUnit:
     """A unit with an uncommitted write of one byte for each of these indexes."""
     unit = StorageUnit()
-    part = Part("x", dense_layout("uint8", 1, (1,)), len(indexes), nbytes=len(indexes))
+    part = ColumnHeader("x", dense_layout("uint8", 1, (1,)), len(indexes), nbytes=len(indexes))
     write = Write(WRITE, packed(*indexes), Columns([part]))
     assert asked(unit, write, [bytes(indexes)]) == Written(WRITE)
     return unit

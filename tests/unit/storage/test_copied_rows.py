@@ -30,9 +30,9 @@ class Later:
         self.nbytes.append(dst.nbytes)
         self.jobs.append(lambda: AT_ONCE(dst, src))
 
-    def rows(self, dst: np.ndarray, src: np.ndarray, picks: np.ndarray) -> None:
+    def rows(self, dst: np.ndarray, src: np.ndarray, selection: np.ndarray) -> None:
         self.nbytes.append(dst.nbytes)
-        self.jobs.append(lambda: AT_ONCE.rows(dst, src, picks))
+        self.jobs.append(lambda: AT_ONCE.rows(dst, src, selection))
 
     def finish(self) -> None:
         for job in self.jobs:
@@ -72,8 +72,10 @@ def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
     """``offset``: frames lie unaligned in what was received."""
     num_rows = data.draw(st.integers(1, 30))
     src = BYTES[offset : offset + num_rows * row_nbytes]
-    picks = data.draw(st.one_of(st.none(), runs_of_numbers(num_rows, 20).map(lambda rows: np.array(rows, np.int64))))
-    count = num_rows if picks is None else len(picks)
+    selection = data.draw(
+        st.one_of(st.none(), runs_of_numbers(num_rows, 20).map(lambda rows: np.array(rows, np.int64)))
+    )
+    count = num_rows if selection is None else len(selection)
     room = count + data.draw(st.integers(0, 5))
     if data.draw(st.booleans()):
         begin = data.draw(st.integers(0, room - count))
@@ -84,13 +86,13 @@ def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
             at.sort()
     got = np.full(room * row_nbytes, 7, np.uint8)
     later = Later()
-    copy_rows(got, at, src, picks, row_nbytes, later)
+    copy_rows(got, at, src, selection, row_nbytes, later)
     later.finish()
     expected = np.full((room, row_nbytes), 7, np.uint8)
-    expected[as_array(at)] = src.reshape(num_rows, row_nbytes)[slice(None) if picks is None else picks]
+    expected[as_array(at)] = src.reshape(num_rows, row_nbytes)[slice(None) if selection is None else selection]
     assert np.array_equal(got, expected.reshape(-1))
     again = np.full(room * row_nbytes, 7, np.uint8)
-    copy_rows(again, at, src, picks, row_nbytes)
+    copy_rows(again, at, src, selection, row_nbytes)
     assert np.array_equal(again, got)
 
 
@@ -98,8 +100,8 @@ def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
 def test_long_runs_are_handed_over_as_slices(row_nbytes):
     later = Later()
     src, dst = BYTES[: 10 * row_nbytes], np.zeros(10 * row_nbytes, np.uint8)
-    picks = np.array([5, 6, 7, 8, 9, 0, 1, 2, 3, 4])
-    copy_rows(dst, slice(0, 10), src, picks, row_nbytes, later)
+    selection = np.array([5, 6, 7, 8, 9, 0, 1, 2, 3, 4])
+    copy_rows(dst, slice(0, 10), src, selection, row_nbytes, later)
     assert later.nbytes == [5 * row_nbytes, 5 * row_nbytes]
 
 

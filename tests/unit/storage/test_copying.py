@@ -67,13 +67,13 @@ def test_all_bytes_are_there_for_any_sizes(sizes):
 def test_rows_that_were_picked_are_there_whoever_copied_them(threads, row_nbytes):
     rows = 26 * MIB // row_nbytes
     source = SOURCE[: rows * row_nbytes].view(np.int64).reshape(rows, -1)
-    picks = np.random.default_rng(2).integers(0, rows, rows)
+    selection = np.random.default_rng(2).integers(0, rows, rows)
     copies, out, few = Copies(), np.zeros_like(source), np.zeros((3, source.shape[1]), np.int64)
-    copies.rows(out, source, picks)
-    copies.rows(few, source, picks[:3])
+    copies.rows(out, source, selection)
+    copies.rows(few, source, selection[:3])
     copies.finish()
-    assert np.array_equal(out, source[picks])
-    assert np.array_equal(few, source[picks[:3]])
+    assert np.array_equal(out, source[selection])
+    assert np.array_equal(few, source[selection[:3]])
 
 
 def test_it_can_be_used_again_after_finish(threads):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots: pages of indexes, recycled."""
+"""PageTable: pages of indexes, recycled."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.shm.block_store import Slots
+from transfer_queue.storage.shm.block_store import PageTable
 
 
 def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def kept(slots: Slots, indexes: np.ndarray) -> np.ndarray:
+def kept(slots: PageTable, indexes: np.ndarray) -> np.ndarray:
     slots.claim(indexes)
     found = slots.find(indexes)
     slots.keep(found)
@@ -22,7 +22,7 @@ def kept(slots: Slots, indexes: np.ndarray) -> np.ndarray:
 
 
 def test_every_index_has_a_slot_of_its_own_and_unknown_ones_have_none():
-    slots = Slots()
+    slots = PageTable()
     found = kept(slots, ints(5, 64, 1_000_000, 6))
     assert len(set(found.tolist())) == 4
     assert found.max() < slots.capacity
@@ -30,7 +30,7 @@ def test_every_index_has_a_slot_of_its_own_and_unknown_ones_have_none():
 
 
 def test_a_page_is_recycled_when_its_last_value_goes():
-    slots = Slots()
+    slots = PageTable()
     first = kept(slots, ints(0, 1))
     kept(slots, ints(64))
     slots.release(first[:1])
@@ -41,7 +41,7 @@ def test_a_page_is_recycled_when_its_last_value_goes():
 
 
 def test_tables_stay_as_long_as_what_is_kept_while_indexes_grow():
-    slots = Slots()
+    slots = PageTable()
     for start in range(0, 1_000_000, 1000):
         slots.release(kept(slots, np.arange(start, start + 1000)))
     assert slots.capacity == 0
@@ -55,7 +55,7 @@ def test_tables_stay_as_long_as_what_is_kept_while_indexes_grow():
 @settings(max_examples=200, deadline=None, print_blob=True)
 @given(runs=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300), st.booleans()), max_size=12))
 def test_a_run_has_the_slots_that_its_indexes_have_one_by_one(runs):
-    slots, held = Slots(), set[int]()
+    slots, held = PageTable(), set[int]()
     for start, count, stays in runs:
         indexes = np.arange(start, start + count)
         fresh = np.array([index for index in indexes.tolist() if index not in held], np.int64)

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.shm.field_blocks import STEP_NBYTES, FieldBlocks
-from transfer_queue.storage.shm.messages import FieldParts
-from transfer_queue.storage.wire_columns import Allocate, IntArray, Piece, Positions, as_run, distinct, heap
+from transfer_queue.storage.shm.messages import FieldColumns
+from transfer_queue.storage.wire_columns import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
 
-Located: TypeAlias = list[tuple[str, Piece, Positions, Positions]]
+Located: TypeAlias = list[tuple[str, WireColumn, Positions, Positions]]
 """(field, block, positions in the batch, their row indices in the block)."""
 
 
@@ -30,7 +30,7 @@ class BlockStore:
         """
         self._allocate = allocate
         self._step_nbytes = step_nbytes
-        self._slots = Slots()
+        self._slots = PageTable()
         self._fields: dict[str, FieldBlocks] = {}
 
     @property
@@ -60,14 +60,14 @@ class BlockStore:
             held[: len(present)] |= present[: len(held)]
         return int(held.sum())
 
-    def write(self, indexes: IntArray, parts: FieldParts) -> None:
+    def write(self, indexes: IntArray, parts: FieldColumns) -> None:
         """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
         slots = self._claim(indexes, parts)
-        for name, positions, piece in parts:
+        for name, positions, column in parts:
             mine = slots if _is_all(positions, len(slots)) else slots[positions]
-            self._slots.keep(self._fields[name].add(mine, piece))
+            self._slots.keep(self._fields[name].add(mine, column))
 
-    def _claim(self, indexes: IntArray, parts: FieldParts) -> IntArray:
+    def _claim(self, indexes: IntArray, parts: FieldColumns) -> IntArray:
         # An index without any value must not get a page, because nothing would ever release it.
         if any(_is_all(positions, len(indexes)) for _, positions, _ in parts):
             self._slots.claim(indexes)
@@ -82,7 +82,7 @@ class BlockStore:
             field.grow(self._slots.capacity)
         return self._slots.find(indexes)
 
-    def read(self, indexes: IntArray, fields: Sequence[str]) -> FieldParts:
+    def read(self, indexes: IntArray, fields: Sequence[str]) -> FieldColumns:
         """Return these fields of all these indexes, which may repeat and come in any order.
 
         Raises:
@@ -90,13 +90,13 @@ class BlockStore:
         """
         if not len(indexes):
             return []
-        parts: FieldParts = []
+        parts: FieldColumns = []
         for name, field, slots, whole in self._found(indexes, fields):
             if whole is None:
-                parts += [(name, at, piece) for at, piece in field.pick(slots)]
+                parts += [(name, at, column) for at, column in field.select(slots)]
             else:
-                piece, rows = whole
-                parts.append((name, slice(0, len(slots)), piece.slice(rows.start, rows.stop)))
+                column, rows = whole
+                parts.append((name, slice(0, len(slots)), column.slice(rows.start, rows.stop)))
         return parts
 
     def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
@@ -110,13 +110,13 @@ class BlockStore:
             if whole is None:
                 located += [(name, *block) for block in field.located(slots)]
             else:
-                piece, rows = whole
-                located.append((name, piece, slice(0, len(slots)), rows))
+                column, rows = whole
+                located.append((name, column, slice(0, len(slots)), rows))
         return located
 
     def _found(
         self, indexes: IntArray, fields: Sequence[str]
-    ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[Piece, slice] | None]]:
+    ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[WireColumn, slice] | None]]:
         """(field name, blocks, slots, (block, rows) if one block without dead rows holds all slots in order)."""
         slots = self._slots.find(indexes)
         run = as_run(slots)
@@ -146,7 +146,7 @@ class BlockStore:
             return 0.0
         ends = [self._slots.find_one(int(indexes[at])) for at in (0, -1)]
         held = [self._fields[name] for name in fields if name in self._fields]
-        return len(indexes) * sum(field.mean_nbytes_beside(ends) for field in held)
+        return len(indexes) * sum(field.mean_nbytes_near(ends) for field in held)
 
     def delete(self, indexes: IntArray, fields: Iterable[str] | None = None) -> int:
         """Delete these fields (None: all) of these indexes, skipping unknown ones. Returns the number of values
@@ -207,7 +207,7 @@ _PAGE_BITS = 6  # at most the run that routing keeps together, so a full page co
 _PAGE = 1 << _PAGE_BITS
 
 
-class Slots:
+class PageTable:
     """Indexes only grow, so an array over all of them would grow forever. Pages bound the tables by what is kept."""
 
     def __init__(self) -> None:

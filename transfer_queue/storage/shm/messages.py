@@ -12,9 +12,9 @@ import numpy as np
 from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.protocol import Done, Failed, Reply, Request
 from transfer_queue.storage.shm.block_store import Located
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Piece, Positions, as_run, pick
+from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
 
-FieldParts: TypeAlias = list[tuple[str, Positions, Piece]]
+FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 """(field, which of the message's indexes its rows belong to, the rows)."""
 
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -22,11 +22,11 @@ Call = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A column, or some rows of one. Its rows are those from ``start`` on, or those in table ``positions``.
+class ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
+    """A wire column, or some rows of one. Its rows are those from ``start`` on, or those in table ``positions``.
 
-    Its values are the next frame, or ``nbytes`` of the arena from ``offset`` on. Table ``picks`` selects rows of the
-    latter if they are not contiguous. Row shapes or offsets are one more frame.
+    Its values are the next frame, or ``nbytes`` of the arena from ``offset`` on. Table ``selection`` selects rows of
+    the latter if they are not contiguous. Row shapes or offsets are one more frame.
     """
 
     field: str
@@ -36,13 +36,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     positions: int = -1
     offset: int = -1
     nbytes: int = 0
-    picks: int = -1
+    selection: int = -1
 
 
 class Columns(msgspec.Struct, frozen=True, array_like=True):
-    """What a write stores. Parts with an offset lie in the memory that call ``lease`` leased (0: none)."""
+    """What a write stores. Columns with an offset lie in the memory that call ``lease`` leased (0: none)."""
 
-    parts: list[Part]
+    headers: list[ColumnHeader]
     tables: list[bytes] = []
     lease: Call = 0
 
@@ -98,7 +98,7 @@ class Read(Request, frozen=True):
 class Rows(Reply, frozen=True):
     """Every requested field. ``pinned``: some values lie in the arena, and stay there until the call is released."""
 
-    parts: list[Part]
+    headers: list[ColumnHeader]
     tables: list[bytes] = []  # noqa: RUF012 (msgspec copies it)
     pinned: bool = False
 
@@ -217,30 +217,30 @@ class Packer:
     """Collects the contents of a message. Fields with the same row indices share one table."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.headers: list[ColumnHeader] = []
         self.tables: list[bytes] = []
         self.frames: list[Any] = []
         self._numbers: dict[bytes, int] = {}
 
-    def add(self, field: str, positions: Positions, piece: Piece) -> None:
+    def add(self, field: str, positions: Positions, column: WireColumn) -> None:
         """Add a wire column with its bytes in the message."""
-        self._add(field, positions, piece, -1, 0)
-        self.frames.append(piece.data)
-        self._add_side(piece)
+        self._add(field, positions, column, -1, 0)
+        self.frames.append(column.data)
+        self._add_row_meta(column)
 
-    def add_at(self, field: str, positions: Positions, piece: Piece, offset: int) -> None:
+    def add_at(self, field: str, positions: Positions, column: WireColumn, offset: int) -> None:
         """Add a wire column with its bytes in the arena."""
-        self._add(field, positions, piece, offset, piece.data.nbytes)
-        self._add_side(piece)
+        self._add(field, positions, column, offset, column.data.nbytes)
+        self._add_row_meta(column)
 
-    def _add(self, field: str, positions: Positions, piece: Piece, offset: int, nbytes: int) -> None:
+    def _add(self, field: str, positions: Positions, column: WireColumn, offset: int, nbytes: int) -> None:
         start, table = (positions.start, -1) if isinstance(positions, slice) else (0, self._table(positions))
-        picks = -1 if piece.picks is None else self._table(piece.picks)
-        self.parts.append(Part(field, piece.layout, piece.rows, start, table, offset, nbytes, picks))
+        selection = -1 if column.selection is None else self._table(column.selection)
+        self.headers.append(ColumnHeader(field, column.layout, column.rows, start, table, offset, nbytes, selection))
 
-    def _add_side(self, piece: Piece) -> None:
-        if piece.side is not None:
-            self.frames.append(piece.side_frame)
+    def _add_row_meta(self, column: WireColumn) -> None:
+        if column.row_meta is not None:
+            self.frames.append(column.row_meta_frame)
 
     def _table(self, numbers: IntArray) -> int:
         packed = pack_indexes(numbers)
@@ -250,9 +250,13 @@ class Packer:
         return number
 
 
-def unpack_parts(
-    headers: Sequence[Part], tables: Sequence[bytes], frames: Sequence[Any], count: int, view: View | None = None
-) -> FieldParts:
+def unpack_columns(
+    headers: Sequence[ColumnHeader],
+    tables: Sequence[bytes],
+    frames: Sequence[Any],
+    count: int,
+    view: View | None = None,
+) -> FieldColumns:
     """The inverse; positions must be below ``count``.
 
     Raises:
@@ -262,28 +266,28 @@ def unpack_parts(
     if expected != len(frames):
         raise ProtocolError(f"{len(headers)} parts need {expected} frames, {len(frames)} came")
     remaining = iter(frames)
-    return [(part.field, _positions(part, tables, count), _piece(part, tables, remaining, view)) for part in headers]
+    return [(part.field, _positions(part, tables, count), _column(part, tables, remaining, view)) for part in headers]
 
 
-def _piece(part: Part, tables: Sequence[bytes], frames: Any, view: View | None) -> Piece:
+def _column(part: ColumnHeader, tables: Sequence[bytes], frames: Any, view: View | None) -> WireColumn:
     if part.offset < 0:
         data = np.frombuffer(next(frames), np.uint8)
     elif view is None:
         raise ProtocolError(f"field {part.field!r} lies in an arena that is not mapped here")
     else:
         data = view(part.offset, part.nbytes)
-    side = None if part.layout.kind == "dense" else next(frames)
-    picks = None if part.picks < 0 else _table(part, tables, part.picks)
-    return Piece.received(part.layout, part.rows, data, side, picks)
+    row_meta = None if part.layout.kind == "dense" else next(frames)
+    selection = None if part.selection < 0 else _table(part, tables, part.selection)
+    return WireColumn.received(part.layout, part.rows, data, row_meta, selection)
 
 
-def _table(part: Part, tables: Sequence[bytes], number: int) -> IntArray:
+def _table(part: ColumnHeader, tables: Sequence[bytes], number: int) -> IntArray:
     if number >= len(tables):
         raise ProtocolError(f"a part of field {part.field!r} names table {number} of {len(tables)}")
     return unpack_indexes(tables[number])
 
 
-def _positions(part: Part, tables: Sequence[bytes], count: int) -> Positions:
+def _positions(part: ColumnHeader, tables: Sequence[bytes], count: int) -> Positions:
     if part.rows < 1:
         raise ProtocolError(f"a part of field {part.field!r} has {part.rows} rows")
     if part.positions < 0:
@@ -310,47 +314,49 @@ class RowsAnswer(NamedTuple):
     pinned: list[ByteArray]
 
 
-def answer_in_frames(call: int, parts: FieldParts) -> RowsAnswer:
+def answer_in_frames(call: int, parts: FieldColumns) -> RowsAnswer:
     """Send everything in the message."""
     packer = Packer()
     for part in parts:
         packer.add(*part)
-    return RowsAnswer(Rows(call, packer.parts, packer.tables), packer.frames, [])
+    return RowsAnswer(Rows(call, packer.headers, packer.tables), packer.frames, [])
 
 
 def answer_in_place(call: int, located: Located, place: Place) -> RowsAnswer:
     """Answer with extents. Rows of blocks in the arena are not copied here: the reader copies them once."""
     packer, pinned = Packer(), []
-    rest: dict[str, list[tuple[Piece, IntArray, IntArray]]] = {}
-    for field, piece, at, rows in located:
-        offset = place(piece.data) if piece.data.nbytes else -1
+    rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
+    for field, column, at, rows in located:
+        offset = place(column.data) if column.data.nbytes else -1
         run = as_run(rows)
-        chosen = _chosen(piece, run) if offset >= 0 or isinstance(rows, slice) else None
+        chosen = _chosen(column, run) if offset >= 0 or isinstance(rows, slice) else None
         if chosen is None:
             assert not isinstance(at, slice)
             assert not isinstance(rows, slice)
-            rest.setdefault(field, []).append((piece, at, rows))
+            rest.setdefault(field, []).append((column, at, rows))
         elif offset < 0:
             packer.add(field, at, chosen)
         else:
-            packer.add_at(field, as_run(at), chosen, offset + (piece.begin(run.start) if isinstance(run, slice) else 0))
-            pinned.append(piece.data)
+            packer.add_at(
+                field, as_run(at), chosen, offset + (column.start_of(run.start) if isinstance(run, slice) else 0)
+            )
+            pinned.append(column.data)
     for field, blocks in rest.items():
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
         at, rows = (np.concatenate([block[n] for block in blocks]) for n in (1, 2))
         order = np.argsort(at, kind="stable")
-        for where, part in pick([piece for piece, _, _ in blocks], which[order], rows[order]):
+        for where, part in select([column for column, _, _ in blocks], which[order], rows[order]):
             packer.add(field, as_run(at[order][where]), part)
-    return RowsAnswer(Rows(call, packer.parts, packer.tables, bool(pinned)), packer.frames, pinned)
+    return RowsAnswer(Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned)
 
 
-def _chosen(piece: Piece, rows: Positions) -> Piece | None:
+def _chosen(column: WireColumn, rows: Positions) -> WireColumn | None:
     """Select these rows of a block in place; None if they must be copied together here."""
     if isinstance(rows, slice):
-        return piece.slice(rows.start, rows.stop)
-    if piece.layout.kind == "objects":
+        return column.slice(rows.start, rows.stop)
+    if column.layout.kind == "objects":
         return None  # readers decode objects from one contiguous buffer
-    if piece.layout.kind == "dense":
-        return Piece(piece.layout, len(rows), piece.data, picks=rows)
-    assert piece.side is not None
-    return Piece(piece.layout, len(rows), piece.data, piece.side[rows], picks=piece.bounds[rows])
+    if column.layout.kind == "dense":
+        return WireColumn(column.layout, len(rows), column.data, selection=rows)
+    assert column.row_meta is not None
+    return WireColumn(column.layout, len(rows), column.data, column.row_meta[rows], selection=column.bounds[rows])

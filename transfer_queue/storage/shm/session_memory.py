@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.storage.shm.messages import FieldParts
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Piece, Positions, as_run, cut
+from transfer_queue.storage.shm.messages import FieldColumns
+from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn, as_run, cut
 
 T = TypeVar("T")
 
@@ -80,11 +80,11 @@ class UncommittedWrite(NamedTuple):
     """Rows for these indexes, as received."""
 
     indexes: IntArray
-    parts: FieldParts
+    parts: FieldColumns
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for _, _, piece in self.parts)
+        return sum(column.nbytes for _, _, column in self.parts)
 
     def holds(self, values: Mapping[str, IntArray]) -> bool:
         """Return whether it has one of these values. ``values``: indexes by field."""
@@ -93,19 +93,19 @@ class UncommittedWrite(NamedTuple):
     def without(self, indexes: IntArray) -> UncommittedWrite:
         """The same write without the rows of these indexes."""
         kept = ~np.isin(self.indexes, indexes)
-        parts = [(name, where, rest) for name, at, piece in self.parts for where, rest in _kept(at, piece, kept)]
+        parts = [(name, where, rest) for name, at, column in self.parts for where, rest in _kept(at, column, kept)]
         return UncommittedWrite(self.indexes, parts)
 
 
-def _kept(at: Positions, piece: Piece, kept: NDArray[np.bool_]) -> list[tuple[Positions, Piece]]:
+def _kept(at: Positions, column: WireColumn, kept: NDArray[np.bool_]) -> list[tuple[Positions, WireColumn]]:
     """The rows of a part that are kept, and their positions. ``kept``: by position."""
     rows = np.flatnonzero(kept[at])
-    if len(rows) == piece.rows:
-        return [(at, piece)]
+    if len(rows) == column.rows:
+        return [(at, column)]
     if not len(rows):
         return []
     positions = (np.arange(at.start, at.stop) if isinstance(at, slice) else at)[rows]
-    return [(as_run(positions[where]), rest) for where, rest in cut(piece, as_run(rows))]
+    return [(as_run(positions[where]), rest) for where, rest in cut(column, as_run(rows))]
 
 
 class Uncommitted:

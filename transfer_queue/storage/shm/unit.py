@@ -30,7 +30,7 @@ from transfer_queue.storage.shm.messages import (
     Deleted,
     EndSession,
     EndWrite,
-    FieldParts,
+    FieldColumns,
     Lease,
     Leased,
     Read,
@@ -40,8 +40,8 @@ from transfer_queue.storage.shm.messages import (
     Written,
     answer_in_frames,
     answer_in_place,
+    unpack_columns,
     unpack_indexes,
-    unpack_parts,
 )
 from transfer_queue.storage.shm.session_memory import Leases, Uncommitted, UncommittedWrite
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
@@ -236,7 +236,7 @@ class StorageUnit:
         arena = self._arena if request.mapped else None
         if arena is None or self._store.likely_nbytes(indexes, fields) <= self._inline_nbytes:
             parts = self._store.read(indexes, fields)
-            if arena is None or sum(piece.nbytes for _, _, piece in parts) <= self._inline_nbytes:
+            if arena is None or sum(column.nbytes for _, _, column in parts) <= self._inline_nbytes:
                 answer, frames, _ = answer_in_frames(request.id, parts)
                 return UnitReply(client, answer, frames)
         located = self._store.locate(indexes, fields)
@@ -282,7 +282,7 @@ class StorageUnit:
             return kept + self._admit()
         if self._capacity is None:
             return self._keep(client, request, frames, None)
-        indexes, fields = unpack_indexes(request.indexes), [part.field for part in columns.parts]
+        indexes, fields = unpack_indexes(request.indexes), [part.field for part in columns.headers]
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
         keep = partial(self._keep, client, request, frames, None)
         return self._wait_for_room(client, request.id, indexes, fields, nbytes, request.wait_s, keep)
@@ -297,17 +297,17 @@ class StorageUnit:
         self._squeeze()
         return [UnitReply(client, Written(request.id))]
 
-    def _parts(self, columns: Columns, count: int, frames: list[memoryview], lease: ByteArray | None) -> FieldParts:
-        if any(part.picks >= 0 for part in columns.parts):
+    def _parts(self, columns: Columns, count: int, frames: list[memoryview], lease: ByteArray | None) -> FieldColumns:
+        if any(part.selection >= 0 for part in columns.headers):
             raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if not columns.lease else self._carved(columns, lease)
-        return unpack_parts(columns.parts, columns.tables, frames, count, view)
+        return unpack_columns(columns.headers, columns.tables, frames, count, view)
 
     def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
         """Carve the parts' memory out of the lease."""
         if extent is None or self._arena is None:
             raise ProtocolError(f"a write names lease {columns.lease}, which this client does not hold.")
-        ranges = sorted((part.offset, part.nbytes) for part in columns.parts if part.offset >= 0)
+        ranges = sorted((part.offset, part.nbytes) for part in columns.headers if part.offset >= 0)
         at, stop = self._arena.offset_of(extent), self._arena.offset_of(extent) + len(extent)
         for offset, nbytes in ranges:
             if nbytes < 1 or offset < at or offset % PAGE_NBYTES or offset + nbytes > stop:

@@ -14,17 +14,18 @@ import numpy as np
 from transfer_queue.storage.copying import Copy
 from transfer_queue.storage.shm.arena import whole_pages
 from transfer_queue.storage.shm.arena_sharing import MappedArena, arena_path, map_arena
-from transfer_queue.storage.shm.messages import Columns, Lease, Packer, Release, Rows, UnitStats, unpack_parts
+from transfer_queue.storage.shm.messages import Columns, Lease, Packer, Release, Rows, UnitStats, unpack_columns
 from transfer_queue.storage.shm.unit import least_in_arena
-from transfer_queue.storage.wire_columns import IntArray, Piece, Positions, as_run, cut, groups
+from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, as_run, cut, groups
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
-    from transfer_queue.storage.columns import Source
+    from transfer_queue.storage.columns import Column
 
 
+MemoryColumns: TypeAlias = Mapping[str, "Column"]
 Shares: TypeAlias = list[tuple[int, Positions]]
 """(unit, positions of its indexes); a slice if one unit has them all."""
 
@@ -120,20 +121,17 @@ async def decide_paths(connections: Sequence[UnitConnection], units: Iterable[in
         await asyncio.gather(*(asyncio.to_thread(getattr, each, "arena") for each in undecided))
 
 
-Sources = Mapping[str, "Source"]
-
-
 class UnitWrite:
-    """Call ``lease`` first, unless it returns None; then ``columns``, which copies."""
+    """One unit's share of a write. Call ``lease`` first, unless it returns None; then ``packed``, which copies."""
 
     def __init__(
-        self, connection: UnitConnection, rows: Positions, count: int, sources: Sources, inline_nbytes: int
+        self, connection: UnitConnection, rows: Positions, count: int, columns: MemoryColumns, inline_nbytes: int
     ) -> None:
         """``rows``: the ``count`` rows of the write that belong to this unit."""
         self.connection = connection
         self._rows = rows
         self._count = count
-        self._sources = sources
+        self._columns = columns
         self._arena = connection.arena
         self._sizes = self._sizes_in_arena(inline_nbytes)
         self._offset = -1
@@ -142,7 +140,7 @@ class UnitWrite:
 
     def _sizes_in_arena(self, inline_nbytes: int) -> dict[str, int]:
         """Bytes of the fields that go to the arena; none if frames are cheaper, or without an arena."""
-        sizes = {name: source.nbytes_of(self._rows) for name, source in self._sources.items()}
+        sizes = {name: column.nbytes_of(self._rows) for name, column in self._columns.items()}
         if sum(sizes.values()) <= inline_nbytes or self._arena is None:
             return {}
         least = least_in_arena(inline_nbytes)
@@ -150,7 +148,7 @@ class UnitWrite:
 
     @property
     def fields(self) -> list[str]:
-        return list(self._sources)
+        return list(self._columns)
 
     def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
         """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
@@ -166,36 +164,33 @@ class UnitWrite:
         if offset < 0:
             self.lease_call = 0
 
-    def columns(self, pieces: dict[str, Piece], copy: Copy) -> tuple[Columns, list[Any]]:
+    def packed(self, whole: dict[str, WireColumn], copy: Copy) -> tuple[Columns, list[Any]]:
         """Return the message's columns and frames. Arena values are there once ``copy`` is finished.
 
-        ``pieces`` caches what several units' frames are cut from.
+        ``whole`` caches the wire columns that several units' frames are cut from.
         """
         packer, offset = Packer(), self._offset
-        for name, source in self._sources.items():
+        for name, column in self._columns.items():
             nbytes = self._sizes.get(name)
             if nbytes is not None and self.lease_call and self._arena is not None:
-                piece = source.stored_in(self._arena.view(offset, nbytes), self._rows, self._count, copy)
-                packer.add_at(name, slice(0, self._count), piece, offset)
+                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, self._count, copy)
+                packer.add_at(name, slice(0, self._count), stored, offset)
                 offset += whole_pages(nbytes)
                 continue
-            if name not in pieces:
-                pieces[name] = source.piece()
-            for where, part in cut(pieces[name], self._rows):
-                packer.add(name, where, part)
-        return Columns(packer.parts, packer.tables, self.lease_call), packer.frames
+            if name not in whole:
+                whole[name] = column.wire_column()
+            for where, rows in cut(whole[name], self._rows):
+                packer.add(name, where, rows)
+        return Columns(packer.headers, packer.tables, self.lease_call), packer.frames
 
 
-FoundParts: TypeAlias = dict[str, list[tuple[Positions, Piece]]]
-
-
-class Reading:
-    """Values in arenas stay there until ``close``."""
+class ReadResult:
+    """The values that the units answered to one read. Those in arenas stay there until ``close``."""
 
     def __init__(self, session: Session, fields: Sequence[str]) -> None:
         self._session = session
         self._pinned: list[tuple[UnitConnection, int]] = []
-        self.parts: FoundParts = {name: [] for name in fields}
+        self.columns: dict[str, list[tuple[Positions, WireColumn]]] = {name: [] for name in fields}
         """By field, the wire columns and the positions of the batch that they fill."""
 
     def add(self, connection: UnitConnection, at: Positions, rows: Rows, frames: Sequence[memoryview]) -> None:
@@ -205,11 +200,11 @@ class Reading:
         arena = connection.arena if rows.pinned else None
         count = at.stop - at.start if isinstance(at, slice) else len(at)
         view = None if arena is None else arena.view
-        for name, where, piece in unpack_parts(rows.parts, rows.tables, frames, count, view):
-            self.parts[name].append((where if isinstance(at, slice) else as_run(at[where]), piece))
+        for name, where, column in unpack_columns(rows.headers, rows.tables, frames, count, view):
+            self.columns[name].append((where if isinstance(at, slice) else as_run(at[where]), column))
 
     async def close(self) -> None:
-        """Nothing is read where it lies any more. Idempotent; once more after a Ctrl-C within it."""
+        """Release the pins: no value is used where it lies any more. Idempotent; after a Ctrl-C, call it again."""
         while self._pinned:
             connection, call = self._pinned[-1]
             await self._session.tell(connection.peer, Release(self._session.number(), [call]))
