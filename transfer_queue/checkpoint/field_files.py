@@ -121,9 +121,7 @@ class _BlockWriter:
 
 
 def joined(placed: PlacedColumns, layout: Layout) -> tuple[IntArray, WireColumn]:
-    """Join the rows of all placed, by ascending position, into one wire column of this layout. Returns positions and
-    column.
-    """
+    """Join the rows, by ascending position, into one wire column of this layout. Returns (positions, column)."""
     if layout.kind == "ragged":
         placed = [(positions, column.as_ragged()) for positions, column in placed]
     given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in placed]

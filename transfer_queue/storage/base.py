@@ -39,7 +39,7 @@ class RowsOf(NamedTuple):
 
 
 class StorageManager(ABC):
-    """The client row_meta of one storage backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
+    """The client side of one storage backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
 
     def __init__(self, session: Session, config: Mapping[str, Any]) -> None:
         """``config`` is the backend's own section. Its ``layout`` is the layout of reads: "jagged" (default) or

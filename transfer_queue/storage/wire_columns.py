@@ -91,7 +91,7 @@ class WireColumn:
         Raises:
             ProtocolError: lengths, shapes and offsets contradict each other.
         """
-        flat = None if row_meta is None else _row_meta(layout, rows, np.frombuffer(row_meta, np.int64))
+        flat = None if row_meta is None else _row_meta(layout, rows, row_meta)
         column = cls(layout, rows, data, flat, selection=selection)
         if selection is None:
             _check(column)
@@ -181,7 +181,11 @@ def running_sum(numbers: NDArray[np.int64]) -> IntArray:
     return sums
 
 
-def _row_meta(layout: Layout, rows: int, flat: IntArray) -> IntArray:
+def _row_meta(layout: Layout, rows: int, buffer: Any) -> IntArray:
+    try:
+        flat: IntArray = np.frombuffer(buffer, np.int64)
+    except ValueError as error:
+        raise ProtocolError(f"the offsets of a {layout.kind} column are no whole number of int64: {error}") from error
     expected = rows + 1 if layout.kind == "objects" else rows * len(layout.shape)
     if len(flat) != expected:
         raise ProtocolError(f"a {layout.kind} column of {rows} rows came with {len(flat)} offsets, expected {expected}")
@@ -338,7 +342,7 @@ def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
         return [(int(labels[0]), np.arange(len(labels)))]
     order = np.argsort(labels, kind="stable")
     cuts = np.flatnonzero(np.diff(labels[order])) + 1
-    return [(int(labels[part[0]]), part) for part in np.split(order, cuts)]
+    return [(int(labels[own[0]]), own) for own in np.split(order, cuts)]
 
 
 def _copied(

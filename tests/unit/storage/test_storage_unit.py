@@ -10,6 +10,7 @@ from transfer_queue.protocol import Done, Failed, Reply, Request
 from transfer_queue.storage.shm.field_blocks import STEP_NBYTES
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
+    ColumnHeader,
     Columns,
     Delete,
     Deleted,
@@ -23,7 +24,7 @@ from transfer_queue.storage.shm.messages import (
     pack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
-from transfer_queue.storage.wire_columns import WireColumn, dense_layout
+from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
 
 KIB = 1024
 
@@ -95,6 +96,16 @@ def test_a_bad_request_is_answered_and_the_unit_lives_on(small, request_, code, 
     assert (type(failed), failed.id, failed.code) == (Failed, 1, code)
     assert fragment in failed.text
     assert small.write(1, 10) == [("me", Written(1))]
+
+
+def test_a_malformed_write_fails_in_its_own_turn_although_it_would_have_to_wait(small):
+    small.write(0, 80)
+    columns = Columns([ColumnHeader("a", ragged_layout("uint8", 1, 1), 1)])
+    broken = Write(small.number(), pack_indexes(np.array([1])), columns, 10.0)
+    half_of_a_length = np.zeros(4, np.uint8)
+    ((client, failed),) = small.ask(broken, [np.zeros(60 * KIB, np.uint8), half_of_a_length], client="other")
+    assert (client, type(failed), failed.id, failed.code) == ("other", Failed, broken.id, "ProtocolError")
+    assert small.delete(0) == [("me", Deleted(small.calls, 1))]
 
 
 def test_a_unit_knows_its_own_requests_from_others(small):

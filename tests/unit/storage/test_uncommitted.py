@@ -32,7 +32,7 @@ def write(values: dict[int, int], field: str = "a") -> UncommittedWrite:
 
 def values_of(found: UncommittedWrite | None) -> dict[tuple[str, int], int]:
     values = {}
-    for name, at, rows in [] if found is None else found.headers:
+    for name, at, rows in [] if found is None else found.columns:
         values.update(zip([(name, index) for index in found.indexes[at].tolist()], rows.data.tolist(), strict=True))
     return values
 
@@ -88,7 +88,7 @@ def test_a_reader_that_misses_values_takes_the_writes_that_hold_one_of_them_and_
 def test_cleared_samples_are_forgotten_and_a_write_of_nothing_else_with_them(uncommitted):
     uncommitted.add("me", 1, write({1: 10, 2: 20, 3: 30}))
     uncommitted.add("other", 1, write({2: 40}))
-    uncommitted.forget(ints(2, 9))
+    uncommitted.delete(ints(2, 9))
     assert (uncommitted.nbytes, uncommitted.take("other", 1)) == (2, None)
     assert values_of(uncommitted.take("me", 1)) == {("a", 1): 10, ("a", 3): 30}
 

@@ -30,7 +30,7 @@ class BlockStore:
         """
         self._allocate = allocate
         self._step_nbytes = step_nbytes
-        self._slots = PageTable()
+        self._table = PageTable()
         self._fields: dict[str, FieldBlocks] = {}
 
     @property
@@ -54,33 +54,33 @@ class BlockStore:
     @property
     def num_samples(self) -> int:
         """Indexes with at least one field. It looks at every slot: use it for statistics only."""
-        held = np.zeros(self._slots.capacity, np.bool_)
+        held = np.zeros(self._table.capacity, np.bool_)
         for field in self._fields.values():
             present = field.present_slots()
             held[: len(present)] |= present[: len(held)]
         return int(held.sum())
 
-    def write(self, indexes: IntArray, parts: FieldColumns) -> None:
+    def write(self, indexes: IntArray, columns: FieldColumns) -> None:
         """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
-        slots = self._claim(indexes, parts)
-        for name, positions, column in parts:
+        slots = self._claim(indexes, columns)
+        for name, positions, column in columns:
             mine = slots if _is_all(positions, len(slots)) else slots[positions]
-            self._slots.keep(self._fields[name].add(mine, column))
+            self._table.keep(self._fields[name].add(mine, column))
 
-    def _claim(self, indexes: IntArray, parts: FieldColumns) -> IntArray:
+    def _claim(self, indexes: IntArray, columns: FieldColumns) -> IntArray:
         # An index without any value must not get a page, because nothing would ever release it.
-        if any(_is_all(positions, len(indexes)) for _, positions, _ in parts):
-            self._slots.claim(indexes)
+        if any(_is_all(positions, len(indexes)) for _, positions, _ in columns):
+            self._table.claim(indexes)
         else:
             covered = np.zeros(len(indexes), np.bool_)
-            for _, positions, _ in parts:
+            for _, positions, _ in columns:
                 covered[positions] = True
-            self._slots.claim(indexes[covered])
-        for name, _, _ in parts:
+            self._table.claim(indexes[covered])
+        for name, _, _ in columns:
             self._fields.setdefault(name, FieldBlocks(self._allocate, self._step_nbytes))
         for field in self._fields.values():
-            field.grow(self._slots.capacity)
-        return self._slots.find(indexes)
+            field.grow(self._table.capacity)
+        return self._table.find(indexes)
 
     def read(self, indexes: IntArray, fields: Sequence[str]) -> FieldColumns:
         """Return these fields of all these indexes, which may repeat and come in any order.
@@ -90,14 +90,14 @@ class BlockStore:
         """
         if not len(indexes):
             return []
-        parts: FieldColumns = []
+        columns: FieldColumns = []
         for name, field, slots, whole in self._found(indexes, fields):
             if whole is None:
-                parts += [(name, at, column) for at, column in field.select(slots)]
+                columns += [(name, at, column) for at, column in field.select(slots)]
             else:
                 column, rows = whole
-                parts.append((name, slice(0, len(slots)), column.slice(rows.start, rows.stop)))
-        return parts
+                columns.append((name, slice(0, len(slots)), column.slice(rows.start, rows.stop)))
+        return columns
 
     def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
         """Return where ``read`` finds the values. Slices mean that one block without dead rows holds all of a field.
@@ -118,7 +118,7 @@ class BlockStore:
         self, indexes: IntArray, fields: Sequence[str]
     ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[WireColumn, slice] | None]]:
         """(field name, blocks, slots, (block, rows) if one block without dead rows holds all slots in order)."""
-        slots = self._slots.find(indexes)
+        slots = self._table.find(indexes)
         run = as_run(slots)
         known = run if isinstance(run, slice) and run.start >= 0 and len(slots) else None
         for name in fields:
@@ -136,7 +136,7 @@ class BlockStore:
 
     def lacking(self, indexes: IntArray, fields: Iterable[str]) -> dict[str, IntArray]:
         """By field, which of the indexes have no value."""
-        slots = self._slots.find(indexes)
+        slots = self._table.find(indexes)
         held = {name: self._fields.get(name) for name in fields}
         return {name: indexes if field is None else indexes[field.missing(slots)] for name, field in held.items()}
 
@@ -144,7 +144,7 @@ class BlockStore:
         """Estimate the bytes of these fields from the blocks that hold the first and the last index."""
         if not len(indexes):
             return 0.0
-        ends = [self._slots.find_one(int(indexes[at])) for at in (0, -1)]
+        ends = [self._table.find_one(int(indexes[at])) for at in (0, -1)]
         held = [self._fields[name] for name in fields if name in self._fields]
         return len(indexes) * sum(field.mean_nbytes_near(ends) for field in held)
 
@@ -152,7 +152,7 @@ class BlockStore:
         """Delete these fields (None: all) of these indexes, skipping unknown ones. Returns the number of values
         deleted.
         """
-        slots = distinct(self._slots.find(indexes))
+        slots = distinct(self._table.find(indexes))
         deleted = 0
         for name in list(self._fields if fields is None else fields):
             field = self._fields.get(name)
@@ -162,7 +162,7 @@ class BlockStore:
             if not len(mine):
                 continue
             field.delete(mine)
-            self._slots.release(mine)
+            self._table.release(mine)
             deleted += len(mine)
             if not field.values:
                 del self._fields[name]
@@ -170,7 +170,7 @@ class BlockStore:
 
     def replaced_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> int:
         """Bytes that a write of these fields of these indexes would free."""
-        slots = distinct(self._slots.find(indexes))
+        slots = distinct(self._table.find(indexes))
         held = [self._fields[name] for name in set(fields) if name in self._fields]
         return sum(field.nbytes_of(slots[~field.missing(slots)]) for field in held)
 

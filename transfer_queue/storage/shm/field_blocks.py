@@ -199,7 +199,7 @@ class FieldBlocks:
             block.stays = True
             return
         slots = block.slots[rows]
-        self._forget(block, rows)
+        self._mark_dead(block, rows)
         if not block.live:
             self._remove(block)
         self._insert(slots, as_run(slots), column)
@@ -214,7 +214,7 @@ class FieldBlocks:
         return min(start + max(rows, 1), column.rows)
 
     def _kill(self, block: _Block, rows: NDArray[np.integer]) -> None:
-        self._forget(block, rows)
+        self._mark_dead(block, rows)
         if block.live == 0:
             self._remove(block)
             return
@@ -222,7 +222,7 @@ class FieldBlocks:
         if block.mostly_dead:
             self._compact(block)
 
-    def _forget(self, block: _Block, rows: NDArray[np.integer]) -> None:
+    def _mark_dead(self, block: _Block, rows: NDArray[np.integer]) -> None:
         nbytes = block.column.rows_nbytes(rows)
         block.live -= len(rows)
         block.live_nbytes -= nbytes
@@ -270,15 +270,15 @@ class FieldBlocks:
 
         Without memory they stay as they are: the dead rows take room, but nothing is wrong.
         """
-        parts: list[tuple[WireColumn, Positions]] = []
+        selected: list[tuple[WireColumn, Positions]] = []
         slots = []
         for block in blocks:
             every = slice(0, block.column.rows)
             rows = every if block.live == every.stop else np.flatnonzero(self._lives(block, every))
-            parts.append((block.column, rows))
+            selected.append((block.column, rows))
             slots.append(block.slots[rows])
         try:
-            column = gather(parts, self._allocate)
+            column = gather(selected, self._allocate)
         except MemoryError:
             return
         for block in blocks:

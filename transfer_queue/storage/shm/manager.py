@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared-memory storage, the client row_meta: which unit holds which sample, and one message to each unit."""
+"""Shared-memory storage, the client side: which unit holds which sample, and one message to each unit."""
 
 from __future__ import annotations
 

@@ -262,47 +262,50 @@ def unpack_columns(
     Raises:
         ProtocolError: frames are missing or too many, a position is out of range, or the arena is not mapped.
     """
-    expected = sum((part.offset < 0) + (part.layout.kind != "dense") for part in headers)
+    expected = sum((header.offset < 0) + (header.layout.kind != "dense") for header in headers)
     if expected != len(frames):
         raise ProtocolError(f"{len(headers)} parts need {expected} frames, {len(frames)} came")
     remaining = iter(frames)
-    return [(part.field, _positions(part, tables, count), _column(part, tables, remaining, view)) for part in headers]
+    return [
+        (header.field, _positions(header, tables, count), _column(header, tables, remaining, view))
+        for header in headers
+    ]
 
 
-def _column(part: ColumnHeader, tables: Sequence[bytes], frames: Any, view: View | None) -> WireColumn:
-    if part.offset < 0:
+def _column(header: ColumnHeader, tables: Sequence[bytes], frames: Any, view: View | None) -> WireColumn:
+    if header.offset < 0:
         data = np.frombuffer(next(frames), np.uint8)
     elif view is None:
-        raise ProtocolError(f"field {part.field!r} lies in an arena that is not mapped here")
+        raise ProtocolError(f"field {header.field!r} lies in an arena that is not mapped here")
     else:
-        data = view(part.offset, part.nbytes)
-    row_meta = None if part.layout.kind == "dense" else next(frames)
-    selection = None if part.selection < 0 else _table(part, tables, part.selection)
-    return WireColumn.received(part.layout, part.rows, data, row_meta, selection)
+        data = view(header.offset, header.nbytes)
+    row_meta = None if header.layout.kind == "dense" else next(frames)
+    selection = None if header.selection < 0 else _table(header, tables, header.selection)
+    return WireColumn.received(header.layout, header.rows, data, row_meta, selection)
 
 
-def _table(part: ColumnHeader, tables: Sequence[bytes], number: int) -> IntArray:
+def _table(header: ColumnHeader, tables: Sequence[bytes], number: int) -> IntArray:
     if number >= len(tables):
-        raise ProtocolError(f"a part of field {part.field!r} names table {number} of {len(tables)}")
+        raise ProtocolError(f"a part of field {header.field!r} names table {number} of {len(tables)}")
     return unpack_indexes(tables[number])
 
 
-def _positions(part: ColumnHeader, tables: Sequence[bytes], count: int) -> Positions:
-    if part.rows < 1:
-        raise ProtocolError(f"a part of field {part.field!r} has {part.rows} rows")
-    if part.positions < 0:
-        if part.start < 0 or part.start + part.rows > count:
+def _positions(header: ColumnHeader, tables: Sequence[bytes], count: int) -> Positions:
+    if header.rows < 1:
+        raise ProtocolError(f"a part of field {header.field!r} has {header.rows} rows")
+    if header.positions < 0:
+        if header.start < 0 or header.start + header.rows > count:
             raise ProtocolError(
-                f"rows {part.start} … {part.start + part.rows} of field {part.field!r}, but {count} indexes"
+                f"rows {header.start} … {header.start + header.rows} of field {header.field!r}, but {count} indexes"
             )
-        return slice(part.start, part.start + part.rows)
-    positions = _table(part, tables, part.positions)
-    if len(positions) != part.rows or positions.min() < 0 or positions.max() >= count:
-        raise ProtocolError(f"positions of field {part.field!r} don't fit {part.rows} rows and {count} indexes")
+        return slice(header.start, header.start + header.rows)
+    positions = _table(header, tables, header.positions)
+    if len(positions) != header.rows or positions.min() < 0 or positions.max() >= count:
+        raise ProtocolError(f"positions of field {header.field!r} don't fit {header.rows} rows and {count} indexes")
     return positions
 
 
-Place = Callable[[ByteArray], int]
+OffsetOf = Callable[[ByteArray], int]
 """Returns the arena offset of this memory, or -1 if it lies elsewhere."""
 
 
@@ -314,20 +317,20 @@ class RowsAnswer(NamedTuple):
     pinned: list[ByteArray]
 
 
-def answer_in_frames(call: int, parts: FieldColumns) -> RowsAnswer:
+def answer_in_frames(call: int, columns: FieldColumns) -> RowsAnswer:
     """Send everything in the message."""
     packer = Packer()
-    for part in parts:
-        packer.add(*part)
+    for each in columns:
+        packer.add(*each)
     return RowsAnswer(Rows(call, packer.headers, packer.tables), packer.frames, [])
 
 
-def answer_in_place(call: int, located: Located, place: Place) -> RowsAnswer:
+def answer_in_place(call: int, located: Located, offset_of: OffsetOf) -> RowsAnswer:
     """Answer with extents. Rows of blocks in the arena are not copied here: the reader copies them once."""
     packer, pinned = Packer(), []
     rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
     for field, column, at, rows in located:
-        offset = place(column.data) if column.data.nbytes else -1
+        offset = offset_of(column.data) if column.data.nbytes else -1
         run = as_run(rows)
         chosen = _chosen(column, run) if offset >= 0 or isinstance(rows, slice) else None
         if chosen is None:
@@ -345,8 +348,8 @@ def answer_in_place(call: int, located: Located, place: Place) -> RowsAnswer:
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
         at, rows = (np.concatenate([block[n] for block in blocks]) for n in (1, 2))
         order = np.argsort(at, kind="stable")
-        for where, part in select([column for column, _, _ in blocks], which[order], rows[order]):
-            packer.add(field, as_run(at[order][where]), part)
+        for where, rows_together in select([column for column, _, _ in blocks], which[order], rows[order]):
+            packer.add(field, as_run(at[order][where]), rows_together)
     return RowsAnswer(Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned)
 
 

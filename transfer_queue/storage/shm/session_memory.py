@@ -80,25 +80,27 @@ class UncommittedWrite(NamedTuple):
     """Rows for these indexes, as received."""
 
     indexes: IntArray
-    parts: FieldColumns
+    columns: FieldColumns
 
     @property
     def nbytes(self) -> int:
-        return sum(column.nbytes for _, _, column in self.parts)
+        return sum(column.nbytes for _, _, column in self.columns)
 
     def holds(self, values: Mapping[str, IntArray]) -> bool:
         """Return whether it has one of these values. ``values``: indexes by field."""
-        return any(name in values and bool(np.isin(self.indexes[at], values[name]).any()) for name, at, _ in self.parts)
+        return any(
+            name in values and bool(np.isin(self.indexes[at], values[name]).any()) for name, at, _ in self.columns
+        )
 
     def without(self, indexes: IntArray) -> UncommittedWrite:
         """The same write without the rows of these indexes."""
         kept = ~np.isin(self.indexes, indexes)
-        parts = [(name, where, rest) for name, at, column in self.parts for where, rest in _kept(at, column, kept)]
-        return UncommittedWrite(self.indexes, parts)
+        columns = [(name, where, rest) for name, at, column in self.columns for where, rest in _kept(at, column, kept)]
+        return UncommittedWrite(self.indexes, columns)
 
 
 def _kept(at: Positions, column: WireColumn, kept: NDArray[np.bool_]) -> list[tuple[Positions, WireColumn]]:
-    """The rows of a part that are kept, and their positions. ``kept``: by position."""
+    """The rows of a column that are kept, and their positions. ``kept``: by position."""
     rows = np.flatnonzero(kept[at])
     if len(rows) == column.rows:
         return [(at, column)]
@@ -148,18 +150,18 @@ class Uncommitted:
         ]
         return [write for key in found if (write := self.take(*key)) is not None]
 
-    def forget(self, indexes: IntArray) -> None:
+    def delete(self, indexes: IntArray) -> None:
         """Delete the rows of these cleared samples, which a commit would bring back."""
-        touched = [
+        affected = [
             (client, call, write)
             for client, own in self._writes.items()
             for call, write in own.items()
             if np.isin(write.indexes, indexes).any()
         ]
-        for client, call, write in touched:
+        for client, call, write in affected:
             self.take(client, call)
             rest = write.without(indexes)
-            if rest.parts:
+            if rest.columns:
                 self.add(client, call, rest)
 
     def end(self, client: str, published: Iterable[int]) -> list[UncommittedWrite]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's way to the storage units: which unit holds which sample, and one unit's share of a write or a read."""
+"""A client's connections to the storage units: which unit holds which sample, one unit's share of a write or a read."""
 
 from __future__ import annotations
 
