@@ -65,8 +65,8 @@ SHARED_NAMES = {
 } | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
 """Names of two files of different folders. No more of these: rename the new one."""
 SHARED_CLASSES = {
-    "Connection", "Frozen", "Message", "Partition", "ProductionStatus", "QueueConfig", "Reading", "Reply", "Service",
-    "Source", "Staged", "Watch",
+    "Frozen", "Message", "ProductionStatus", "QueueConfig", "Reply", "Service",
+
 }  # fmt: skip
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)

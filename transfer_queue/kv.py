@@ -12,10 +12,11 @@ from tensordict import NonTensorStack, TensorDict
 from transfer_queue import protocol as p
 from transfer_queue.client.client import AsyncTransferQueueClient
 from transfer_queue.client.keys import check_keys
-from transfer_queue.client.put import as_tensordict, parsed_rows
+from transfer_queue.client.put import as_tensordict
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_meta, to_specs
+from transfer_queue.storage.batches import parsed_rows
 
 Tag = dict[str, Any]
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]

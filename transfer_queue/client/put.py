@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
 from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.batches import parsed_rows
 from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.values import copy_tags
 
@@ -202,15 +201,6 @@ def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
 
 def _is_strided_nested(column: Any) -> bool:
     return isinstance(column, torch.Tensor) and column.is_nested and column.layout is torch.strided
-
-
-async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
-    """What the user's function makes of the rows. It may take long, so an event loop lets a thread run it."""
-    if parser is None:
-        return rows
-    from transfer_queue.storage.batches import parsed
-
-    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
 
 
 def as_tensordict(data: Any) -> TensorDict:

@@ -31,6 +31,7 @@ from transfer_queue.storage.wire_columns import (
     Layout,
     Positions,
     WireColumn,
+    count_of,
     dense_layout,
     ragged_layout,
     running_sum,
@@ -173,7 +174,7 @@ class TensorColumn(Column):
 
     def nbytes_of(self, at: Positions) -> int:
         if self._bounds is None:
-            entries = at.stop - at.start if isinstance(at, slice) else len(at)
+            entries = count_of(at)
         elif isinstance(at, slice):
             entries = int(self._bounds[at.stop] - self._bounds[at.start])
         else:

@@ -246,6 +246,10 @@ def as_run(positions: Positions | NDArray[Any]) -> Positions:
     return positions
 
 
+def count_of(positions: Positions) -> int:
+    return positions.stop - positions.start if isinstance(positions, slice) else len(positions)
+
+
 def _is_ascending_by_one(numbers: NDArray[Any]) -> bool:
     # np.diff(...) and .all() take twice as long for a few hundred numbers.
     return int(np.count_nonzero(numbers[1:] - numbers[:-1] == 1)) == len(numbers) - 1
@@ -267,7 +271,7 @@ def gather(selected: Sequence[tuple[WireColumn, Positions]], allocate: Allocate 
     layout = selected[0][0].layout
     if any(column.layout != layout for column, _ in selected):
         selected, layout = [(column.as_ragged(), rows) for column, rows in selected], layout.family
-    counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for _, rows in selected]
+    counts = [count_of(rows) for _, rows in selected]
     total = sum(counts)
     if layout.kind == "dense":
         return WireColumn(layout, total, _gather_dense(selected, counts, allocate(total * layout.row_nbytes)))

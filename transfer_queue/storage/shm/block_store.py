@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.shm.field_blocks import STEP_NBYTES, FieldBlocks
-from transfer_queue.storage.shm.messages import FieldColumns
+from transfer_queue.storage.shm.messages import FieldColumns, Located
 from transfer_queue.storage.wire_columns import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
-
-Located: TypeAlias = list[tuple[str, WireColumn, Positions, Positions]]
-"""(field, block, positions in the batch, their row indices in the block)."""
 
 
 class BlockStore:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -43,11 +42,10 @@ from transfer_queue.storage.shm.unit_client import (
     UnitConnection,
     UnitWrite,
     decide_paths,
-    peers_of,
     shares_of,
 )
-from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, as_run
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.storage.wire_columns import IntArray, WireColumn, as_run, count_of
+from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
@@ -62,10 +60,10 @@ class SharedMemoryManager(StorageManager):
 
     def __init__(self, session: Session, config: Mapping[str, Any]) -> None:
         super().__init__(session, config)
-        peers = peers_of(config)
-        if not peers:
+        if not config["units"]:
             raise ConfigError("SimpleStorage has no storage units: start at least one")
-        self._units = [UnitConnection(peer, bool(config.get("arena", True))) for peer in peers]
+        shared = bool(config.get("arena", True))
+        self._units = [UnitConnection(Peer(unit["name"], unit["address"]), shared) for unit in config["units"]]
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
@@ -143,13 +141,9 @@ class SharedMemoryManager(StorageManager):
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``; readers see the values at once."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches, columns
 
-        if data_parser is not None:
-            from transfer_queue.storage.batches import parsed
-
-            # A parser may be slow (fetching from a URL), so it must not block the event loop.
-            data = parsed(data, data_parser) if is_blocking() else await asyncio.to_thread(parsed, data, data_parser)
+        data = await batches.parsed_rows(data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
         rows = columns.num_rows(data)
         if rows != len(indexes):
@@ -289,7 +283,7 @@ class SharedMemoryManager(StorageManager):
     ) -> None:
         """``wait_s``: for room, at each of the units."""
         writes = [
-            UnitWrite(self._units[unit], as_run(at), _count(at), columns, self._inline_nbytes) for unit, at in shares
+            UnitWrite(self._units[unit], as_run(at), count_of(at), columns, self._inline_nbytes) for unit, at in shares
         ]
         packed = [pack_indexes(indexes[at]) for _, at in shares]
         try:
@@ -334,10 +328,6 @@ class SharedMemoryManager(StorageManager):
             made = [write.packed(whole, copies) for write in writes]
             copies.finish()
         return made
-
-
-def _count(at: Positions) -> int:
-    return at.stop - at.start if isinstance(at, slice) else len(at)
 
 
 def _as_indexes(indexes: Sequence[int]) -> IntArray:

@@ -11,11 +11,12 @@ import numpy as np
 
 from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.protocol import Done, Failed, Reply, Request
-from transfer_queue.storage.shm.block_store import Located
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
 
 FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 """(field, which of the message's indexes its rows belong to, the rows)."""
+Located: TypeAlias = list[tuple[str, WireColumn, Positions, Positions]]
+"""(field, block, positions in the batch, their row indices in the block)."""
 
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 Call = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -340,9 +341,8 @@ def answer_in_place(call: int, located: Located, offset_of: OffsetOf) -> RowsAns
         elif offset < 0:
             packer.add(field, at, chosen)
         else:
-            packer.add_at(
-                field, as_run(at), chosen, offset + (column.start_of(run.start) if isinstance(run, slice) else 0)
-            )
+            start = column.start_of(run.start) if isinstance(run, slice) else 0
+            packer.add_at(field, as_run(at), chosen, offset + start)
             pinned.append(column.data)
     for field, blocks in rest.items():
         which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])

@@ -16,7 +16,7 @@ from transfer_queue.storage.shm.arena import whole_pages
 from transfer_queue.storage.shm.arena_sharing import MappedArena, arena_path, map_arena
 from transfer_queue.storage.shm.messages import Columns, Lease, Packer, Release, Rows, UnitStats, unpack_columns
 from transfer_queue.storage.shm.unit import least_in_arena
-from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, as_run, cut, groups
+from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, as_run, count_of, cut, groups
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
@@ -33,18 +33,12 @@ ROUTING_RUN = 64
 """This many neighbouring indexes share a unit, so a put is cut into few slices, yet spreads over all units."""
 
 
-def unit_of(indexes: IntArray, num_units: int, run: int = ROUTING_RUN) -> IntArray:
+def unit_of(indexes: IntArray, num_units: int) -> IntArray:
     """Return the unit of each index. It depends on nothing else, because every process must get the same result."""
-    return (indexes // run) % num_units
+    return (indexes // ROUTING_RUN) % num_units
 
 
-def peers_of(settings: Mapping[str, Any]) -> list[Peer]:
-    """The units, in the order that all processes share."""
-    units = settings["units"]
-    return [Peer(unit["name"], unit["address"]) for unit in units]
-
-
-def shares_of(indexes: Sequence[int] | IntArray, num_units: int, run: int = ROUTING_RUN) -> Shares:
+def shares_of(indexes: Sequence[int] | IntArray, num_units: int) -> Shares:
     """Units that hold none of the indexes are left out."""
     if not len(indexes):
         return []
@@ -54,9 +48,9 @@ def shares_of(indexes: Sequence[int] | IntArray, num_units: int, run: int = ROUT
         lowest, highest = int(indexes.min()), int(indexes.max())
     else:
         lowest, highest = min(indexes), max(indexes)
-    if lowest // run == highest // run:
-        return [(lowest // run % num_units, slice(0, len(indexes)))]
-    return list(groups(unit_of(np.asarray(indexes, np.int64), num_units, run)))
+    if lowest // ROUTING_RUN == highest // ROUTING_RUN:
+        return [(lowest // ROUTING_RUN % num_units, slice(0, len(indexes)))]
+    return list(groups(unit_of(np.asarray(indexes, np.int64), num_units)))
 
 
 Path: TypeAlias = Literal["arena", "frames", "undecided"]
@@ -146,17 +140,13 @@ class UnitWrite:
         least = least_in_arena(inline_nbytes)
         return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
 
-    @property
-    def fields(self) -> list[str]:
-        return list(self._columns)
-
     def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
         """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
         total = sum(map(whole_pages, self._sizes.values()))
         if not total:
             return None
         self.lease_call = call
-        return Lease(call, total, replaced, self.fields if replaced else [], wait_s)
+        return Lease(call, total, replaced, list(self._columns) if replaced else [], wait_s)
 
     def leased(self, offset: int) -> None:
         """Take the unit's answer; -1: no address range is left."""
@@ -198,9 +188,8 @@ class ReadResult:
         if rows.pinned:
             self._pinned.append((connection, rows.id))
         arena = connection.arena if rows.pinned else None
-        count = at.stop - at.start if isinstance(at, slice) else len(at)
         view = None if arena is None else arena.view
-        for name, where, column in unpack_columns(rows.headers, rows.tables, frames, count, view):
+        for name, where, column in unpack_columns(rows.headers, rows.tables, frames, count_of(at), view):
             self.columns[name].append((where if isinstance(at, slice) else as_run(at[where]), column))
 
     async def close(self) -> None:
