@@ -66,7 +66,6 @@ SHARED_NAMES = {
 """Names of two files of different folders. No more of these: rename the new one."""
 SHARED_CLASSES = {
     "Frozen", "Message", "ProductionStatus", "QueueConfig", "Reply", "Service",
-
 }  # fmt: skip
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)
