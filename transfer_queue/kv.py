@@ -16,7 +16,7 @@ from transfer_queue.client.put import as_tensordict
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_meta, to_specs
-from transfer_queue.storage.batches import parsed_rows
+from transfer_queue.storage.columns import parsed_rows
 
 Tag = dict[str, Any]
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]

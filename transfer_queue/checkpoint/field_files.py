@@ -84,7 +84,7 @@ class _BlockWriter:
         self._directory, self._stem, self._layout = directory, stem, layout
         self._samples: list[IntArray] = []
         self._row_meta: list[IntArray] = []
-        self._values: GrowingArray | GrowingFile
+        self._values: GrowingFile
         if layout.kind == "objects":
             self._values = GrowingFile(directory / f"{stem}.msgpack")
         elif layout.kind == "dense":
@@ -109,7 +109,7 @@ class _BlockWriter:
             offsets = self._write("offsets", running_sum(sizes))
             shapes = self._write("shapes", row_meta) if row_meta.ndim == 2 and row_meta.shape[1] > 1 else None
             count = int(sizes.sum())
-        values = self._values.close(count) if isinstance(self._values, GrowingArray) else self._values.close()
+        values = self._values.finish(count) if isinstance(self._values, GrowingArray) else self._values.close()
         own = None if np.array_equal(samples, all_samples) else self._write("samples", samples)
         return BlockFiles(self._layout, len(samples), values, offsets, shapes, own)
 

@@ -113,12 +113,12 @@ class GrowingFile:
         self._file.close()
 
 
-class GrowingArray:
-    """A .npy file of [rows, *row_shape]."""
+class GrowingArray(GrowingFile):
+    """A .npy file of [rows, *row_shape]. ``write`` appends whole rows; ``finish`` closes it."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: Sequence[int] = ()) -> None:
         self._dtype, self._row_shape = dtype.newbyteorder("<"), tuple(row_shape)
-        self._file = GrowingFile(path, self._header(0))
+        super().__init__(path, self._header(0))
 
     def _header(self, rows: int) -> bytes:
         shape = (rows, *self._row_shape)
@@ -127,22 +127,15 @@ class GrowingArray:
         nbytes = -(-least // _ALIGN) * _ALIGN - len(_MAGIC) - 2
         return _MAGIC + nbytes.to_bytes(2, "little") + text.ljust(nbytes - 1) + b"\n"
 
-    def write(self, data: Any) -> None:
-        """Append whole rows."""
-        self._file.write(data)
-
-    def close(self, rows: int) -> DataFile:
-        return self._file.close(self._header(rows))
-
-    def discard(self) -> None:
-        self._file.discard()
+    def finish(self, rows: int) -> DataFile:
+        return self.close(self._header(rows))
 
 
 def write_array(path: Path, array: NDArray[Any]) -> DataFile:
     """Write a whole array."""
     file = GrowingArray(path, array.dtype, array.shape[1:])
     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return file.close(len(array))
+    return file.finish(len(array))
 
 
 def write_bytes(path: Path, data: bytes) -> DataFile:

@@ -15,7 +15,7 @@ from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata_wire import check_tags, to_specs
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.batches import parsed_rows
+from transfer_queue.storage.columns import parsed_rows
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.values import copy_tags

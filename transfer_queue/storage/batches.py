@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import math
 import warnings
@@ -30,7 +29,6 @@ from transfer_queue.storage.tensors import (
     rows_of,
 )
 from transfer_queue.storage.wire_columns import OBJECTS, ByteArray, IntArray, WireColumn, running_sum
-from transfer_queue.transport.modes import is_blocking
 
 LAYOUTS = ("jagged", "dense")
 
@@ -210,13 +208,6 @@ def _warn_of_nested_tensors_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)
-
-
-async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
-    """``parsed``, or the rows without a parser. A parser may take long, so an event loop lets a thread run it."""
-    if parser is None:
-        return rows
-    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
 
 
 def parsed(data: TensorDict, parser: DataParser) -> TensorDict:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -10,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.storage.assembling import is_simple_jagged, jagged_values
+from transfer_queue.storage.base import DataParser
 from transfer_queue.storage.copying import Copy, copy_spans, runs
 from transfer_queue.storage.objects import encode_rows
 from transfer_queue.storage.tensors import (
@@ -36,6 +38,7 @@ from transfer_queue.storage.wire_columns import (
     ragged_layout,
     running_sum,
 )
+from transfer_queue.transport.modes import is_blocking
 
 
 def num_rows(data: Any) -> int:
@@ -81,6 +84,15 @@ def values_of(column: Any, count: int) -> list[Any]:
     if isinstance(shared, np.ndarray) and shared.dtype.kind in "OUSMm" and shared.ndim and len(shared) == count:
         return values_of(shared, count)
     return [shared] * count
+
+
+async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
+    """Apply a put's data_parser, if there is one. It may take long, so an event loop lets a thread run it."""
+    if parser is None:
+        return rows
+    from transfer_queue.storage.batches import parsed
+
+    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
 
 
 def named_columns(data: Any) -> Iterator[tuple[str, Any]]:

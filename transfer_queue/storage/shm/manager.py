@@ -141,9 +141,9 @@ class SharedMemoryManager(StorageManager):
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``; readers see the values at once."""
-        from transfer_queue.storage import batches, columns
+        from transfer_queue.storage import columns
 
-        data = await batches.parsed_rows(data, data_parser)
+        data = await columns.parsed_rows(data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
         rows = columns.num_rows(data)
         if rows != len(indexes):
