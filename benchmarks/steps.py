@@ -23,7 +23,7 @@ from benchmarks.common import arguments, report
 from benchmarks.small_ops import one_sample
 from transfer_queue import protocol
 from transfer_queue.client import get, put
-from transfer_queue.dataloader import pipeline
+from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.storage import assembling, batches, columns, recycling
 from transfer_queue.storage.copying import Copies
 from transfer_queue.storage.shm import manager, unit_client
@@ -46,7 +46,7 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "memory for the batch": [(recycling, "empty")],
     "copy": [(Copies, "finish"), (Copies, "__call__"), (Copies, "rows")],
     "tensors of columns": [(batches, "unpack"), (assembling.Jagged, "__call__"), (assembling.Jagged, "even")],
-    "ask for the next batch": [(pipeline.Pipeline, "ask")],
+    "ask for the next batch": [(BatchStream, "_request")],
     "look at every page": [(cases, "touch")],
 }
 OTHER = "other Python"
