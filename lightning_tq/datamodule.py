@@ -9,15 +9,13 @@ from typing import Any, get_args
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_tq.acks import Ack
-from lightning_tq.callbacks.ack_batches import AckBatches
+from lightning_tq.acks import Ack, AckBatches
+from lightning_tq.batch import Position
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.callbacks.queue_checkpoint import restore_queue
 from lightning_tq.checks import check_choice
-from lightning_tq.positions import Position
 from lightning_tq.producers.group import Producer, ProducerGroup
-from lightning_tq.queue_config import QueueConfig, as_queue_config
-from lightning_tq.queue_connection import QueueConnection
+from lightning_tq.queue_config import QueueConfig, QueueConnection, as_queue_config
 from lightning_tq.run import Run
 from lightning_tq.stream import StageStream, Stream, check_streams, check_tails, sampler_modules, stage_streams
 from lightning_tq.stream_loader import StreamLoader, stream_loader

@@ -10,12 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_tq.acks import Ack, AckTracker
-from lightning_tq.batch import TQBatch
+from lightning_tq.batch import Position, TQBatch
 from lightning_tq.checks import check_choice
-from lightning_tq.positions import Position
 from lightning_tq.producers.group import Producer, ProducerGroup
-from lightning_tq.queue_config import QueueConfig, as_queue_config
-from lightning_tq.queue_connection import QueueConnection
+from lightning_tq.queue_config import QueueConfig, QueueConnection, as_queue_config
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
 from lightning_tq.run import count_acked
 from lightning_tq.stream import Stream, sampler_modules

@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.acks import Ack, AckTracker
+from lightning_tq.batch import Position
 from lightning_tq.callbacks.publish_weights import policy_version
-from lightning_tq.positions import Position, list_names
+from lightning_tq.checks import list_names
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
 from lightning_tq.stream import StageStream, Stream
 from lightning_tq.stream_reader import StreamReader

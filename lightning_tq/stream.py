@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_tq.checks import check_choice, check_int
+from lightning_tq.checks import check_choice, check_int, nearest
 from transfer_queue import BaseSampler
 from transfer_queue.errors import InvalidRequestError
 
@@ -98,10 +97,10 @@ class Stream:
             raise InvalidRequestError(f"fields must be a list of field names, at least one, got {self.fields!r}.")
         unknown = [name for name in self.variables if name not in VARIABLES]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], VARIABLES, 1, 0.0)[0]
             known = ", ".join(f"{{{name}}}" for name in VARIABLES)
             raise InvalidRequestError(
-                f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean {{{near}}}? Known: {known}."
+                f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean "
+                f"{{{nearest(unknown[0], VARIABLES)}}}? Known: {known}."
             )
 
     def _check_sizes(self) -> None:

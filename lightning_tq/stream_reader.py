@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from lightning_tq.batch import TQBatch
-from lightning_tq.positions import Position
+from lightning_tq.batch import Position, TQBatch
 from lightning_tq.stream import Stream
+from lightning_tq.stream_loader import ReaderDataset, StreamIterator
 from lightning_tq.topology import Topology
-from transfer_queue import BatchMeta, EndOfPartitionError, StreamingDataset, TransferQueueClient
+from transfer_queue import BatchMeta, EndOfPartitionError, TransferQueueClient
 
 
 class Delivered(NamedTuple):
@@ -43,15 +43,6 @@ class RunContext(Protocol):
 
     def stream_ended(self, reader: StreamReader) -> None:
         """The stream has no more batches in its partition."""
-
-
-class ReaderDataset(StreamingDataset):
-    """Holds its stream reader, because a loader that Lightning rebuilds keeps only the dataset."""
-
-    reader: StreamReader | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "reader": None}  # stays in the process of the loader
 
 
 class StreamReader:
@@ -336,44 +327,3 @@ class StreamReader:
         """End the current iterator and leave the queue."""
         self.close_iterator()
         self.dataset.close()
-
-
-class StreamIterator(Iterator[TQBatch]):
-    """The current iterator of a loader. It chooses its start at the first ``next``, when Lightning knows its epoch."""
-
-    def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
-        self._reader = reader
-        self._start: Callable[[], Iterator[Any]] | None = start
-        self._items: Iterator[Any] | None = None
-
-    def __next__(self) -> TQBatch:
-        if self._start is None:
-            raise StopIteration
-        return self._reader.next_batch(self)
-
-    @property
-    def items(self) -> Iterator[Any]:
-        """What the loader yields."""
-        if self._items is None:
-            self.restart()
-        assert self._items is not None
-        return self._items
-
-    def restart(self, epochs_ahead: int = 0) -> None:
-        """Start, or start again in the partition of a later epoch."""
-        assert self._start is not None
-        _close(self._items)
-        self._reader.move_cursor(epochs_ahead)
-        self._items = self._start()
-
-    def close(self) -> None:
-        """Stop prefetching. Idempotent."""
-        self._start = None
-        items, self._items = self._items, None
-        _close(items)
-
-
-def _close(items: Iterator[Any] | None) -> None:
-    close = getattr(items, "close", None)
-    if close is not None:
-        close()

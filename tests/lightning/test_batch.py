@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection, is_dataclas
 from producing import rows
 
 from lightning_tq import TQBatch
-from lightning_tq.positions import Position
+from lightning_tq.batch import Position
 from transfer_queue import BatchMeta
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_tq.positions import Position, list_names
+from lightning_tq.batch import Position
+from lightning_tq.checks import list_names
 from transfer_queue.errors import InvalidRequestError
 
 SAVED = {
