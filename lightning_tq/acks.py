@@ -56,29 +56,23 @@ class AckTracker:
         self._checkpoints_saved = 0
         self._batches_since_checkpoint = 0
         self._just_acked: list[str] = []
-        reader.on_batch_trained = self._batch_trained
 
     @property
     def unstepped(self) -> int:
         """Micro-batches that were trained since the last optimizer step."""
         return self._reader.unstepped
 
-    def _batch_trained(self, meta: BatchMeta) -> None:
-        self._trained[meta.partition_ids[0]] = meta
-
     def micro_batch_trained(self, batch: Any, stepped: bool) -> None:
         """Note a trained micro-batch. ``stepped``: an optimizer step followed it."""
-        self._reader.mark_trained(batch, stepped)
+        for meta in self._reader.mark_trained(batch):
+            self._trained[meta.partition_ids[0]] = meta
         self._batches_since_checkpoint += 1
         if stepped:
-            self._optimizer_stepped()
+            self.optimizer_stepped()
 
-    def epoch_ended(self) -> None:
-        """Gradients without an optimizer step are lost now, so their batches need no step any more."""
+    def optimizer_stepped(self) -> None:
+        """An optimizer step included what was trained so far, or never will, because its epoch has ended."""
         self._reader.mark_stepped()
-        self._optimizer_stepped()
-
-    def _optimizer_stepped(self) -> None:
         self._stepped.update(self._trained)
         self._trained.clear()
         if not self._waits_for_checkpoint:
@@ -186,7 +180,7 @@ class AckBatches(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._unstepped = 0
         for tracker in self._trackers():
-            tracker.epoch_ended()
+            tracker.optimizer_stepped()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         correct_progress(checkpoint, self._unstepped, trainer.num_training_batches != float("inf"))

@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 from transfer_queue.errors import InvalidRequestError
 
 
-def check_int(name: str, value: object, least: int) -> None:
-    """Raise InvalidRequestError (a ValueError) unless the value is an int of at least ``least``."""
+def check_int(name: str, value: object, least: int, optional: bool = False) -> None:
+    """Raise InvalidRequestError (a ValueError) unless the value is an int of at least ``least``, or an allowed None."""
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidRequestError(f"{name} must be an int of at least {least}, got {value!r}.")
 

@@ -169,10 +169,12 @@ class TQDataModule(LightningDataModule):
         self._address = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {self._address} (watch it with: lightning-tq status --watch {self._address})")
         self.open()
-        self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client, self._ack)
-        self._run.start(streams, self._positions, self._connection.conf, self._partitions_at_start)
+        self._run = Run(
+            trainer, topology, self._switch(trainer), self._group, self.client, self._ack, streams, self._positions,
+            self._connection.conf, self._partitions_at_start,
+        )  # fmt: skip
         if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
-            self._run.warn_of_missing_partitions(self._partitions_at_start)
+            self._run.warn_of_missing_partitions()
         self._add_ack_callback(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> str:

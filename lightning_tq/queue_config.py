@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import transfer_queue as tq
-from lightning_tq.checks import check_int, nearest
+from lightning_tq.checks import nearest
 from transfer_queue import TransferQueueClient
-from transfer_queue.errors import ConfigError, InvalidRequestError, NotInitializedError
+from transfer_queue.errors import ConfigError, NotInitializedError
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,8 @@ class QueueConfig:
     """Other keys of transfer_queue's config.yaml. They override the fields above."""
 
     def __post_init__(self) -> None:
-        try:
-            check_int("queue.units", self.units, 1)
-        except InvalidRequestError as error:
-            raise ConfigError(str(error)) from None
+        if not isinstance(self.units, int) or self.units < 1:
+            raise ConfigError(f"queue.units must be an int of at least 1, got {self.units!r}.")
         if self.memory not in (None, "auto") and not _SIZE.fullmatch(str(self.memory)):
             raise ConfigError(
                 f"queue.memory must be 'auto', null, a number of bytes above 0 or a text such as '4GiB', got "

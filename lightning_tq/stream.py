@@ -104,12 +104,10 @@ class Stream:
             )
 
     def _check_sizes(self) -> None:
-        least = {"batch_size": 1, "micro_batch_size": 1, "num_batches": 1, "num_workers": 0}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is None and name in ("micro_batch_size", "num_batches"):
-                continue
-            check_int(name, value, minimum)
+        check_int("batch_size", self.batch_size, 1)
+        check_int("micro_batch_size", self.micro_batch_size, 1, optional=True)
+        check_int("num_batches", self.num_batches, 1, optional=True)
+        check_int("num_workers", self.num_workers, 0)
         if self.micro_size > self.batch_size:
             raise InvalidRequestError(
                 f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}. Lower "

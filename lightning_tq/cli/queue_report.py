@@ -72,7 +72,7 @@ async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
 
 
 def others(stats: Numbers) -> dict[str, Holdings]:
-    """What each client of the queue holds, but for the one that asked for these statistics: it only looks."""
+    """What each client of the queue holds, without the client that asked for these statistics."""
     return {name: {**_NOTHING, **held} for name, held in stats["clients"].items() if name != stats["asked_by"]}
 
 

@@ -11,8 +11,7 @@ import pytest
 from producing import rows
 
 import transfer_queue as tq
-from lightning_tq import Pacer, TQDataModule
-from lightning_tq.producers import pacing
+from lightning_tq import Pacer, TQDataModule, producers
 from lightning_tq.producers.pacing import PACER_TASK, PERMITS_PARTITION, Permits
 from transfer_queue import BatchMeta, BatchTimeoutError, EndOfPartitionError, StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
@@ -197,7 +196,7 @@ def test_a_long_training_leaves_nothing_in_the_queue(client: TransferQueueClient
 def test_a_long_wait_is_reported(
     client: TransferQueueClient, permits: Permits, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "_REPORT_EVERY_S", 0.05)
+    monkeypatch.setattr(producers, "REPORT_EVERY_S", 0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(BatchTimeoutError):
         Pacer(client).admit(9, timeout_s=0.2)
     assert "waiting for permits for 9 samples: the trainer is behind, or issues fewer at once" in caplog.text
