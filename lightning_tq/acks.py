@@ -47,7 +47,7 @@ class AckTracker:
         self._ack = ack
         self._waits_for_checkpoint = ack == "checkpoint" or (ack != "step" and keeps_checkpoints)
         self._never = ack == "never" or reader.replay
-        self._reader = reader
+        self.reader = reader
         self._client = client
         self._topology = topology
         self._trained: NewestBatches = {}
@@ -57,14 +57,9 @@ class AckTracker:
         self._batches_since_checkpoint = 0
         self._just_acked: list[str] = []
 
-    @property
-    def unstepped(self) -> int:
-        """Micro-batches that were trained since the last optimizer step."""
-        return self._reader.unstepped
-
     def micro_batch_trained(self, batch: Any, stepped: bool) -> None:
         """Note a trained micro-batch. ``stepped``: an optimizer step followed it."""
-        for meta in self._reader.mark_trained(batch):
+        for meta in self.reader.mark_trained(batch):
             self._trained[meta.partition_ids[0]] = meta
         self._batches_since_checkpoint += 1
         if stepped:
@@ -72,7 +67,7 @@ class AckTracker:
 
     def optimizer_stepped(self) -> None:
         """An optimizer step included what was trained so far, or never will, because its epoch has ended."""
-        self._reader.mark_stepped()
+        self.reader.mark_stepped()
         self._stepped.update(self._trained)
         self._trained.clear()
         if not self._waits_for_checkpoint:
@@ -88,8 +83,7 @@ class AckTracker:
 
     def checkpoint_saved(self) -> None:
         """A checkpoint with every optimizer step so far is being written."""
-        if self._ack == "auto":  # also for a checkpoint that the user saves by hand
-            self._waits_for_checkpoint = True
+        self.wait_for_checkpoints()  # also after a checkpoint that the user saves by hand
         self._make_due()
         self._checkpoints_saved += 1
         self._batches_since_checkpoint = 0
@@ -103,9 +97,9 @@ class AckTracker:
             return
         if self._topology.is_reader:
             for partition, meta in due.items():
-                acked = self._client.ack(meta, self._reader.stream.task, earlier=True)
-                if partition == self._reader.partition:
-                    self._reader.batches_done = max(0, self._reader.batches_done - acked)
+                acked = self._client.ack(meta, self.reader.stream.task, earlier=True)
+                if partition == self.reader.partition:
+                    self.reader.batches_done = max(0, self.reader.batches_done - acked)
         # Another rank may ack a partition's last batches after this, so each partition is cleared twice.
         self._clear(dict.fromkeys([*self._just_acked, *due]))
         self._just_acked = list(due)
@@ -113,12 +107,12 @@ class AckTracker:
     def finish(self, owner: Trainer | Fabric) -> None:
         """Training is over: acknowledge what is due on all ranks. This is a collective."""
         self.ack_due()
-        if self._reader.stream.clear_consumed and not self._never:
+        if self.reader.stream.clear_consumed and not self._never:
             owner.strategy.barrier("lightning_tq_acked")
             self._clear(dict.fromkeys(self._just_acked))
 
     def _clear(self, partitions: Mapping[str, None]) -> None:
-        tasks = self._reader.stream.clearing_tasks
+        tasks = self.reader.stream.clearing_tasks
         if not tasks or not (self._topology.is_reader and self._topology.dp_rank == 0):
             return
         for partition in partitions:
@@ -129,7 +123,7 @@ class AckTracker:
         if waits and self._batches_since_checkpoint == _WARN_AFTER_BATCHES:
             self._batches_since_checkpoint += 1
             logger.warning(
-                f"{_WARN_AFTER_BATCHES} batches of stream {self._reader.label!r} were trained without a checkpoint, "
+                f"{_WARN_AFTER_BATCHES} batches of stream {self.reader.label!r} were trained without a checkpoint, "
                 f"and the queue keeps them all for a resume. Save more often "
                 f"(ModelCheckpoint(every_n_train_steps=...)), disable checkpoints "
                 f"(Trainer(enable_checkpointing=False)), or acknowledge without one: TQDataModule(ack='step')."
@@ -167,7 +161,7 @@ class AckBatches(Callback):
         stepped = self._has_stepped(trainer, pl_module)
         for tracker in run.ack_trackers:
             tracker.micro_batch_trained(batch, stepped)
-            self._unstepped = tracker.unstepped
+            self._unstepped = tracker.reader.unstepped
         run.check()
 
     def _has_stepped(self, trainer: Trainer, pl_module: LightningModule) -> bool:

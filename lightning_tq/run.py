@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,9 @@ class Run:
         self._warned: set[str] = set()
         self._left_partitions: dict[str, int] = {}
         self._keeps_checkpoints = ack == "checkpoint" or keeps_checkpoints(trainer)
-        checks = [self._producer_failed, self._terminated, *rank_checks(trainer)]
+        checks = [self._terminated, *rank_checks(trainer)]
+        if producers is not None:
+            checks.insert(0, producers.failure)
         self._watchdog = RankWatchdog(checks, [self._hint])
         for each in streams:
             self.readers[each.label] = StreamReader(each, positions, self, self._watchdog.stopped.is_set, conf)
@@ -126,7 +128,9 @@ class Run:
         self._watchdog.check()
 
     def stream_ended(self, reader: StreamReader) -> None:
-        self._warn_of_leftovers(reader)
+        leftovers = reader.leftover_text() if self.trainer.is_global_zero else None
+        if leftovers is not None:
+            self._warn_once(f"dropped {reader.partition} {reader.stream.task}", leftovers)
         if reader.stage != "train":
             return
         limit = self.trainer.num_training_batches
@@ -160,11 +164,6 @@ class Run:
         # An optimizer step for the delivered batches may still follow, and change the template's result.
         return reader.partition == self.partition_of(reader.stage, reader.stream, ahead, 1 if reader.taken else 0)
 
-    def _warn_of_leftovers(self, reader: StreamReader) -> None:
-        text = reader.leftover_text() if self.trainer.is_global_zero else None
-        if text is not None:
-            self._warn_once(f"dropped {reader.partition} {reader.stream.task}", text)
-
     # ---- partitions ----
 
     def finished_partitions(self) -> list[str]:
@@ -196,14 +195,13 @@ class Run:
 
     # ---- what the watchdog checks ----
 
-    def _producer_failed(self) -> BaseException | None:
-        return None if self._producers is None else self._producers.failure()
-
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None
 
     def _hint(self) -> None:
-        for reader in self._waiting_readers():
+        for reader in self.readers.values():
+            if reader.waiting_s() <= _HINT_AFTER_S:
+                continue
             if reader.taken > reader.trained and reader.stage == "train" and reader.stream.num_batches is None:
                 self._warn_once(
                     "ahead",
@@ -219,11 +217,6 @@ class Run:
                     f"this run have ended. If nothing else fills it, seal it: "
                     f"client.seal_partition({reader.partition!r}).",
                 )
-
-    def _waiting_readers(self) -> Iterator[StreamReader]:
-        for reader in self.readers.values():
-            if reader.waiting_s() > _HINT_AFTER_S:
-                yield reader
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:

@@ -208,15 +208,14 @@ def check_tails(streams: Sequence[StageStream], dp_size: int) -> None:
 
 def check_streams(streams: Mapping[str, Sequence[Stream]]) -> None:
     """Raise InvalidRequestError for streams that contradict each other, or their stage."""
-    _check_tasks([stream for each in streams.values() for stream in each])
-    _check_replays([stream for stage, each in streams.items() if stage != "train" for stream in each])
-
-
-def _check_tasks(streams: Sequence[Stream]) -> None:
-    """A task has one sampler and one tail policy, so streams that share a task must agree on them."""
     first: dict[str, Stream] = {}
-    for stream in streams:
-        other = first.setdefault(stream.task, stream)
+    for stage, stream in [(stage, stream) for stage, each in streams.items() for stream in each]:
+        if stage != "train" and stream.replay is False:
+            raise InvalidRequestError(
+                f"stream of task {stream.task!r}: replay=False is for training. Validation, test and prediction start "
+                f"at the first batch of their partition each time. Omit replay."
+            )
+        other = first.setdefault(stream.task, stream)  # a task has one sampler and one tail policy
         if other is not stream and (_sampling(other), other.tail) != (_sampling(stream), stream.tail):
             raise InvalidRequestError(
                 f"two streams of task {stream.task!r} have different samplers or tails ({other.sampler!r}, "
@@ -227,12 +226,3 @@ def _check_tasks(streams: Sequence[Stream]) -> None:
 def _sampling(stream: Stream) -> Any:
     """Type and arguments, because a configuration file builds a separate sampler for each stream."""
     return stream.sampler.spec() if isinstance(stream.sampler, BaseSampler) else stream.sampler
-
-
-def _check_replays(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        if stream.replay is False:
-            raise InvalidRequestError(
-                f"stream of task {stream.task!r}: replay=False is for training. Validation, test and prediction start "
-                f"at the first batch of their partition each time. Omit replay."
-            )
