@@ -231,6 +231,11 @@ class TQDataModule(LightningDataModule):
     # ---- for callbacks ----
 
     @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of the run."""
+        return self.topology.dp_size
+
+    @property
     def topology(self) -> Topology:
         """This process among the data-parallel ranks of the run."""
         return self._current_run().topology

@@ -28,7 +28,7 @@ class PolicyPublisher(PublishWeights):
 
 def plan_of(trainer: L.Trainer, seed: int) -> Plan:
     """The Trainer's current epoch and its sizes. Raises ValueError if its train stream lacks them."""
-    stream, num_ranks = trainer.datamodule.train_reader().stream, trainer.datamodule.topology.dp_size
+    stream, num_ranks = trainer.datamodule.train_reader().stream, trainer.datamodule.dp_size
     answers_per_prompt = getattr(stream.sampler, "n_samples_per_prompt", None)
     if stream.num_batches is None or answers_per_prompt is None:
         raise ValueError(

@@ -56,7 +56,7 @@ class QueueMonitor(Callback):
             return
         datamodule = find_datamodule(trainer, "QueueMonitor")
         reader = datamodule.train_reader()
-        values = {**self._timing(reader), **_counts(datamodule.stats(), reader, datamodule.topology.dp_size)}
+        values = {**self._timing(reader), **_counts(datamodule.stats(), reader, datamodule.dp_size)}
         for name, value in values.items():
             shown = name in ("queue/wait_s", "queue/ready")
             pl_module.log(name, value, prog_bar=shown, on_step=True, on_epoch=False, rank_zero_only=True)

@@ -115,7 +115,7 @@ class StalenessGuard(Callback):
     def _check_window(self, trainer: Trainer, reader: StreamReader) -> None:
         """Check that permits always cover the whole batches that a step and Lightning's look-ahead need."""
         per_step, per_round = self._per_step(trainer), self._per_round(trainer)
-        per_item = reader.stream.micro_size * find_datamodule(trainer, "StalenessGuard").topology.dp_size
+        per_item = reader.stream.micro_size * find_datamodule(trainer, "StalenessGuard").dp_size
         looks_ahead = reader.stream.num_batches is None and not isinstance(trainer.limit_train_batches, int)
         needed = per_step + looks_ahead * per_item
         starts = range(0, math.lcm(per_step, per_round), per_item if self.drop else per_step)
@@ -179,7 +179,7 @@ class StalenessGuard(Callback):
         if self.drop:
             trained = self._filtered.popleft()
         else:
-            trained = meta.padding_mask.count(False) * find_datamodule(trainer, "StalenessGuard").topology.dp_size
+            trained = meta.padding_mask.count(False) * find_datamodule(trainer, "StalenessGuard").dp_size
         self._since_step += trained
         self._count(meta, trained)
         # Only a step makes a new version. Permits issued within an accumulation would yield samples that are too old.
@@ -221,15 +221,13 @@ class StalenessGuard(Callback):
         if self.samples_per_step is not None:
             return self.samples_per_step
         datamodule = find_datamodule(trainer, "StalenessGuard")
-        return (
-            datamodule.train_reader().stream.micro_size * datamodule.topology.dp_size * trainer.accumulate_grad_batches
-        )
+        return datamodule.train_reader().stream.micro_size * datamodule.dp_size * trainer.accumulate_grad_batches
 
     def _per_round(self, trainer: Trainer) -> int:
         if self.samples_per_step is not None:
             return 1  # batches have no fixed size
         datamodule = find_datamodule(trainer, "StalenessGuard")
-        return datamodule.train_reader().stream.batch_size * datamodule.topology.dp_size
+        return datamodule.train_reader().stream.batch_size * datamodule.dp_size
 
     # ---- ages ----
 
