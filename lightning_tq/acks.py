@@ -148,7 +148,7 @@ class AckBatches(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not at the end of the previous batch: other callbacks may have needed its samples. By now every rank has
-        # asked for this batch, so none of them still looks for where to start.
+        # asked for this batch, so none of them still asks where to start.
         self._ack_due()
         _set_batch_size(trainer, batch)
 
