@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of ``lightning-tq status``, drawn by rich."""
+"""A report on a running queue: two snapshots of its statistics give rates, and rich draws the tables."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_tq.status.report import Holdings
+from lightning_tq.checks import counted
+from transfer_queue import TransferQueueClient
+from transfer_queue.errors import TransferQueueError
 
 Numbers = dict[str, Any]
+Holdings = dict[str, int]
+"""What a client holds, by kind."""
+_NOTHING: Holdings = dict.fromkeys(
+    ("connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"), 0
+)
+
+_UNITS_TIMEOUT_S = 5.0
 
 _SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in flight", "consumed", "per s", "dropped")
 _WAITING = ("waits", "partition", "for", "wants", "ready", "lacks")
@@ -27,6 +39,82 @@ _RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HOLDERS[
 """Columns that are hidden while they are empty."""
 _FILE_WIDTH = 160
 _ALARMS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """Statistics of the controller and of each storage unit, as plain data."""
+
+    stats: Numbers
+    units: list[Numbers]
+    taken_at: float
+    """Monotonic seconds."""
+    units_error: str | None = None
+    """Why ``units`` is empty although units may exist."""
+
+
+async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
+    """Ask the controller and every storage unit once. It changes nothing in the queue."""
+    stats = await client.async_get_stats()
+    stats["clients"] = others(stats)
+    del stats["asked_by"]
+    units: list[Numbers] = []
+    error = None
+    try:
+        answers = await asyncio.wait_for(client.async_get_storage_stats(), _UNITS_TIMEOUT_S)
+        # "path" describes this client's own route for values, and it moves none.
+        units = [{name: number for name, number in unit.items() if name != "path"} for unit in answers]
+    except asyncio.TimeoutError:
+        error = f"no answer from every unit within {_UNITS_TIMEOUT_S:g} s"
+    except TransferQueueError as failure:  # the controller's numbers are still useful
+        error = str(failure)
+    return QueueSnapshot(stats, units, time.monotonic(), error)
+
+
+def others(stats: Numbers) -> dict[str, Holdings]:
+    """What each client of the queue holds, without the client that asked for these statistics."""
+    return {name: {**_NOTHING, **held} for name, held in stats["clients"].items() if name != stats["asked_by"]}
+
+
+def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None = None) -> Numbers:
+    """What ``--json`` prints: the statistics of ``now``, and rates for partitions that ``before`` also has.
+
+    ``put_per_s``: samples that became readable. ``consumed_per_s``, per task: samples that it consumed, or that were
+    cleared before it could. Both are None without an earlier value.
+    """
+    partitions = {}
+    for name, partition in now.stats["partitions"].items():
+        earlier = None if before is None else before.stats["partitions"].get(name)
+        seconds = 0.0 if before is None else now.taken_at - before.taken_at
+        partitions[name] = _with_rates(partition, earlier, seconds)
+    return {
+        "address": address, **now.stats, "partitions": partitions, "units": now.units, "units_error": now.units_error
+    }  # fmt: skip
+
+
+def _with_rates(partition: Numbers, earlier: Numbers | None, seconds: float) -> Numbers:
+    known = earlier or {"tasks": {}}
+    tasks = {}
+    for name, task in partition["tasks"].items():
+        was = known["tasks"].get(name)
+        done_before = None if was is None else _done(known, was)
+        tasks[name] = {**task, "consumed_per_s": _rate(_done(partition, task), done_before, seconds)}
+    put_per_s = _rate(partition["published"], known.get("published"), seconds)
+    return {**partition, "put_per_s": put_per_s, "tasks": tasks}
+
+
+def _done(partition: Numbers, task: Numbers) -> int:
+    """Samples that the task is done with. Unlike "samples" and "consumed", clearing does not lower it."""
+    return int(partition["published"] - (partition["samples"] - task["consumed"]))
+
+
+def _rate(now: int, before: int | None, seconds: float) -> float | None:
+    if before is None or now < before or seconds <= 0:  # a new partition with this name, or a reset
+        return None
+    return (now - before) / seconds
+
+
+# ---- tables ----
 
 
 def show(what: RenderableType) -> None:
@@ -65,8 +153,8 @@ def _headline(report: Numbers) -> Text:
     limit = "" if report["capacity"] is None else f" of {report['capacity']:,}"
     held = sum(unit["held_nbytes"] for unit in report["units"])
     return Text(
-        f"{report['address']}: {samples:,}{limit} samples in {_count(len(partitions), 'partition')}, {_bytes(held)} "
-        f"held, {_count(len(report['waiting']), 'request')} waiting"
+        f"{report['address']}: {samples:,}{limit} samples in {counted(len(partitions), 'partition')}, {_bytes(held)} "
+        f"held, {counted(len(report['waiting']), 'request')} waiting"
     )
 
 
@@ -90,7 +178,7 @@ def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
     for name, partition in partitions.items():
         declared = "" if partition["num_samples"] is None else f" of {partition['num_samples']:,}"
         first: list[str | Text] = [
-            name, _state(partition), f"{partition['samples']:,}{declared}", _rate(partition["put_per_s"])
+            name, _state(partition), f"{partition['samples']:,}{declared}", _per_s(partition["put_per_s"])
         ]  # fmt: skip
         for number, (task, numbers) in enumerate(partition["tasks"].items()):
             yield [*(["", "", "", ""] if number else first), task, *_task_row(numbers)]
@@ -114,7 +202,7 @@ def _task_row(task: Numbers) -> list[str | Text]:
         "\n".join(ready) or "0",
         f"{task['in_flight']:,}",
         f"{task['consumed']:,}" + (" (all)" if task["ended"] else ""),
-        _rate(task["consumed_per_s"]),
+        _per_s(task["consumed_per_s"]),
         Text(f"{task['dropped']:,}", style="yellow" if task["dropped"] else ""),
     ]
 
@@ -164,14 +252,10 @@ def _unit_row(unit: Numbers) -> list[str | Text]:
     ]  # fmt: skip
 
 
-def _rate(per_s: float | None) -> str:
+def _per_s(per_s: float | None) -> str:
     if per_s is None:
         return ""
     return f"{per_s:,.0f}" if per_s >= 10 or not per_s else f"{per_s:.1f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _bytes(number: int) -> str:
