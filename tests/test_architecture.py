@@ -62,11 +62,10 @@ HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {
     "blocks.py", "connection.py", "keys.py", "local.py", "registry.py", "rows.py", "schema.py", "values.py"
-} | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
+}  # fmt: skip
 """Names of two files of different folders. No more of these: rename the new one."""
 SHARED_CLASSES = {
-    "Connection", "Frozen", "Message", "Partition", "ProductionStatus", "QueueConfig", "Reading", "Reply", "Service",
-    "Source", "Staged", "Watch",
+    "Connection", "Message", "Partition", "ProductionStatus", "QueueConfig", "Reading", "Reply", "Source", "Watch",
 }  # fmt: skip
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)

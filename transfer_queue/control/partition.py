@@ -9,11 +9,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from transfer_queue.control.consumer import Consumer
-from transfer_queue.control.indexes import IndexAllocator
-from transfer_queue.control.keys import KeyMap
-from transfer_queue.control.rows import Rows, RowState, RowTable, all_of, ascending, one_of
+from transfer_queue.control.keys_and_tags import KeyMap, TagStore
+from transfer_queue.control.rows import IndexAllocator, Rows, RowState, RowTable, all_of, ascending, one_of
 from transfer_queue.control.schema import Schema
-from transfer_queue.control.tags import TagStore
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
 from transfer_queue.protocol import FieldSpec, Indexes, Tags
 
@@ -170,7 +168,7 @@ class Partition:
         rows, found = self.table.find(indexes)
         return bool(_HELD[self.table.column("state")[rows[found]]].any())
 
-    def give_back(self, rows: Rows) -> Indexes:
+    def release_reserved(self, rows: Rows) -> Indexes:
         """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
         state = self.table.column("state")
         held = ascending(rows[_HELD[state[rows]]])
@@ -201,8 +199,8 @@ class Partition:
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         if len(self.keys):
-            self.keys.forget(indexes.tolist())
-        self.tags.forget(rows)
+            self.keys.unbind(indexes.tolist())
+        self.tags.delete(rows)
         self.table.mark_dead(rows)
         return indexes
 
@@ -302,9 +300,8 @@ class Partition:
         done = self.table.column("state") == RowState.LIVE
         for consumer in self.consumers.values():
             done &= consumer.consumed
-        for consumer in self.consumers.values() if done.any() else ():
-            done &= ~np.isin(indexes, consumer.ledger.open_indexes())
-        for batch in being_read:
+        open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
+        for batch in (*open_batches, *being_read) if done.any() else ():
             rows, found = self.table.find(batch)
             done[rows[found]] = False
         cleared: Indexes = indexes[done]

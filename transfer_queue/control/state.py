@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,28 +11,35 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.config import QueueConfig
-from transfer_queue.control.calls import Calls
-from transfer_queue.control.frozen import Frozen
-from transfer_queue.control.indexes import IndexAllocator
+from transfer_queue.control.draw import Tasks
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.producers import Producers
-from transfer_queue.control.tasks import Tasks
+from transfer_queue.control.rows import IndexAllocator
+from transfer_queue.control.sessions import Calls, Freezes, Producers
 from transfer_queue.control.waiters import Parked, Waiters
-from transfer_queue.errors import UnknownPartitionError
-from transfer_queue.protocol import Indexes
+from transfer_queue.errors import UnknownPartitionError, to_wire
+from transfer_queue.protocol import Failed, Indexes, Reply
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import resolve
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 from transfer_queue.utils.wait_queue import WaitQueue
 
-_SLICE = 20_000
+_SLICE = 10_000
 """Keys and tags freed at a time, which takes a few milliseconds."""
 
 
-class Chore(NamedTuple):
-    """Values that may be in storage and belong to no sample any more, to be deleted."""
+class To(NamedTuple):
+    """A reply and the client it goes to."""
 
-    indexes: Indexes
+    client: str
+    reply: Reply
+
+
+def reply_or_error(call: int, answer: Callable[[], Reply | None]) -> Reply | None:
+    """An error of one request is the answer to that request only."""
+    try:
+        return answer()
+    except Exception as error:  # the plane's guard: neither user code nor a bug of ours may lose the replies to others
+        return Failed(call, *to_wire(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def plane_config(config: QueueConfig, sampler: Any, preallocate: int) -> PlaneCo
 
 
 class PlaneState:
-    """The verbs change it. After a request, only dirty partitions (``touched``) are examined again."""
+    """The verbs change it. After a request, only dirty partitions are examined again."""
 
     def __init__(self, config: PlaneConfig) -> None:
         self.config = config
@@ -74,19 +82,26 @@ class PlaneState:
         self.writers: WaitQueue[Parked] = WaitQueue()
         """The parked requests that need room for samples."""
         self.producers = Producers(config.producer_grace_s)
-        self.touched: dict[str, str | None] = {}
+        self.dirty: dict[str, str | None] = {}
         self.cut_off: list[Parked] = []
-        self.chores: list[Chore] = []
+        self.unused: list[Indexes] = []
+        """Values to be deleted: they may be in storage, and belong to no sample any more."""
         self._discarded: list[Partition] = []
         self.incarnations = 0
-        self.frozen = Frozen()
+        self.freezes = Freezes()
         self.snapshots: set[object] = set()
         """Those of which slices are still to be made."""
         self.calls = Calls()
 
-    def touch(self, partition: str, task: str | None = None) -> None:
+    def mark_dirty(self, partition: str, task: str | None = None) -> None:
         """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now."""
-        self.touched[partition] = task if self.touched.get(partition, task) == task else None
+        self.dirty[partition] = task if self.dirty.get(partition, task) == task else None
+
+    def mark_all_dirty(self, task: str | None = None) -> None:
+        """Examine all parked fetches again, of this task or of all tasks."""
+        for queue in self.waiters.queues():
+            if not queue.startswith("\0"):
+                self.mark_dirty(queue, task)
 
     def get(self, name: str) -> Partition:
         """Raises UnknownPartitionError that names the existing ones."""
@@ -128,7 +143,7 @@ class PlaneState:
     def delete(self, indexes: Indexes) -> None:
         """Delete the values of these samples, none of which is in a partition now."""
         if len(indexes):
-            self.chores.append(Chore(indexes))
+            self.unused.append(indexes)
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
         """Which of the indexes are in some partition."""

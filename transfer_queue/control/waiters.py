@@ -19,7 +19,7 @@ class Parked:
     request: Any
     since: float
     deadline: float
-    lane: str
+    queue: str
     rank: tuple[float, int]
     done: bool = False
 
@@ -28,7 +28,7 @@ class Waiters:
     """Parked requests by wait queue (a partition's name, or a special queue), and the earliest deadline of all."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, dict[int, Parked]] = {}  # by arrival
+        self._queues: dict[str, dict[int, Parked]] = {}  # by arrival
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._by_call: dict[tuple[str, int], Parked] = {}
         self._arrivals = itertools.count()
@@ -37,11 +37,11 @@ class Waiters:
     def __len__(self) -> int:
         return self._count
 
-    def park(self, client: str, request: Any, now: float, deadline: float, lane: str, order: float) -> Parked:
-        """Add a request; ``lane`` returns it until ``remove``."""
+    def park(self, client: str, request: Any, now: float, deadline: float, queue: str, order: float) -> Parked:
+        """Add a request; ``queue`` returns it until ``remove``."""
         arrival = next(self._arrivals)
-        parked = Parked(client, request, now, deadline, lane, (order, arrival))
-        self._lanes.setdefault(lane, {})[arrival] = parked
+        parked = Parked(client, request, now, deadline, queue, (order, arrival))
+        self._queues.setdefault(queue, {})[arrival] = parked
         self._by_call[client, request.id] = parked
         self._count += 1
         heapq.heappush(self._deadlines, (deadline, arrival, parked))
@@ -58,23 +58,23 @@ class Waiters:
         """All parked requests of this client."""
         return [parked for (name, _), parked in self._by_call.items() if name == client]
 
-    def lane(self, lane: str) -> list[Parked]:
+    def waiting_in(self, queue: str) -> list[Parked]:
         """The requests of a wait queue in order; a copy."""
-        waiting = self._lanes.get(lane)
+        waiting = self._queues.get(queue)
         return sorted(waiting.values(), key=lambda parked: parked.rank) if waiting else []
 
-    def first_come(self, lane: str) -> Parked | None:
+    def first_come(self, queue: str) -> Parked | None:
         """The request that has waited longest in a wait queue."""
-        return next(iter(self._lanes.get(lane, {}).values()), None)
+        return next(iter(self._queues.get(queue, {}).values()), None)
 
-    def is_first(self, lane: str, task: str, rank: tuple[float, float]) -> bool:
+    def is_first(self, queue: str, task: str, rank: tuple[float, float]) -> bool:
         """Return whether no request of the task waits in front of this rank."""
-        waiting = self._lanes.get(lane)
+        waiting = self._queues.get(queue)
         return not waiting or all(other.rank >= rank or other.request.task != task for other in waiting.values())
 
-    def lanes(self) -> list[str]:
+    def queues(self) -> list[str]:
         """The wait queues that are not empty."""
-        return list(self._lanes)
+        return list(self._queues)
 
     def remove(self, parked: Parked) -> None:
         """Remove a request that was answered or cancelled."""
@@ -83,14 +83,14 @@ class Waiters:
         parked.done = True
         self._count -= 1
         del self._by_call[parked.client, parked.request.id]
-        waiting = self._lanes[parked.lane]
+        waiting = self._queues[parked.queue]
         del waiting[parked.rank[1]]
         if not waiting:
-            del self._lanes[parked.lane]
+            del self._queues[parked.queue]
 
-    def remove_lane(self, lane: str) -> list[Parked]:
+    def remove_queue(self, queue: str) -> list[Parked]:
         """Remove and return every request of a wait queue, in order of arrival."""
-        found = list(self._lanes.get(lane, {}).values())
+        found = list(self._queues.get(queue, {}).values())
         for parked in found:
             self.remove(parked)
         return found
@@ -111,4 +111,4 @@ class Waiters:
         return self._deadlines[0][0] if self._deadlines else None
 
     def all(self) -> list[Parked]:
-        return [parked for waiting in self._lanes.values() for parked in waiting.values()]
+        return [parked for waiting in self._queues.values() for parked in waiting.values()]

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import Picked
+from transfer_queue.sampler.base import Picked, Weight, sample_weights
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions, karmarkar_karp
-from transfer_queue.sampler.weights import Weight, sample_weights
 
 __all__ = ["SeqlenBalancedSampler", "get_seqlen_balanced_partitions", "karmarkar_karp"]
 
@@ -27,6 +26,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         dp_size: Data-parallel ranks. ``batch_size`` is per rank.
         weight: Tag with the tokens of a sample, or an importable function of its tags.
     """
+
+    _unnumbered = 0
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, weight: Weight = "total_lengths") -> None:
         super().__init__(n_samples_per_prompt)
@@ -67,15 +68,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             self._keep(partition_id, task_name, batch, self._split(groups, partition))
         return self._recall(partition_id, task_name, rank, batch) or ([], [])
 
-    def has_cached_result(
-        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
-    ) -> bool:
-        config = dict(sampling_config or {})
-        config["batch_index"] = config.get("batch_index") or 0
-        return super().has_cached_result(partition_id, task_name, config)
-
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
-        super().forget(partition_id, task_name, batch_index or 0)
+        super().forget(partition_id, task_name, batch_index)
         self._balanced_cache.pop((partition_id, task_name, batch_index or 0), None)
 
     def clear_cache(self, partition_id: str) -> None:

@@ -257,9 +257,6 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
 @pytest.mark.parametrize(
     "request_",
     [
-        p.Hello(7, pid=1, version=p.PROTOCOL_VERSION),
-        p.Hello(7, pid=1),
-        p.Goodbye(7),
         p.CreatePartition(7, "p", -1),
         p.Reserve(7, "p", 0),
         p.Reserve(7, "p", 1, {"x": p.FieldSpec("float16", (1,))}),
