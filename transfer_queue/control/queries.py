@@ -152,7 +152,7 @@ def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
         writes = [record for record in records if isinstance(record, Reservation) and len(record.indexes)]
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
-            "permits": permits[client], "freezes": freezes[client], "parked": parked[client],
+            "leaves": permits[client], "freezes": freezes[client], "parked": parked[client],
             "unreceived": sum(record.reply is not None for record in records),
         }  # fmt: skip
     return clients

@@ -339,7 +339,7 @@ class CheckedPlane:
             view.given.update(dict.fromkeys(indexes))
             view.consumed.update(indexes)
             self.remember(
-                client, request, reply, lambda _: view.take_back(indexes, num_resets), drawn=tuple(indexes)
+                client, request, reply, lambda _: view.release(indexes, num_resets), drawn=tuple(indexes)
             )  # fmt: skip
             return
         key = (request.dp_rank, reply.batch_index)
