@@ -16,8 +16,7 @@ from transfer_queue import protocol as p
 from transfer_queue.control import checkpoints, lifecycle, queries, writing
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.sessions import Record
-from transfer_queue.control.state import PlaneConfig, PlaneState, To, reply_or_error
-from transfer_queue.control.waiters import Parked
+from transfer_queue.control.state import Parked, PlaneConfig, PlaneState, To, reply_or_error
 from transfer_queue.errors import ProducersGoneError, ProtocolError
 
 _LAST = (math.inf, math.inf)

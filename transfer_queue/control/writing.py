@@ -14,8 +14,7 @@ from transfer_queue.control import checkpoints
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import describe
 from transfer_queue.control.sessions import Record
-from transfer_queue.control.state import PlaneState, To, reply_or_error
-from transfer_queue.control.waiters import Parked
+from transfer_queue.control.state import Parked, PlaneState, To, reply_or_error
 from transfer_queue.errors import InvalidRequestError, StorageFullError
 
 WRITERS = "\0writers"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from transfer_queue.control.waiters import Waiters
+from transfer_queue.control.state import Waiters
 
 
 class Named(NamedTuple):
