@@ -78,7 +78,7 @@ class StagedSamples(Record):
 
 
 def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply | None:
-    """None: parked until no writer is replacing values."""
+    """Freeze the state. Returns None while parked, until no writer is replacing values."""
     if state.freezes.has_permits:
         state.waiters.park(client, request, now, now + request.wait_s, FREEZERS, 0.0)
         return None
@@ -115,7 +115,7 @@ def read_frozen(state: PlaneState, client: str, request: p.ReadFrozen) -> p.Repl
 
 
 def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:
-    """Ends the freeze of this call, if there is one."""
+    """End the freeze of this call, if there is one."""
     record = state.calls.get(client, request.call)
     if not isinstance(record, FreezeRecord):
         return p.Cleared(request.id, b"")
@@ -197,7 +197,7 @@ def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
 
 
 class Restoring(Record):
-    """A restore that comes in parts."""
+    """A restore whose parts are being received."""
 
     holds = True
     __slots__ = ("_client", "_free_from", "_restored", "_shift", "_state", "_used", "num_parts")

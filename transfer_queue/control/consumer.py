@@ -215,14 +215,14 @@ class Consumer:
     # ---- checkpoints ----
 
     def save(self) -> SavedConsumer:
-        """All but the columns and the ledger's entries. Ready sets are made anew at their next use."""
+        """Save everything except the columns and the ledger's entries. Ready sets are made again at their next use."""
         return SavedConsumer(
             self.task, b"", b"", self.ledger.save(), self.ended, self.dropped,
             self._over_at, sorted(self._over_ranks), list(self._ends.items()),
         )  # fmt: skip
 
     def load(self, saved: SavedConsumer, shift: int, start: int) -> npt.NDArray[np.int32]:
-        """Become what was saved, of the rows from ``start`` on; they count as inserted. Returns what is given of them.
+        """Load what was saved of the rows from ``start`` on, which count as inserted. Returns their batch numbers.
 
         Raises ValueError where that contradicts itself.
         """

@@ -18,7 +18,7 @@ from transfer_queue.control.rows import Rows, RowTable
 from transfer_queue.protocol import Indexes, Tags
 
 _BLOCK = 4096
-"""Consecutive indexes whose keys lie together."""
+"""Consecutive indexes with their keys in one dict."""
 _SHARDS = 64
 
 
@@ -67,7 +67,7 @@ class KeyMap:
                 watch[index] = key
 
     def watch(self) -> dict[int, str]:
-        """From now on the names of samples that go are kept in here, for ``names_of``."""
+        """Start to keep the keys of samples that are deleted, for ``names_of``."""
         self._watches.append({})
         return self._watches[-1]
 
@@ -82,7 +82,7 @@ class KeyMap:
         return [key for key, _ in named if key is not None], [i for key, i in named if key is not None]
 
     def shrink(self, count: int) -> bool:
-        """Free so many keys, the last ones first, of a partition that is gone. Returns whether there are more."""
+        """Free up to ``count`` keys of a deleted partition, the last ones first. Returns whether there are more."""
         for _ in range(min(count, self._size)):
             number = next(reversed(self._blocks))
             _, key = self._blocks[number].popitem()
@@ -111,7 +111,7 @@ class KeyMap:
         return found, False
 
     def is_ascending(self) -> bool:
-        """Are all keys in the order of their samples, and known both ways? For tests."""
+        """Whether all keys are in the order of their samples, and known both ways; for tests."""
         named = list(self.items())
         ascending = all(before < after for (_, before), (_, after) in pairwise(named))
         both_ways = all(self.index_of(key) == index for key, index in named)
@@ -177,7 +177,7 @@ class TagStore(Mapping[int, Tags]):
         return self._num_freed < len(column)
 
     def watch(self) -> dict[int, bytes | None]:
-        """From now on tags are kept in here before they change, for ``save``."""
+        """Start to keep tags as they were before a change, for ``save``."""
         self._watches.append({})
         return self._watches[-1]
 
@@ -197,7 +197,7 @@ class TagStore(Mapping[int, Tags]):
         return [at for at, own in enumerate(packed) if own], [own for own in packed if own]
 
     def load(self, rows: Rows, packed: Sequence[bytes]) -> None:
-        """Tags of these rows, which must have none. Raises msgspec.DecodeError for what are none."""
+        """Set the tags of these rows, which must have none. Raises msgspec.DecodeError for bytes that aren't tags."""
         if not len(packed):
             return
         _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # a msgpack array of them
@@ -208,7 +208,7 @@ class TagStore(Mapping[int, Tags]):
             column[row] = own
 
     def delete(self, rows: Rows) -> None:
-        """These rows' samples are gone."""
+        """Delete the tags of these rows."""
         if not self._table.has_column(_COLUMN):
             return
         column = self._table.column(_COLUMN)

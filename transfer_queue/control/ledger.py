@@ -189,7 +189,7 @@ class Ledger:
     # ---- checkpoints ----
 
     def save(self) -> SavedLedger:
-        """All but the entries."""
+        """Save everything except the entries."""
         ranks = [SavedRank(rank, *runs.edges, self._next_index.get(rank)) for rank, runs in self._drawn.items()]
         return SavedLedger([], ranks, self._count, self._resets)
 
@@ -198,7 +198,7 @@ class Ledger:
         return [(entry, entry.token, entry.owned) for entry in self._entries.values()]
 
     def load(self, saved: SavedLedger, shift: int) -> None:
-        """Become what was saved, or a next slice of it. The samples' indexes are greater by ``shift``."""
+        """Load what was saved, or the next slice of it. The samples' indexes are greater by ``shift``."""
         self._count, self._resets = saved.count, saved.resets
         for rank in saved.ranks:
             self._drawn[rank.rank] = Runs.of_edges(rank.starts, rank.stops)
@@ -215,11 +215,11 @@ class Ledger:
             self._entries[key] = self._by_number[entry.number] = entry
 
     def rename(self, name: str) -> None:
-        """What the tokens of batches to come begin with."""
+        """Set the prefix of the tokens of later batches."""
         self._name = name
 
     def owns(self, counts: Mapping[int, int]) -> bool:
-        """Does each batch own so many samples as are given under its number?"""
+        """Whether each batch owns as many samples as were given under its number."""
         return all(entry.owned == counts.get(number, 0) for number, entry in self._by_number.items())
 
     def _is_torn(self, entry: Entry) -> bool:

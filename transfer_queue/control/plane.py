@@ -279,10 +279,10 @@ class ControlPlane:
         if partition is None:
             return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
         reply = ServedFetch(fetch, partition, task).not_ready(now)
-        if not partition.num_held:
+        if not partition.num_reserved:
             return reply
         owed_by = writing.writers_of(self._state, partition)[:_MOST_NAMED]
-        return msgspec.structs.replace(reply, reserved=partition.num_held, owed_by=owed_by)
+        return msgspec.structs.replace(reply, reserved=partition.num_reserved, owed_by=owed_by)
 
     # ---- sessions ----
 

@@ -188,7 +188,7 @@ def _partition_stats(partition: Partition) -> dict[str, Any]:
         for name, consumer in partition.consumers.items()
     }
     return {
-        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_held,
+        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_reserved,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
         "fields": partition.schema.names, "tasks": tasks,
     }  # fmt: skip

@@ -16,13 +16,13 @@ _FIXED = ("index", "put_offset", "put_size", "put_number")
 
 
 class RowState:
-    """The states of a row. Status calls count FREE, HELD_FREE and LIVE rows; only LIVE rows can be fetched."""
+    """The states of a row. Status calls count FREE, RESERVED_FREE and LIVE rows; only LIVE rows can be fetched."""
 
     # Plain ints: NumPy takes 2 us to compare a column with a member of an Enum.
 
     FREE = 0  # pre-allocated for the next insert
-    HELD = 1  # reserved by a writer
-    HELD_FREE = 2  # reserved by a writer, from the pre-allocated ones
+    RESERVED = 1  # reserved by a writer
+    RESERVED_FREE = 2  # reserved by a writer, from the pre-allocated ones
     LIVE = 3  # a sample
     DEAD = 4  # cleared or released; removed by the next compaction
 

@@ -278,7 +278,7 @@ class ServedFetch:
         if not self._is_complete(now, waited):
             return None
         ready = self._consumer.ready(draw.fields).count
-        coming = self._partition.num_held + self._consumer.num_undrawn - ready  # reserved, or lacking fields
+        coming = self._partition.num_reserved + self._consumer.num_undrawn - ready  # reserved, or lacking fields
         policy = self._task.tail_policy(self._dp_size)
         if coming and (policy != "drop" or ready + coming >= draw.needed()):
             return None
@@ -293,7 +293,7 @@ class ServedFetch:
     def _is_complete(self, now: float, waited: bool) -> bool:
         if self._partition.sealed:
             return True
-        if not self._fetch.finite or not self._partition.num_live or self._partition.num_held:
+        if not self._fetch.finite or not self._partition.num_live or self._partition.num_reserved:
             return False
         if self._partition.all_inserted():
             return True

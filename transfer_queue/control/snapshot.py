@@ -41,7 +41,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Snapshot:
-    """Everything that decides about later requests, but for sessions: what they wait for, reserved, or produce."""
+    """Everything that decides about later requests, except what sessions wait for, reserved, or produce."""
 
     def __init__(self, state: PlaneState, now: float) -> None:
         """
@@ -78,7 +78,7 @@ class Snapshot:
         return together
 
     def close(self) -> None:
-        """No slice is asked for any more. Idempotent."""
+        """Release everything; no further slice is needed. Idempotent."""
         for each in self._partitions:
             each.close()
         self._partitions, self._slices = [], []
@@ -100,7 +100,7 @@ class _Frozen:
             partition.name, partition.incarnation, partition.sealed, partition.num_samples, partition.num_published,
             partition.num_puts, partition.preallocate, b"", b"", b"", b"", b"", [], [],
             published_ago_s=None if last is None else now - last,
-            missing_free=0 if partition.sealed else int(np.count_nonzero(state == RowState.HELD_FREE)),
+            missing_free=0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE)),
         )  # fmt: skip
         self.num_sections = num_cuts(self._table.size, (len(each.entries) for each in self._consumers))
 

@@ -100,7 +100,7 @@ class Waiters:
         return self._count
 
     def park(self, client: str, request: Any, now: float, deadline: float, queue: str, order: float) -> Parked:
-        """Add a request; ``queue`` returns it until ``remove``."""
+        """Add a request; ``waiting_in`` returns it until ``remove``."""
         arrival = next(self._arrivals)
         parked = Parked(client, request, now, deadline, queue, (order, arrival))
         self._queues.setdefault(queue, {})[arrival] = parked

@@ -200,7 +200,7 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
     if isinstance(request, p.ResolveKeys):
         return _bind_keys(state, client, request)
     partition = state.get_or_create(request.partition)
-    rows = partition.hold(request.count)
+    rows = partition.reserve(request.count)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
         reserved = p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
@@ -247,7 +247,8 @@ def writers_of(state: PlaneState, partition: Partition) -> list[str]:
     """Clients that have reserved samples of this partition, not published and not cleared since."""
     names = dict.fromkeys(
         record.client for record in state.calls
-        if isinstance(record, Reservation) and record.serial == partition.serial and partition.holds(record.indexes)
+        if isinstance(record, Reservation) and record.serial == partition.serial
+        and partition.has_reserved(record.indexes)
     )  # fmt: skip
     return list(names)
 
@@ -268,7 +269,7 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
         return p.Batch(request.id, request.partition, b"", {}, b"")
     held = np.empty(0, dtype=np.int64)
     if new:
-        rows = partition.hold(len(new))
+        rows = partition.reserve(len(new))
         held = partition.table.column("index")[rows]
         for key, index in zip(new, held.tolist(), strict=True):
             partition.keys.bind(key, index)

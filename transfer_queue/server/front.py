@@ -200,7 +200,7 @@ class Front:
             outgoing.append(self._outgoing(call.envelope, answer))
 
     def _outgoing(self, envelope: Envelope, answer: Answer) -> Outgoing:
-        """The answer as it travels; where it can't, an error in its place, and what the call did is undone."""
+        """The encoded answer. If it can't be encoded, the call is undone and answered with an error."""
         try:
             return Outgoing(envelope, p.encode(self._explained(answer.reply)), answer.frames)
         except _UNENCODABLE as error:  # a value that can't travel harms its own call alone
@@ -218,7 +218,7 @@ class Front:
         return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
 
     def _next_step(self, answer: Answer, steps: Steps, work: deque[Answer], now: float) -> Answer | None:
-        """None: the call goes on."""
+        """Continue a composed call. Returns its final answer, or None if it goes on."""
         client, call = answer.client, answer.reply.id
 
         def go_on() -> Iterable[Answer]:
@@ -387,7 +387,7 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
 
 
 def _received_of(header: bytes) -> list[int]:
-    """What a message says besides a request that can't be read."""
+    """The received calls of a message with a request that can't be decoded."""
     try:
         received = msgspec.msgpack.decode(header)[0]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError):

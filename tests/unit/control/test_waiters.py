@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiters: lanes in order, deadlines in order, and nothing left of those that were answered."""
+"""Waiters: wait queues in order, deadlines in order, and nothing left of requests that were answered."""
 
 from __future__ import annotations
 
