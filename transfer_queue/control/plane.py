@@ -28,7 +28,7 @@ class ControlPlane:
     """The state of the whole queue except the values. ``now`` is seconds of any monotonic clock, passed in."""
 
     def __init__(self, config: PlaneConfig | None = None) -> None:
-        self._state = state = PlaneState(config or PlaneConfig())
+        self.state = state = PlaneState(config or PlaneConfig())
         self._grace_ends: list[float] = []  # when producers of some field are lost
         self._verbs: dict[type[p.Request], Verb] = {
             p.CreatePartition: lambda client, request, now: lifecycle.create(state, request),
@@ -64,10 +64,6 @@ class ControlPlane:
             p.Restore: lambda client, request, now: checkpoints.restore(state, client, request, now),
         }
 
-    @property
-    def state(self) -> PlaneState:
-        return self._state
-
     # ---- entry points ----
 
     def handle(self, client: str, request: p.Request, now: float) -> list[To]:
@@ -75,14 +71,14 @@ class ControlPlane:
 
         An answered but not received call gets the same answer again; a call that is already parked gets none.
         """
-        if self._state.waiters.find(client, request.id) is not None:
+        if self.state.waiters.find(client, request.id) is not None:
             return []
         reply = reply_or_error(request.id, partial(self._carry_out, client, request, now))
         own = [] if reply is None else [To(client, reply)]
         return own + self._serve_all_due(now)
 
     def _carry_out(self, client: str, request: p.Request, now: float) -> p.Reply | None:
-        known = self._state.calls.get(client, request.id)
+        known = self.state.calls.get(client, request.id)
         if known is not None and not _completes(known, request):
             return _same_answer(known, request)
         verb = self._verbs.get(type(request))
@@ -92,33 +88,33 @@ class ControlPlane:
 
     def received(self, client: str, calls: Iterable[int]) -> None:
         """The client has these calls' answers, or no longer needs them: no cancel will undo them."""
-        self._state.calls.received(client, calls)
+        self.state.calls.received(client, calls)
 
     def answered(self, client: str, call: int) -> p.Reply | None:
         """This call's answer, until the client has confirmed receipt."""
-        record = self._state.calls.get(client, call)
+        record = self.state.calls.get(client, call)
         return None if record is None else record.reply
 
     def expire(self, now: float) -> list[To]:
         """Answer parked requests past their deadline or with lost producers, and free a little memory."""
         replies = []
-        self._state.tidy()
-        for parked in self._state.waiters.expired(now):
+        self.state.tidy()
+        for parked in self.state.waiters.expired(now):
             reply = reply_or_error(parked.request.id, partial(self._too_late, parked, now))
             self._make_way(parked)
             if reply is not None:
                 replies.append(To(parked.client, reply))
         while self._grace_ends and self._grace_ends[0] <= now:
             heapq.heappop(self._grace_ends)
-            self._state.mark_all_dirty()
+            self.state.mark_all_dirty()
         return replies + self._serve_waiting(now)
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has work: minus infinity for at once, None for never."""
-        return self._next_due() if self._state.is_tidy else -math.inf
+        return self._next_due() if self.state.is_tidy else -math.inf
 
     def _next_due(self) -> float | None:
-        parked = self._state.waiters.next_deadline()
+        parked = self.state.waiters.next_deadline()
         if not self._grace_ends:
             return parked
         return self._grace_ends[0] if parked is None else min(parked, self._grace_ends[0])
@@ -132,7 +128,7 @@ class ControlPlane:
         return self._serve_all_due(now)
 
     def _end_session(self, client: str, now: float, died: bool) -> None:
-        state = self._state
+        state = self.state
         for parked in state.waiters.of(client):
             self._remove(parked)
         for record in state.calls.end(client):
@@ -141,35 +137,35 @@ class ControlPlane:
             heapq.heappush(self._grace_ends, grace_end)
 
     def _remove(self, parked: Parked) -> None:
-        self._state.waiters.remove(parked)
+        self.state.waiters.remove(parked)
         self._make_way(parked)
 
     def _make_way(self, parked: Parked) -> None:
         """Examine the requests behind a removed one. Writers are examined after every request anyway."""
         if isinstance(parked.request, p.Fetch):
-            self._state.mark_dirty(parked.queue, parked.request.task)
+            self.state.mark_dirty(parked.queue, parked.request.task)
         elif parked.queue == writing.WRITERS:
-            self._state.writers.remove(parked)
+            self.state.writers.remove(parked)
 
     def take_unused(self) -> list[p.Indexes]:
         """The samples whose values became unused since the last call, and must be deleted."""
-        unused, self._state.unused = self._state.unused, []
+        unused, self.state.unused = self.state.unused, []
         return unused
 
     def held_up_by(self) -> str:
         """A sentence that names the tasks that keep the queue full; empty if there are none."""
-        return writing.held_up_by(self._state).rstrip()
+        return writing.held_up_by(self.state).rstrip()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""
-        seen = [partition.table.column("index") for partition in self._state.partitions.values()]
+        seen = [partition.table.column("index") for partition in self.state.partitions.values()]
         together = np.concatenate(seen) if seen else np.empty(0)
         assert len(np.unique(together)) == len(together), "an index belongs to one partition"
-        for partition in self._state.partitions.values():
+        for partition in self.state.partitions.values():
             partition.check_invariants()
-        used = sum(partition.num_used for partition in self._state.partitions.values())
-        assert used == self._state.allocator.num_used, "samples and reservations are counted"
-        assert not self._state.dirty, "every dirty partition was served"
+        used = sum(partition.num_used for partition in self.state.partitions.values())
+        assert used == self.state.allocator.num_used, "samples and reservations are counted"
+        assert not self.state.dirty, "every dirty partition was served"
 
     def _serve_all_due(self, now: float) -> list[To]:
         """Also serve what is due at once: requests that don't wait, or producers that were lost long ago."""
@@ -182,7 +178,7 @@ class ControlPlane:
 
         Without parked requests, only the first applies.
         """
-        state = self._state
+        state = self.state
         replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in state.cut_off]
         state.cut_off.clear()
         if not state.waiters:
@@ -199,19 +195,19 @@ class ControlPlane:
     def _too_late(self, parked: Parked, now: float) -> p.Reply:
         request = parked.request
         if parked.queue == checkpoints.FREEZERS:
-            return checkpoints.take(self._state, parked.client, request, now)
+            return checkpoints.take(self.state, parked.client, request, now)
         if parked.queue == checkpoints.REWRITERS:
             return checkpoints.kept_waiting(request, now - parked.since)
         if parked.queue == writing.WRITERS:
-            return writing.full(self._state, request, now - parked.since)
-        may_draw = self._state.waiters.is_first(parked.queue, request.task, parked.rank)
+            return writing.full(self.state, request, now - parked.since)
+        may_draw = self.state.waiters.is_first(parked.queue, request.task, parked.rank)
         return self._answer(parked.client, request, now, may_draw, waited=True) or self._not_ready(request, now)
 
     # ---- consumers ----
 
     def _fetch(self, client: str, fetch: p.Fetch, now: float) -> p.Reply | None:
         """Try to answer at once. Waiting fetches are examined only if this answer may affect them."""
-        state, queue, task = self._state, fetch.partition, fetch.task
+        state, queue, task = self.state, fetch.partition, fetch.task
         check_fetch(fetch, state.tasks.get(task))
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
         deadline = now + fetch.wait_s
@@ -235,7 +231,7 @@ class ControlPlane:
         """Answer what can be answered. Within a task no fetch draws past an earlier one that still waits."""
         replies = []
         waiting: set[str] = set()
-        for parked in self._state.waiters.waiting_in(queue):
+        for parked in self.state.waiters.waiting_in(queue):
             task = parked.request.task
             if only not in (None, task):
                 continue
@@ -246,25 +242,25 @@ class ControlPlane:
                 continue
             if task in waiting:
                 # A repeated batch may have been the last one that the earlier fetches waited for.
-                self._state.mark_dirty(queue, task)
-            self._state.waiters.remove(parked)
+                self.state.mark_dirty(queue, task)
+            self.state.waiters.remove(parked)
             replies.append(To(parked.client, reply))
         return replies
 
     def _answer(self, client: str, fetch: p.Fetch, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
-        partition = self._state.partitions.get(fetch.partition)
+        partition = self.state.partitions.get(fetch.partition)
         if fetch.after is not None and (partition is None or not partition.gave(fetch.after, fetch.task)):
             return p.Ended(fetch.id, "cleared")
         if partition is None:
             return self._producers_lost(fetch, now)
-        served = ServedFetch(fetch, partition, self._state.tasks.get(fetch.task))
+        served = ServedFetch(fetch, partition, self.state.tasks.get(fetch.task))
         reply = served.answer(now, may_draw, waited)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
-            self._state.calls.add(client, fetch.id, served.taken(self._state, reply))
+            self.state.calls.add(client, fetch.id, served.taken(self.state, reply))
         return reply or self._producers_lost(fetch, now)
 
     def _producers_lost(self, fetch: p.Fetch, now: float) -> p.Failed | None:
-        missing = self._state.producers.missing(fetch.fields, now)
+        missing = self.state.producers.missing(fetch.fields, now)
         if missing is None:
             return None
         text = (
@@ -274,30 +270,30 @@ class ControlPlane:
         return p.Failed(fetch.id, ProducersGoneError.__name__, text)
 
     def _not_ready(self, fetch: p.Fetch, now: float) -> p.Reply:
-        partition = self._state.partitions.get(fetch.partition)
-        task = self._state.tasks.get(fetch.task)
+        partition = self.state.partitions.get(fetch.partition)
+        task = self.state.tasks.get(fetch.task)
         if partition is None:
             return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
         reply = ServedFetch(fetch, partition, task).not_ready(now)
         if not partition.num_reserved:
             return reply
-        owed_by = writing.writers_of(self._state, partition)[:_MOST_NAMED]
+        owed_by = writing.writers_of(self.state, partition)[:_MOST_NAMED]
         return msgspec.structs.replace(reply, reserved=partition.num_reserved, owed_by=owed_by)
 
     # ---- sessions ----
 
     def _evict(self, client: str, request: p.EvictClient, now: float) -> p.Reply:
-        state = self._state
+        state = self.state
         held = bool(state.calls.of(request.client) or state.waiters.of(request.client))
         self._end_session(request.client, now, died=True)
         return p.Done(request.id, held)
 
     def _cancel(self, client: str, request: p.Cancel, now: float) -> p.Reply:
-        parked = self._state.waiters.find(client, request.call)
+        parked = self.state.waiters.find(client, request.call)
         if parked is not None:
             self._remove(parked)
             return p.Done(request.id, "removed")
-        record = self._state.calls.take(client, request.call)
+        record = self.state.calls.take(client, request.call)
         return p.Done(request.id, "undone" if record is not None and record.undo() else "kept")
 
 

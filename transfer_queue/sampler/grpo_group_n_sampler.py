@@ -29,18 +29,10 @@ class GRPOGroupNSampler(BaseSampler):
         self._check_multiple(batch_size)
 
     def sample(
-        self,
-        ready_indexes: Sequence[int],
-        batch_size: int,
-        task_name: str = "",
-        partition_id: str = "",
-        *args: Any,
-        partition: Any = None,
-        dp_rank: int | None = None,
-        batch_index: int | None = None,
-        dp_size: int | None = None,
+        self, ready_indexes: Sequence[int], batch_size: int, task_name: str = "", partition_id: str = "", *args: Any,
+        partition: Any = None, dp_rank: int | None = None, batch_index: int | None = None, dp_size: int | None = None,
         **kwargs: Any,
-    ) -> Picked:
+    ) -> Picked:  # fmt: skip
         """Return complete groups with ``batch_size`` samples in all, or ([], []).
 
         With both ``dp_rank`` and ``batch_index`` the answer is remembered and returned again.

@@ -41,18 +41,10 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         return batch_size * self.dp_size
 
     def sample(
-        self,
-        ready_indexes: Sequence[int],
-        batch_size: int,
-        task_name: str = "",
-        partition_id: str = "",
-        *args: Any,
-        partition: Any = None,
-        dp_rank: int | None = None,
-        batch_index: int | None = None,
-        dp_size: int | None = None,
+        self, ready_indexes: Sequence[int], batch_size: int, task_name: str = "", partition_id: str = "", *args: Any,
+        partition: Any = None, dp_rank: int | None = None, batch_index: int | None = None, dp_size: int | None = None,
         **kwargs: Any,
-    ) -> Picked:
+    ) -> Picked:  # fmt: skip
         """This rank's share of global batch ``batch_index`` (None: 0). The first rank to ask draws for all ranks."""
         rank = self._rank(dp_rank)
         self._check_ranks(dp_size)

@@ -44,18 +44,10 @@ class TokenBudgetSampler(BaseSampler):
         return self.dp_size or dp_size or 1
 
     def sample(
-        self,
-        ready_indexes: Sequence[int],
-        batch_size: int,
-        task_name: str = "",
-        partition_id: str = "",
-        *args: Any,
-        partition: Any = None,
-        dp_rank: int | None = None,
-        batch_index: int | None = None,
-        dp_size: int | None = None,
+        self, ready_indexes: Sequence[int], batch_size: int, task_name: str = "", partition_id: str = "", *args: Any,
+        partition: Any = None, dp_rank: int | None = None, batch_index: int | None = None, dp_size: int | None = None,
         **kwargs: Any,
-    ) -> Picked:
+    ) -> Picked:  # fmt: skip
         """This rank's share of round ``batch_index`` (None: 0), or ([], []) while more samples would fit."""
         self.check(batch_size, dp_size)
         num_ranks = self.dp_size or dp_size

@@ -57,12 +57,9 @@ class Front:
     """A transport ``Handler`` for a controller, a storage unit, or both."""
 
     def __init__(
-        self,
-        conf: Mapping[str, Any],
-        plane: ControlPlane | None = None,
-        unit: StorageUnit | None = None,
+        self, conf: Mapping[str, Any], plane: ControlPlane | None = None, unit: StorageUnit | None = None,
         janitor: Janitor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``janitor``: deletes in units of other processes what ended sessions leave behind."""
         self.plane = plane
         self.unit = unit
