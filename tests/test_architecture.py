@@ -62,10 +62,10 @@ HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {
     "keys.py", "local.py", "rows.py", "schema.py"
-} | {"checkpoint.py", "producers.py", "weights.py"}  # fmt: skip
+}  # fmt: skip
 """Names of two files of different folders. No more of these: rename the new one."""
 SHARED_CLASSES = {
-    "Frozen", "Message", "ProductionStatus", "QueueConfig", "Reply", "Service",
+    "Message", "ProductionStatus", "QueueConfig", "Reply", "Service",
 }  # fmt: skip
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)
