@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AckTracker: when a trained batch is acknowledged, so that the queue may delete it."""
+"""When a trained batch is acknowledged, so that the queue may delete it: AckTracker decides, AckBatches reports."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_tq.batch import TQBatch
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Topology
+from lightning_tq.trainer_compat import correct_progress
 from transfer_queue import BatchMeta, TransferQueueClient
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-    from lightning.pytorch import Trainer
+
+    from lightning_tq.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +47,7 @@ class AckTracker:
         self._ack = ack
         self._waits_for_checkpoint = ack == "checkpoint" or (ack != "step" and keeps_checkpoints)
         self._never = ack == "never" or reader.replay
-        self._reader = reader
+        self.reader = reader
         self._client = client
         self._topology = topology
         self._trained: NewestBatches = {}
@@ -51,29 +56,18 @@ class AckTracker:
         self._checkpoints_saved = 0
         self._batches_since_checkpoint = 0
         self._just_acked: list[str] = []
-        reader.on_batch_trained = self._batch_trained
-
-    @property
-    def unstepped(self) -> int:
-        """Micro-batches that were trained since the last optimizer step."""
-        return self._reader.unstepped
-
-    def _batch_trained(self, meta: BatchMeta) -> None:
-        self._trained[meta.partition_ids[0]] = meta
 
     def micro_batch_trained(self, batch: Any, stepped: bool) -> None:
         """Note a trained micro-batch. ``stepped``: an optimizer step followed it."""
-        self._reader.mark_trained(batch, stepped)
+        for meta in self.reader.mark_trained(batch):
+            self._trained[meta.partition_ids[0]] = meta
         self._batches_since_checkpoint += 1
         if stepped:
-            self._optimizer_stepped()
+            self.optimizer_stepped()
 
-    def epoch_ended(self) -> None:
-        """Gradients without an optimizer step are lost now, so their batches need no step any more."""
-        self._reader.mark_stepped()
-        self._optimizer_stepped()
-
-    def _optimizer_stepped(self) -> None:
+    def optimizer_stepped(self) -> None:
+        """An optimizer step included what was trained so far, or never will, because its epoch has ended."""
+        self.reader.mark_stepped()
         self._stepped.update(self._trained)
         self._trained.clear()
         if not self._waits_for_checkpoint:
@@ -89,8 +83,7 @@ class AckTracker:
 
     def checkpoint_saved(self) -> None:
         """A checkpoint with every optimizer step so far is being written."""
-        if self._ack == "auto":  # also for a checkpoint that the user saves by hand
-            self._waits_for_checkpoint = True
+        self.wait_for_checkpoints()  # also after a checkpoint that the user saves by hand
         self._make_due()
         self._checkpoints_saved += 1
         self._batches_since_checkpoint = 0
@@ -104,9 +97,9 @@ class AckTracker:
             return
         if self._topology.is_reader:
             for partition, meta in due.items():
-                acked = self._client.ack(meta, self._reader.stream.task, earlier=True)
-                if partition == self._reader.partition:
-                    self._reader.batches_done = max(0, self._reader.batches_done - acked)
+                acked = self._client.ack(meta, self.reader.stream.task, earlier=True)
+                if partition == self.reader.partition:
+                    self.reader.batches_done = max(0, self.reader.batches_done - acked)
         # Another rank may ack a partition's last batches after this, so each partition is cleared twice.
         self._clear(dict.fromkeys([*self._just_acked, *due]))
         self._just_acked = list(due)
@@ -114,12 +107,12 @@ class AckTracker:
     def finish(self, owner: Trainer | Fabric) -> None:
         """Training is over: acknowledge what is due on all ranks. This is a collective."""
         self.ack_due()
-        if self._reader.stream.clear_consumed and not self._never:
+        if self.reader.stream.clear_consumed and not self._never:
             owner.strategy.barrier("lightning_tq_acked")
             self._clear(dict.fromkeys(self._just_acked))
 
     def _clear(self, partitions: Mapping[str, None]) -> None:
-        tasks = self._reader.stream.clearing_tasks
+        tasks = self.reader.stream.clearing_tasks
         if not tasks or not (self._topology.is_reader and self._topology.dp_rank == 0):
             return
         for partition in partitions:
@@ -130,8 +123,96 @@ class AckTracker:
         if waits and self._batches_since_checkpoint == _WARN_AFTER_BATCHES:
             self._batches_since_checkpoint += 1
             logger.warning(
-                f"{_WARN_AFTER_BATCHES} batches of stream {self._reader.label!r} were trained without a checkpoint, "
+                f"{_WARN_AFTER_BATCHES} batches of stream {self.reader.label!r} were trained without a checkpoint, "
                 f"and the queue keeps them all for a resume. Save more often "
                 f"(ModelCheckpoint(every_n_train_steps=...)), disable checkpoints "
                 f"(Trainer(enable_checkpointing=False)), or acknowledge without one: TQDataModule(ack='step')."
             )
+
+
+class AckBatches(Callback):
+    """Reports trained, stepped and saved batches. TQDataModule adds it.
+
+    It is the Trainer's first callback, so that a checkpoint saved at the end of a batch counts that batch.
+    """
+
+    def __init__(self, find_run: Callable[[], Run | None]) -> None:
+        self._find_run = find_run
+        self._unstepped = 0  # also needed for a checkpoint that is saved after the run
+        self._steps = 0  # optimizer steps at the end of the last batch
+
+    # ---- acknowledgements ----
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not at the end of the previous batch: other callbacks may have needed its samples. By now every rank has
+        # asked for this batch, so none of them still asks where to start.
+        self._ack_due()
+        _set_batch_size(trainer, batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        run = self._find_run()
+        if run is None:
+            return
+        stepped = self._has_stepped(trainer, pl_module)
+        for tracker in run.ack_trackers:
+            tracker.micro_batch_trained(batch, stepped)
+            self._unstepped = tracker.reader.unstepped
+        run.check()
+
+    def _has_stepped(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Whether an optimizer step included this batch."""
+        before, self._steps = self._steps, trainer.global_step
+        if pl_module.automatic_optimization:
+            return not trainer.fit_loop._should_accumulate()
+        return self._steps > before  # with manual optimization only the global step shows it
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._unstepped = 0
+        for tracker in self._trackers():
+            tracker.optimizer_stepped()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        correct_progress(checkpoint, self._unstepped, trainer.num_training_batches != float("inf"))
+        for tracker in self._trackers():
+            tracker.checkpoint_saved()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for tracker in self._trackers():
+            tracker.finish(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._ack_due()
+
+    def _ack_due(self) -> None:
+        for tracker in self._trackers():
+            tracker.ack_due()
+
+    def _trackers(self) -> Sequence[AckTracker]:
+        run = self._find_run()
+        return () if run is None else run.ack_trackers
+
+    # ---- rows of a batch ----
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        _set_batch_size(trainer, batch)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        _set_batch_size(trainer, batch)
+
+
+def _set_batch_size(trainer: Trainer, batch: Any) -> None:
+    # self.log(on_epoch=True) weights by it. Lightning would search the batch for a tensor, finds none in a TQBatch,
+    # and would guess badly from a TensorDict with jagged or text fields.
+    results = trainer._results
+    if results is not None and isinstance(batch, TQBatch):
+        results.batch_size = batch.size

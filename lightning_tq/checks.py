@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of argument values that several classes share."""
+"""Checks of values, and what their messages have in common: lists of names, and the nearest known one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 
 from transfer_queue.errors import InvalidRequestError
 
 
-def check_int(name: str, value: object, least: int) -> None:
-    """Raise InvalidRequestError (a ValueError) unless the value is an int of at least ``least``."""
+def check_int(name: str, value: object, least: int, optional: bool = False) -> None:
+    """Raise InvalidRequestError (a ValueError) unless the value is an int of at least ``least``, or an allowed None."""
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidRequestError(f"{name} must be an int of at least {least}, got {value!r}.")
 
@@ -18,3 +21,19 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise InvalidRequestError (a ValueError) unless the value is one of the choices."""
     if value not in choices:
         raise InvalidRequestError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like a misspelt one."""
+    return difflib.get_close_matches(name, list(known), 1, 0.0)[0]
+
+
+def list_names(names: Collection[str], most: int = 6) -> str:
+    """Names in order, for a message: the first ``most`` of them and the number of the others."""
+    shown = ", ".join(map(repr, sorted(names)[:most]))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 lease", "1,200 leases"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

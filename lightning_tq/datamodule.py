@@ -9,15 +9,13 @@ from typing import Any, get_args
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_tq.acks import Ack
-from lightning_tq.callbacks.ack_batches import AckBatches
+from lightning_tq.acks import Ack, AckBatches
+from lightning_tq.batch import Position
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.callbacks.queue_checkpoint import restore_queue
 from lightning_tq.checks import check_choice
-from lightning_tq.positions import Position
 from lightning_tq.producers.group import Producer, ProducerGroup
-from lightning_tq.queue_config import QueueConfig, as_queue_config
-from lightning_tq.queue_connection import QueueConnection
+from lightning_tq.queue_config import QueueConfig, QueueConnection, as_queue_config
 from lightning_tq.run import Run
 from lightning_tq.stream import StageStream, Stream, check_streams, check_tails, sampler_modules, stage_streams
 from lightning_tq.stream_loader import StreamLoader, stream_loader
@@ -171,10 +169,12 @@ class TQDataModule(LightningDataModule):
         self._address = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {self._address} (watch it with: lightning-tq status --watch {self._address})")
         self.open()
-        self._run = Run(trainer, topology, self._switch(trainer), self._group, self.client, self._ack)
-        self._run.start(streams, self._positions, self._connection.conf, self._partitions_at_start)
+        self._run = Run(
+            trainer, topology, self._switch(trainer), self._group, self.client, self._ack, streams, self._positions,
+            self._connection.conf, self._partitions_at_start,
+        )  # fmt: skip
         if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
-            self._run.warn_of_missing_partitions(self._partitions_at_start)
+            self._run.warn_of_missing_partitions()
         self._add_ack_callback(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> str:
@@ -233,7 +233,7 @@ class TQDataModule(LightningDataModule):
     @property
     def dp_size(self) -> int:
         """Data-parallel ranks of the run."""
-        return self._current_run().topology.dp_size
+        return self.topology.dp_size
 
     @property
     def topology(self) -> Topology:

@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_tq.acks import Ack, AckTracker
-from lightning_tq.batch import TQBatch
+from lightning_tq.batch import Position, TQBatch
 from lightning_tq.checks import check_choice
-from lightning_tq.positions import Position
 from lightning_tq.producers.group import Producer, ProducerGroup
-from lightning_tq.queue_config import QueueConfig, as_queue_config
-from lightning_tq.queue_connection import QueueConnection
+from lightning_tq.queue_config import QueueConfig, QueueConnection, as_queue_config
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
-from lightning_tq.run import count_acked
-from lightning_tq.stream import Stream, sampler_modules
+from lightning_tq.stream import StageStream, Stream, sampler_modules
 from lightning_tq.stream_loader import stream_loader
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Rank, fabric_topology, run_on_rank_zero
@@ -80,17 +76,14 @@ class FabricLoader:
         self._fabric = fabric
         self._ack = ack
         self._next_epoch = 0
-        self._partitions_at_start: list[str] = []
+        self.partitions_at_start: Collection[str] = ()
         self._connection = QueueConnection()
         self._producers = ProducerGroup(producers)
         self._join_queue(stream, as_queue_config(queue))
         self._watchdog = RankWatchdog([self._producers.failure, *rank_checks(fabric)])
         self._reader = StreamReader(
-            "train", "train", stream, self.topology, {}, self, self._watchdog.stopped.is_set, self._connection.conf
+            StageStream("train", "train", stream), {}, self, self._watchdog.stopped.is_set, self._connection.conf
         )
-        self._reader.partitions_at_start = self._partitions_at_start
-        self._reader.training_ends = lambda epochs_ahead: epochs_ahead > 0  # a pass is one epoch, even if empty
-        self._reader.count_acked = partial(count_acked, self.client, task=stream.task)
         self._ack_tracker = AckTracker(self._reader, self.client, self.topology, ack, keeps_checkpoints=False)
         self._loader = stream_loader(self._reader)
         self._watchdog.start()
@@ -99,7 +92,7 @@ class FabricLoader:
         def prepare() -> str:
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
-            self._partitions_at_start = self.client.get_partition_list()
+            self.partitions_at_start = self.client.get_partition_list()
             self._producers.start(self.address)
             return self.address
 
@@ -164,6 +157,9 @@ class FabricLoader:
     def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
         return stream.partition_at(epoch=self.epoch, global_step=0, stage=stage)
 
+    def training_ends(self, epochs_ahead: int) -> bool:
+        return epochs_ahead > 0  # a pass is one epoch, even if empty
+
     def replays(self, stage: str) -> bool:
         return False
 
@@ -171,7 +167,7 @@ class FabricLoader:
         self._watchdog.check()
 
     def stream_ended(self, reader: StreamReader) -> None:
-        text = reader.leftover_text(self.client) if self._fabric.is_global_zero else None
+        text = reader.leftover_text() if self._fabric.is_global_zero else None
         if text is not None:
             logger.warning(text)
 

@@ -36,10 +36,7 @@ class RankWatchdog:
     """
 
     def __init__(
-        self,
-        checks: Sequence[Check],
-        hints: Sequence[Callable[[], None]] = (),
-        stuck_after_s: float = _STUCK_AFTER_S,
+        self, checks: Sequence[Check], hints: Sequence[Callable[[], None]] = (), stuck_after_s: float = _STUCK_AFTER_S
     ) -> None:
         self.stopped = threading.Event()
         """Streams end once this is set."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.acks import Ack, AckTracker
+from lightning_tq.batch import Position
 from lightning_tq.callbacks.publish_weights import policy_version
-from lightning_tq.positions import Position, list_names
+from lightning_tq.checks import list_names
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
 from lightning_tq.stream import StageStream, Stream
 from lightning_tq.stream_reader import StreamReader
@@ -43,55 +44,48 @@ class Run:
         switch: PartitionSwitch,
         producers: ProducerGroup | None,
         client: TransferQueueClient,
-        ack: Ack = "auto",
+        ack: Ack,
+        streams: Sequence[StageStream],
+        positions: MutableMapping[str, Position],
+        conf: Any,
+        partitions_at_start: Collection[str],
     ) -> None:
+        """Create the stream readers and start the watchdog. This is a collective.
+
+        Args:
+            partitions_at_start: Partitions in the queue before this run's producers started.
+        """
         self.trainer = trainer
         self.topology = topology
         self.switch = switch
         self.readers: dict[str, StreamReader] = {}
         self.ack_trackers: list[AckTracker] = []
-        self._client = client
-        self._ack = ack
+        self.partitions_at_start = partitions_at_start
+        self.client = client
         self._producers = producers
         self._warned: set[str] = set()
         self._left_partitions: dict[str, int] = {}
-        self._keeps_checkpoints = False
-        checks = [self._producer_failed, self._terminated, *rank_checks(trainer)]
+        self._keeps_checkpoints = ack == "checkpoint" or keeps_checkpoints(trainer)
+        checks = [self._terminated, *rank_checks(trainer)]
+        if producers is not None:
+            checks.insert(0, producers.failure)
         self._watchdog = RankWatchdog(checks, [self._hint])
-
-    def start(
-        self,
-        streams: Sequence[StageStream],
-        positions: MutableMapping[str, Position],
-        conf: Any,
-        partitions: Collection[str] = (),
-    ) -> None:
-        """Create the stream readers and start the watchdog.
-
-        Args:
-            partitions: Partitions in the queue before this run's producers started.
-        """
         for each in streams:
-            self.readers[each.label] = StreamReader(
-                each.label, each.stage, each.stream, self.topology, positions, self, self._watchdog.stopped.is_set, conf
-            )
-        self._keeps_checkpoints = self._ack == "checkpoint" or keeps_checkpoints(self.trainer)
+            self.readers[each.label] = StreamReader(each, positions, self, self._watchdog.stopped.is_set, conf)
         for reader in self.of_stage("train"):
-            reader.count_acked = partial(count_acked, self._client, task=reader.stream.task)
-            reader.training_ends, reader.partitions_at_start = self._training_ends, partitions
-            tracker = AckTracker(reader, self._client, self.topology, self._ack, self._keeps_checkpoints)
-            self.ack_trackers.append(tracker)
+            self.ack_trackers.append(AckTracker(reader, client, topology, ack, self._keeps_checkpoints))
         self._watchdog.start()
 
-    def warn_of_missing_partitions(self, partitions: Collection[str]) -> None:
-        """Warn when a stream starts to read a partition that is not among these, since it may wait forever."""
+    def warn_of_missing_partitions(self) -> None:
+        """Warn when a stream starts to read a partition that was not there at the start. It may wait forever."""
+        known = self.partitions_at_start
 
         def warn(reader: StreamReader, name: str) -> None:
-            if partitions and name not in partitions:
+            if known and name not in known:
                 self._warn_once(
                     f"missing {name}",
                     f"stream {reader.label!r} ({reader.stream.partition!r}) reads partition {name!r}, which is not in "
-                    f"the queue, and waits until a producer fills it. The queue holds {list_names(partitions)}.",
+                    f"the queue, and waits until a producer fills it. The queue holds {list_names(known)}.",
                 )
 
         for reader in self.readers.values():
@@ -116,7 +110,7 @@ class Run:
             return max(int(progress.processed) - 1, 0)
         return int(progress.processed)
 
-    def _training_ends(self, epochs_ahead: int) -> bool:
+    def training_ends(self, epochs_ahead: int) -> bool:
         epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
         last = epochs not in (None, -1) and self.epoch + epochs_ahead >= int(epochs or 0)
         return last or (steps != -1 and self.trainer.global_step >= steps)
@@ -134,7 +128,9 @@ class Run:
         self._watchdog.check()
 
     def stream_ended(self, reader: StreamReader) -> None:
-        self._warn_of_leftovers(reader)
+        leftovers = reader.leftover_text() if self.trainer.is_global_zero else None
+        if leftovers is not None:
+            self._warn_once(f"dropped {reader.partition} {reader.stream.task}", leftovers)
         if reader.stage != "train":
             return
         limit = self.trainer.num_training_batches
@@ -163,15 +159,10 @@ class Run:
         ahead = reader.epoch + 1 - self.epoch
         if reader.replay and reader.taken:
             return False
-        if self._training_ends(ahead):  # a user's partition() may not expect an epoch after the last
+        if self.training_ends(ahead):  # a user's partition() may not expect an epoch after the last
             return not set(reader.stream.variables) - {"stage"}
         # An optimizer step for the delivered batches may still follow, and change the template's result.
         return reader.partition == self.partition_of(reader.stage, reader.stream, ahead, 1 if reader.taken else 0)
-
-    def _warn_of_leftovers(self, reader: StreamReader) -> None:
-        text = reader.leftover_text(self._client) if self.trainer.is_global_zero else None
-        if text is not None:
-            self._warn_once(f"dropped {reader.partition} {reader.stream.task}", text)
 
     # ---- partitions ----
 
@@ -204,14 +195,13 @@ class Run:
 
     # ---- what the watchdog checks ----
 
-    def _producer_failed(self) -> BaseException | None:
-        return None if self._producers is None else self._producers.failure()
-
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None
 
     def _hint(self) -> None:
-        for reader in self._waiting_readers():
+        for reader in self.readers.values():
+            if reader.waiting_s() <= _HINT_AFTER_S:
+                continue
             if reader.taken > reader.trained and reader.stage == "train" and reader.stream.num_batches is None:
                 self._warn_once(
                     "ahead",
@@ -228,18 +218,7 @@ class Run:
                     f"client.seal_partition({reader.partition!r}).",
                 )
 
-    def _waiting_readers(self) -> Iterator[StreamReader]:
-        for reader in self.readers.values():
-            if reader.waiting_s() > _HINT_AFTER_S:
-                yield reader
-
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
             logger.warning(text)
-
-
-def count_acked(client: TransferQueueClient, partition: str, task: str) -> int:
-    """How many of a partition's first batches were acknowledged, so that the task can't read them again."""
-    tasks = client.get_stats()["partitions"].get(partition, {}).get("tasks", {})
-    return int(tasks.get(task, {}).get("settled", 0))

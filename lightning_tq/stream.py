@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_tq.checks import check_choice, check_int
+from lightning_tq.checks import check_choice, check_int, nearest
 from transfer_queue import BaseSampler
 from transfer_queue.errors import InvalidRequestError
 
@@ -98,19 +97,17 @@ class Stream:
             raise InvalidRequestError(f"fields must be a list of field names, at least one, got {self.fields!r}.")
         unknown = [name for name in self.variables if name not in VARIABLES]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], VARIABLES, 1, 0.0)[0]
             known = ", ".join(f"{{{name}}}" for name in VARIABLES)
             raise InvalidRequestError(
-                f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean {{{near}}}? Known: {known}."
+                f"partition template {self.partition!r} uses {{{unknown[0]}}}; did you mean "
+                f"{{{nearest(unknown[0], VARIABLES)}}}? Known: {known}."
             )
 
     def _check_sizes(self) -> None:
-        least = {"batch_size": 1, "micro_batch_size": 1, "num_batches": 1, "num_workers": 0}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is None and name in ("micro_batch_size", "num_batches"):
-                continue
-            check_int(name, value, minimum)
+        check_int("batch_size", self.batch_size, 1)
+        check_int("micro_batch_size", self.micro_batch_size, 1, optional=True)
+        check_int("num_batches", self.num_batches, 1, optional=True)
+        check_int("num_workers", self.num_workers, 0)
         if self.micro_size > self.batch_size:
             raise InvalidRequestError(
                 f"micro_batch_size {self.micro_batch_size} is larger than batch_size {self.batch_size}. Lower "
@@ -211,15 +208,14 @@ def check_tails(streams: Sequence[StageStream], dp_size: int) -> None:
 
 def check_streams(streams: Mapping[str, Sequence[Stream]]) -> None:
     """Raise InvalidRequestError for streams that contradict each other, or their stage."""
-    _check_tasks([stream for each in streams.values() for stream in each])
-    _check_replays([stream for stage, each in streams.items() if stage != "train" for stream in each])
-
-
-def _check_tasks(streams: Sequence[Stream]) -> None:
-    """A task has one sampler and one tail policy, so streams that share a task must agree on them."""
     first: dict[str, Stream] = {}
-    for stream in streams:
-        other = first.setdefault(stream.task, stream)
+    for stage, stream in [(stage, stream) for stage, each in streams.items() for stream in each]:
+        if stage != "train" and stream.replay is False:
+            raise InvalidRequestError(
+                f"stream of task {stream.task!r}: replay=False is for training. Validation, test and prediction start "
+                f"at the first batch of their partition each time. Omit replay."
+            )
+        other = first.setdefault(stream.task, stream)  # a task has one sampler and one tail policy
         if other is not stream and (_sampling(other), other.tail) != (_sampling(stream), stream.tail):
             raise InvalidRequestError(
                 f"two streams of task {stream.task!r} have different samplers or tails ({other.sampler!r}, "
@@ -230,12 +226,3 @@ def _check_tasks(streams: Sequence[Stream]) -> None:
 def _sampling(stream: Stream) -> Any:
     """Type and arguments, because a configuration file builds a separate sampler for each stream."""
     return stream.sampler.spec() if isinstance(stream.sampler, BaseSampler) else stream.sampler
-
-
-def _check_replays(streams: Sequence[Stream]) -> None:
-    for stream in streams:
-        if stream.replay is False:
-            raise InvalidRequestError(
-                f"stream of task {stream.task!r}: replay=False is for training. Validation, test and prediction start "
-                f"at the first batch of their partition each time. Omit replay."
-            )

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamLoader: the DataLoader that a TQDataModule gives to the Trainer; it yields TQBatch pairs."""
+"""StreamLoader: the DataLoader that a TQDataModule gives to the Trainer, its dataset, and its iterator of TQBatch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_tq.batch import TQBatch
-from lightning_tq.positions import Position
-from lightning_tq.stream_reader import ReaderDataset, StreamReader
-from transfer_queue import StreamingDataLoader
+from lightning_tq.batch import Position, TQBatch
+from transfer_queue import StreamingDataLoader, StreamingDataset
+
+if TYPE_CHECKING:
+    from lightning_tq.stream_reader import StreamReader
+
+
+class ReaderDataset(StreamingDataset):
+    """Holds its stream reader, because a loader that Lightning rebuilds keeps only the dataset."""
+
+    reader: StreamReader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "reader": None}  # stays in the process of the loader
 
 
 def stream_loader(reader: StreamReader) -> StreamLoader:
@@ -56,3 +66,44 @@ class StreamLoader(StreamingDataLoader):
         """The next iterator starts at this position."""
         if state:
             self.reader.restore(Position.from_dict(state, self.reader.label))
+
+
+class StreamIterator(Iterator[TQBatch]):
+    """The current iterator of a loader. It chooses its start at the first ``next``, when Lightning knows its epoch."""
+
+    def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
+        self._reader = reader
+        self._start: Callable[[], Iterator[Any]] | None = start
+        self._items: Iterator[Any] | None = None
+
+    def __next__(self) -> TQBatch:
+        if self._start is None:
+            raise StopIteration
+        return self._reader.next_batch(self)
+
+    @property
+    def items(self) -> Iterator[Any]:
+        """What the loader yields."""
+        if self._items is None:
+            self.restart()
+        assert self._items is not None
+        return self._items
+
+    def restart(self, epochs_ahead: int = 0) -> None:
+        """Start, or start again in the partition of a later epoch."""
+        assert self._start is not None
+        _close(self._items)
+        self._reader.move_cursor(epochs_ahead)
+        self._items = self._start()
+
+    def close(self) -> None:
+        """Stop prefetching. Idempotent."""
+        self._start = None
+        items, self._items = self._items, None
+        _close(items)
+
+
+def _close(items: Iterator[Any] | None) -> None:
+    close = getattr(items, "close", None)
+    if close is not None:
+        close()

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from lightning_tq.batch import TQBatch
-from lightning_tq.positions import Position
-from lightning_tq.stream import Stream
+from lightning_tq.batch import Position, TQBatch
+from lightning_tq.stream import StageStream, Stream
+from lightning_tq.stream_loader import ReaderDataset, StreamIterator
 from lightning_tq.topology import Topology
-from transfer_queue import BatchMeta, EndOfPartitionError, StreamingDataset, TransferQueueClient
+from transfer_queue import BatchMeta, EndOfPartitionError, TransferQueueClient
 
 
 class Delivered(NamedTuple):
@@ -28,9 +28,20 @@ class Delivered(NamedTuple):
 class RunContext(Protocol):
     """What a stream reader asks the run it belongs to."""
 
+    topology: Topology
+    partitions_at_start: Collection[str]
+    """Partitions in the queue before the run's producers started. Empty on ranks other than the first."""
+
+    @property
+    def client(self) -> TransferQueueClient:
+        """This process's client of the queue."""
+
     @property
     def epoch(self) -> int:
         """Number of the current epoch."""
+
+    def training_ends(self, epochs_ahead: int) -> bool:
+        """Whether nothing is trained in the epoch that is this many ahead."""
 
     def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
         """The partition for an iterator that starts now, or this many epochs later."""
@@ -45,32 +56,19 @@ class RunContext(Protocol):
         """The stream has no more batches in its partition."""
 
 
-class ReaderDataset(StreamingDataset):
-    """Holds its stream reader, because a loader that Lightning rebuilds keeps only the dataset."""
-
-    reader: StreamReader | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "reader": None}  # stays in the process of the loader
-
-
 class StreamReader:
     """One stream of one stage. ``positions`` outlives readers: per label, the position after the last step."""
 
     def __init__(
         self,
-        label: str,
-        stage: str,
-        stream: Stream,
-        topology: Topology,
+        each: StageStream,
         positions: MutableMapping[str, Position],
         run: RunContext,
         should_stop: Callable[[], bool],
         config: Any,
     ) -> None:
-        self.label = label
-        self.stage = stage
-        self.stream = stream
+        self.label, self.stage = each.label, each.stage
+        self.stream = stream = each.stream
         self.partition: str | None = None
         """Partition of the newest iterator."""
         self.left_partitions: list[str] = []
@@ -91,42 +89,28 @@ class StreamReader:
         # Set by the run or by a callback.
         self.filter_batch: Callable[[TQBatch], TQBatch | None] | None = None
         """Returns the part of a batch to deliver, or None to skip it."""
-        self.count_acked: Callable[[str], int] | None = None
-        """Returns how many first batches of a partition were acknowledged."""
-        self.partitions_at_start: Collection[str] = ()
-        """Partitions in the queue before the run's producers started. Empty on other ranks."""
-        self.training_ends: Callable[[int], bool] | None = None
-        """Returns whether nothing is trained in the epoch that is this many ahead."""
         self.on_partition: Callable[[str], None] | None = None
         """Called with the partition that an iterator starts to read."""
-        self.on_batch_trained: Callable[[BatchMeta], None] | None = None
-        """Called when all micro-batches of a batch were trained."""
 
         self._restored = False
         self._taken_before = 0
         self._delivered: deque[Delivered] = deque()
         self._trained_to: Position | None = None
         self._start = Position(
-            partition_id="", batch_size=stream.batch_size, micro_batch_size=stream.micro_size, dp_size=topology.dp_size
+            partition_id="",
+            batch_size=stream.batch_size,
+            micro_batch_size=stream.micro_size,
+            dp_size=run.topology.dp_size,
         )
         self._positions = positions
         self._run = run
         self._iterator: StreamIterator | None = None
         self.dataset = ReaderDataset(
-            config=config,
-            batch_size=stream.batch_size,
-            micro_batch_size=stream.micro_size,
-            data_fields=stream.fields,
-            partition_id="",
-            task_name=stream.task,
-            dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size,
-            sampling_config=stream.sampling_config,
-            prefetch=stream.prefetch,
-            layout=stream.layout,
-            timeout_s=stream.timeout_s,
-            should_stop=should_stop,
-        )
+            config=config, batch_size=stream.batch_size, micro_batch_size=stream.micro_size, data_fields=stream.fields,
+            partition_id="", task_name=stream.task, dp_rank=run.topology.dp_rank, dp_size=run.topology.dp_size,
+            sampling_config=stream.sampling_config, prefetch=stream.prefetch, layout=stream.layout,
+            timeout_s=stream.timeout_s, should_stop=should_stop,
+        )  # fmt: skip
         self.dataset.reader = self
 
     @property
@@ -151,10 +135,14 @@ class StreamReader:
         since = self.waiting_since
         return 0.0 if since is None else time.perf_counter() - since
 
-    def leftover_text(self, client: TransferQueueClient) -> str | None:
+    def _statistic(self, partition: str | None, name: str) -> int:
+        """A number of the queue's statistics about this stream's task in a partition."""
+        tasks = self._run.client.get_stats()["partitions"].get(partition, {}).get("tasks", {})
+        return int(tasks.get(self.stream.task, {}).get(name, 0))
+
+    def leftover_text(self) -> str | None:
         """A message about samples that filled no last batch of the partition, or None."""
-        partition = client.get_stats()["partitions"].get(self.partition, {})
-        dropped = partition.get("tasks", {}).get(self.stream.task, {}).get("dropped", 0)
+        dropped = self._statistic(self.partition, "dropped")
         if not dropped:
             return None
         return (
@@ -188,13 +176,14 @@ class StreamReader:
 
     def _first_position(self, name: str, replay: bool) -> Position:
         """Where an iterator over this partition starts."""
-        acked = 0 if replay or self.count_acked is None else self.count_acked(name)
+        # An ack covers all earlier batches, so the task can't read the first ones again.
+        acked = 0 if replay or self.stage != "train" else self._statistic(name, "settled")
         position = self.position
         if replay or position is None or position.partition_id != name:
             return Position(partition_id=name, batch_index=acked)
         if self._restored:
             position.check_sizes(self._start, self.label)
-            position.check_partition_exists(self.partitions_at_start)
+            position.check_partition_exists(self._run.partitions_at_start)
         position.check_not_acked(acked)
         self.batches_done = position.batch_index - acked
         return position
@@ -227,7 +216,7 @@ class StreamReader:
         return batch
 
     def _training_ends(self, epochs_ahead: int = 0) -> bool:
-        return self.training_ends is not None and self.training_ends(epochs_ahead)
+        return self.stage == "train" and self._run.training_ends(epochs_ahead)
 
     def _filtered_batch(self, iterator: StreamIterator) -> TQBatch:
         completed: list[BatchMeta] = []
@@ -281,24 +270,21 @@ class StreamReader:
 
     # ---- what was trained ----
 
-    def mark_trained(self, batch: Any, stepped: bool = True) -> None:
-        """Note that this batch was trained, or the oldest delivered one if a hook replaced the batch.
+    def mark_trained(self, batch: Any) -> list[BatchMeta]:
+        """Note that this micro-batch was trained, or the oldest delivered one if a hook replaced the batch.
 
-        Args:
-            stepped: Whether its gradient is in an optimizer step already.
+        Returns:
+            Metadata of the batches that are trained completely now.
         """
         self.trained += 1
         self._restored = False
         delivered = self._pop_delivered(batch)
-        if delivered is not None:
-            self._trained_to = delivered.position
-            self.unstepped += 1
-            for meta in delivered.completed:
-                self.batches_done += 1
-                if self.on_batch_trained is not None:
-                    self.on_batch_trained(meta)
-        if stepped:
-            self.mark_stepped()
+        if delivered is None:
+            return []
+        self._trained_to = delivered.position
+        self.unstepped += 1
+        self.batches_done += len(delivered.completed)
+        return delivered.completed
 
     def _pop_delivered(self, batch: Any) -> Delivered | None:
         position = batch.position if isinstance(batch, TQBatch) else None
@@ -336,44 +322,3 @@ class StreamReader:
         """End the current iterator and leave the queue."""
         self.close_iterator()
         self.dataset.close()
-
-
-class StreamIterator(Iterator[TQBatch]):
-    """The current iterator of a loader. It chooses its start at the first ``next``, when Lightning knows its epoch."""
-
-    def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
-        self._reader = reader
-        self._start: Callable[[], Iterator[Any]] | None = start
-        self._items: Iterator[Any] | None = None
-
-    def __next__(self) -> TQBatch:
-        if self._start is None:
-            raise StopIteration
-        return self._reader.next_batch(self)
-
-    @property
-    def items(self) -> Iterator[Any]:
-        """What the loader yields."""
-        if self._items is None:
-            self.restart()
-        assert self._items is not None
-        return self._items
-
-    def restart(self, epochs_ahead: int = 0) -> None:
-        """Start, or start again in the partition of a later epoch."""
-        assert self._start is not None
-        _close(self._items)
-        self._reader.move_cursor(epochs_ahead)
-        self._items = self._start()
-
-    def close(self) -> None:
-        """Stop prefetching. Idempotent."""
-        self._start = None
-        items, self._items = self._items, None
-        _close(items)
-
-
-def _close(items: Iterator[Any] | None) -> None:
-    close = getattr(items, "close", None)
-    if close is not None:
-        close()

@@ -64,20 +64,29 @@ def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | 
 
 def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], str]) -> str:
     """Run on global rank 0, and return its result or raise its error on every rank. This is a collective."""
-    failure: BaseException | None = None
-    answer: tuple[str, tuple[str, str] | None] = ("", None)
     if owner.is_global_zero:
-        try:
-            answer = (action(), None)
-        except Exception as error:  # without the broadcast, the other ranks would wait forever
-            failure = error
-            answer = ("", to_wire(error))
-    result, reported = owner.strategy.broadcast(answer, src=0)
-    if failure is not None:
-        raise failure
-    if reported is not None:
-        raise from_wire(*reported)
+        with _BroadcastOfError(owner.strategy):
+            result = action()
+        owner.strategy.broadcast((result, None), src=0)
+        return result
+    result, error = owner.strategy.broadcast(("", None), src=0)
+    if error is not None:
+        raise from_wire(*error)
     return result
+
+
+class _BroadcastOfError:
+    """Sends an error of its block to the other ranks, which would otherwise wait forever, and lets it through."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception):  # Ctrl-C reaches the other ranks, too
+            self._strategy.broadcast(("", to_wire(error)), src=0)
 
 
 def _topology(owner: Trainer | Fabric, dp_rank: Rank | None, dp_size: int | None) -> Topology:

@@ -52,15 +52,15 @@ SERVER_SIDE = (
     "transfer_queue.control.plane",
     "transfer_queue.transport.server",
     "transfer_queue.transport.session",
-    "transfer_queue.storage.shm.host",
+    "transfer_queue.storage.shm.arena_sharing",
     "transfer_queue.storage.shm.unit",
     "transfer_queue.storage.shm.manager",
 )
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
-SHARED_NAMES = {"blocks.py", "registry.py", "schema.py", "checkpoint.py", "producers.py", "weights.py"}
+SHARED_NAMES = {"schema.py"}
 """Names of two files of different folders. No more of these: rename the new one."""
-SHARED_CLASSES = {"Frozen", "Partition", "Staged"}
+SHARED_CLASSES: set[str] = set()
 """Names of two public classes. No more of these, either."""
 FOR_OTHER_HOSTS = ("zmq",)
 """A server of one host has no use for it."""

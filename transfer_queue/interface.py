@@ -13,7 +13,7 @@ from transfer_queue.config import announce_address, merge, queue_address
 from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
-from transfer_queue.storage.settings import section_of
+from transfer_queue.storage.backends import section_of
 from transfer_queue.transport.modes import blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 

@@ -40,7 +40,8 @@ class PublishWeights(Callback):
 
     A step waits only for a copy in host memory. On CUDA, that copy overlaps the next forward and backward pass. A
     thread of the first rank puts the copy into the queue, and its errors end the training. The version is
-    ``trainer.global_step``. At the end of training the partition is sealed, which tells the readers.
+    ``trainer.global_step``. At the end of training the partition is sealed, which ends the
+    readers' waits.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class PublishWeights(Callback):
         Raises:
             InvalidRequestError: a number below 1, or an unknown choice; it is a ValueError.
         """
-        for name, value in {"every_n_steps": every_n_steps, "keep": keep}.items():
-            check_int(name, value, 1)
+        check_int("every_n_steps", every_n_steps, 1)
+        check_int("keep", keep, 1)
         check_choice("when_busy", when_busy, ("skip", "wait"))
         check_choice("dtype", dtype, ("float32", "bfloat16", "float16", None))
         self.every_n_steps = every_n_steps

@@ -56,10 +56,8 @@ class StalenessGuard(Callback):
         Raises:
             InvalidRequestError: a number out of range; it is a ValueError.
         """
-        for name, value, least in (("max_staleness", max_staleness, 0), ("samples_per_step", samples_per_step, 1)):
-            if value is None and name == "samples_per_step":
-                continue
-            check_int(name, value, least)
+        check_int("max_staleness", max_staleness, 0)
+        check_int("samples_per_step", samples_per_step, 1, optional=True)
         self.max_staleness = max_staleness
         self.drop = drop
         self.pace = pace
@@ -71,7 +69,7 @@ class StalenessGuard(Callback):
         # Sample counts over all ranks.
         self._gone = 0  # trained, dropped or left over, up to the last optimizer step
         self._since_step = 0  # trained since that step
-        self._origin = 0  # gone before the current partition, whose rounds are counted from here
+        self._origin = 0  # gone before the current partition; its rounds are counted from here
         self._done_of: dict[str, int] = {}  # trained or dropped in this epoch, by partition
         self._filtered: deque[int] = deque()  # samples of each batch that was filtered and is not trained yet
         self._version: int | None = None

@@ -19,14 +19,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if args is None else list(args)
     first = given[0] if given else ""
-    if first == "status":
-        from lightning_tq.status import command
-
-        return command.main(given[1:])
     if first in _OF_A_QUEUE:
-        from lightning_tq.status import operations
+        from lightning_tq.cli import queue_commands
 
-        return operations.main(first, given[1:])
+        return queue_commands.main(first, given[1:])
     if not first.startswith("-") and first not in _COMMANDS:
         return _refuse(first)
     from lightning_tq.cli import trainer_cli

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule
@@ -23,7 +27,7 @@ from lightning_tq.callbacks import (  # noqa: F401
     staleness_guard,
     write_back,
 )
-from lightning_tq.cli.error_text import explain, known_keys
+from lightning_tq.checks import nearest
 from lightning_tq.datamodule import TQDataModule
 from lightning_tq.producers.group import ProducerError
 from lightning_tq.queue_config import load_mapping
@@ -42,11 +46,28 @@ _SELF_EXPLANATORY = (
 """Errors of a run that need no traceback, because their text is complete."""
 
 _DESCRIPTION = """Train, validate, test or predict with data streamed from a queue, for example "lightning-tq fit
---config run.yaml --trainer.max_epochs 3". "lightning-tq status" shows a running queue, "clients" those
-who use it; "evict" and "forget-task" end what holds it up. A configuration has three
+--config run.yaml --trainer.max_epochs 3". "lightning-tq status" shows a running queue, "clients" lists its
+clients; "evict" ends a client that hangs, "forget-task" a task that no longer reads. A configuration has three
 sections: trainer, model (class_path and init_args of a LightningModule) and data (streams, queue, producers).
 "lightning-tq fit --help" explains all options, "lightning-tq fit --data.train.help" those of a stream,
 "--data.queue.help" those of the queue, "--data.producers.help" those of a producer."""
+
+_UNKNOWN_HERE = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.]+)", re.IGNORECASE)
+_UNKNOWN_IN_CLASS = re.compile(r"^Option '([\w.]+)' is not accepted")
+_NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+_KEY = re.compile(r'^Parser key "([^"]+)":?')
+_CLASS = re.compile(r"^Problem with given class_path '([^']+)':")
+_OF_TYPE = re.compile(r"^Expected a <class '([\w.]+)'>$")
+_REPORT_LINES = ("Does not validate against", "Subtypes:", "Errors:", "Given value")
+"""Beginnings of lines that describe how the parser tried types, not why one failed."""
+_VAGUE_REASONS = (
+    "Not a valid subclass of",
+    "Subclass types expect",
+    "a class path ",
+    "a dict with",
+    "Expected a <class 'None",
+)
+"""Beginnings of reasons for one of several types, which is seldom the intended one."""
 
 
 class TQArgumentParser(LightningArgumentParser):
@@ -56,7 +77,7 @@ class TQArgumentParser(LightningArgumentParser):
         if not self.exit_on_error:  # the parser only tries one of several types
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        text = explain(message, known_keys(parser))
+        text = _explain(message, _known_keys(parser))
         sys.stderr.write(f"error: {text}\ntip: {parser.prog.replace(' [options]', '')} --help explains every option.\n")
         sys.exit(2)
 
@@ -145,3 +166,92 @@ def run(args: Sequence[str] | None) -> int:
     if isinstance(cli.datamodule, TQDataModule):
         cli.datamodule.close()
     return 0
+
+
+# ---- what the parser says about a wrong configuration, in one sentence ----
+
+
+class _Reason(NamedTuple):
+    path: tuple[str, ...]
+    cls: str | None
+    """Class that the options belong to."""
+    text: str
+
+    def weight(self) -> int:
+        """The reason with the lowest weight is shown."""
+        if self.text.startswith(_VAGUE_REASONS):
+            return 2
+        return 1 if _OF_TYPE.match(self.text) else 0
+
+
+def _known_keys(parser: argparse.ArgumentParser) -> list[str]:
+    """All options of a parser, as dotted keys of a configuration file."""
+    return sorted({action.dest for action in parser._actions if action.dest not in ("help", argparse.SUPPRESS)})
+
+
+def _explain(message: str, known: Iterable[str]) -> str:
+    """One sentence for a report of the parser, or for another exception's text."""
+    reasons = _reasons(message)
+    if not reasons:
+        return message.strip()
+    least = min(reasons, key=_Reason.weight)
+    where = f"{'.'.join(least.path)}: " if least.path else ""
+    types = [found[1] for each in reasons if each.path == least.path and (found := _OF_TYPE.match(each.text))]
+    if least.weight() == 1:
+        return f"{where}expected {' or '.join(name for name in types if name != 'NoneType')}"
+    return where + _sentence(least, list(known))
+
+
+def _reasons(message: str) -> list[_Reason]:
+    """All reasons of a report, in order. Indentation shows the key and class of each."""
+    within: list[tuple[int, str, bool]] = []
+    reasons = []
+    for raw in filter(str.strip, message.splitlines()):
+        line, indent = raw.strip().removeprefix("- "), len(raw) - len(raw.lstrip())
+        within = [each for each in within if each[0] < indent]
+        if key := _KEY.match(line):
+            within.append((indent, key[1], True))
+            line = line[key.end() :].strip()
+        if cls := _CLASS.match(line):
+            within.append((indent, cls[1], False))
+        elif line and not line.startswith(_REPORT_LINES):
+            classes = [name for _, name, is_key in within if not is_key]
+            path = tuple(name for _, name, is_key in within if is_key)
+            reasons.append(_Reason(path, classes[-1] if classes else None, line))
+    return reasons
+
+
+def _sentence(reason: _Reason, known: list[str]) -> str:
+    line = reason.text
+    if (option := _UNKNOWN_IN_CLASS.match(line)) and reason.cls:
+        names = _parameters(reason.cls)
+        return f"{reason.cls} has no option {option[1]!r}{_did_you_mean(option[1], names)} It has: {', '.join(names)}."
+    if key := _UNKNOWN_HERE.search(line):
+        wrong, names = _first_unknown(key[1], known)
+        return f"unknown key {wrong!r}{_did_you_mean(wrong.rpartition('.')[2], names)}"
+    if missing := _NO_ATTRIBUTE.search(line):
+        return line + _did_you_mean(missing[2], dir(import_module(missing[1])))
+    return re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("a typing.Literal", "one of ")
+
+
+def _did_you_mean(name: str, names: list[str]) -> str:
+    return f"; did you mean {nearest(name, names)!r}?" if names else "."
+
+
+def _first_unknown(key: str, known: list[str]) -> tuple[str, list[str]]:
+    """The shortest unknown prefix of a dotted key, and the names that are known in its place."""
+    parts = key.split(".")
+    for length in range(1, len(parts) + 1):
+        level = {tuple(name.split(".")[:length]) for name in known}
+        if tuple(parts[:length]) not in level:
+            there = {name[-1] for name in level if len(name) == length and name[:-1] == tuple(parts[: length - 1])}
+            return ".".join(parts[:length]), sorted(there)
+    return key, known
+
+
+def _parameters(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    cls: Any = getattr(import_module(module), name)
+    skip = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return [parameter.name for parameter in parameters if parameter.kind not in skip]

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,21 +14,13 @@ import torch
 from torch import Tensor
 
 import transfer_queue as tq
-from transfer_queue import (
-    BatchMeta,
-    BatchTimeoutError,
-    EndOfPartitionError,
-    StorageKeyNotFoundError,
-    TransferQueueClient,
-)
+from lightning_tq.producers import deadline_after, next_samples, wait_until
+from transfer_queue import BatchMeta, EndOfPartitionError, StorageKeyNotFoundError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
-
-logger = logging.getLogger(__name__)
 
 WEIGHTS_PARTITION = "weights"
 _FIELDS = ["values", "layout"]
 _ALIGNMENT = 64
-_REPORT_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +104,7 @@ class WeightsReader:
             EndOfPartitionError: training has ended, and the last version was returned before.
             BatchTimeoutError: no such version in time.
         """
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = deadline_after(timeout_s)
         newest = self._newest()
         while newest is not None or self.version < least:
             loaded = self._load(newest or self._wait(least, deadline))
@@ -126,7 +116,7 @@ class WeightsReader:
         """The last version that this reader has not seen, if there is one now."""
         newest = None
         try:
-            while (meta := self._fetch(0.0)) is not None:
+            while (meta := self._next(0.0)) is not None:
                 newest = meta
         except EndOfPartitionError:
             if newest is None:
@@ -134,24 +124,11 @@ class WeightsReader:
         return newest
 
     def _wait(self, least: int, deadline: float) -> BatchMeta:
-        while True:
-            remaining_s = deadline - time.monotonic()
-            meta = self._fetch(max(0.0, min(remaining_s, _REPORT_EVERY_S)))
-            if meta is not None:
-                return meta
-            waiting_for = f"weights of version {least} or later; the newest in {self._partition!r} is {self.version}"
-            if time.monotonic() >= deadline:
-                raise BatchTimeoutError(
-                    f"timed out waiting for {waiting_for}. Check that the trainer runs with PublishWeights."
-                )
-            logger.warning("waiting for %s.", waiting_for)
+        waits_for = f"weights of version {least} or later; the newest in {self._partition!r} is {self.version}."
+        return wait_until(deadline, self._next, waits_for, " Check that the trainer runs with PublishWeights.")
 
-    def _fetch(self, wait_s: float) -> BatchMeta | None:
-        try:
-            meta = self._client.get_meta(_FIELDS, 1, self._partition, task_name=self._task, timeout_s=wait_s)
-        except BatchTimeoutError:
-            return None
-        return meta if meta.size else None  # empty where the queue is in polling mode
+    def _next(self, wait_s: float) -> BatchMeta | None:
+        return next_samples(self._client, _FIELDS, 1, self._partition, self._task, wait_s)
 
     def _load(self, meta: BatchMeta) -> bool:
         try:

@@ -6,27 +6,24 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
 from lightning_tq.checks import check_int
-from transfer_queue import BatchMeta, BatchTimeoutError, EndOfPartitionError, TransferQueueClient
+from lightning_tq.producers import deadline_after, next_samples, wait_until
+from transfer_queue import BatchTimeoutError, EndOfPartitionError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
-
-logger = logging.getLogger(__name__)
 
 PERMITS_PARTITION = "permits"
 PACER_TASK = "pacer"
 _FIELDS = ["version", "number"]
-_REPORT_EVERY_S = 30.0
 
 
 class Pacer:
@@ -57,15 +54,12 @@ class Pacer:
             BatchTimeoutError: not enough permits in time.
         """
         check_int("count", count, 1)
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while (meta := self._take(count, _time_slice(deadline))) is None:
-            waiting_for = (
-                f"permits for {count} samples: the trainer is behind, or issues fewer at once (at most "
-                f"(max_staleness + 1) steps of samples)."
-            )
-            if time.monotonic() >= deadline:
-                raise BatchTimeoutError(f"waited {timeout_s:.1f} s for {waiting_for}")
-            logger.warning("waiting for %s", waiting_for)
+        meta = wait_until(
+            deadline_after(timeout_s),
+            partial(next_samples, self._client, _FIELDS, count, self._partition, PACER_TASK),
+            f"permits for {count} samples: the trainer is behind, or issues fewer at once (at most "
+            f"(max_staleness + 1) steps of samples).",
+        )
         try:
             taken = self._client.get_data(meta)
         except KeyError as gone:
@@ -91,25 +85,16 @@ class Pacer:
         if not self._ranges:
             raise InvalidRequestError("turn() needs permits from admit(), and all of them are used.")
         first, end = self._ranges[0]
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not _wait_for_turn(self._client, self._partition, first, _time_slice(deadline)):
-            waiting_for = f"its turn: the samples of the permits before number {first} were not put yet."
-            if time.monotonic() >= deadline:
-                raise BatchTimeoutError(
-                    f"waited {timeout_s:.1f} s for {waiting_for} Check that their producer is alive."
-                )
-            logger.warning("waiting for %s", waiting_for)
+        wait_until(
+            deadline_after(timeout_s),
+            partial(_wait_for_turn, self._client, self._partition, first),
+            f"its turn: the samples of the permits before number {first} were not put yet.",
+            " Check that their producer is alive.",
+        )
         yield
         self._ranges.popleft()
         _open_turn(self._client, self._partition, end)
         self._client.clear_partition(_turn_partition(self._partition, first))
-
-    def _take(self, count: int, wait_s: float) -> BatchMeta | None:
-        try:
-            meta = self._client.get_meta(_FIELDS, count, self._partition, task_name=PACER_TASK, timeout_s=wait_s)
-        except BatchTimeoutError:
-            return None
-        return meta if meta.size else None  # empty where the queue is in polling mode
 
 
 class Permits:
@@ -122,7 +107,7 @@ class Permits:
         """Permits issued so far, including those by earlier trainers of the same producers."""
 
     def begin(self) -> None:
-        """Continue after an earlier trainer, or start again if that one had told its producers to end."""
+        """Continue after an earlier trainer, or start again if that one had sealed the partition."""
         self._client.register_task(PACER_TASK, "SequentialSampler", tail="drop")
         known = self._client.get_stats()["partitions"].get(self._partition)
         if known is not None and known["sealed"]:
@@ -143,7 +128,7 @@ class Permits:
             self.issued = up_to
 
     def end(self) -> None:
-        """Tell the producers that training has ended. Permits that nobody took are void."""
+        """Seal the partition, so that producers end. Permits that no producer took are void."""
         self._client.seal_partition(self._partition)
         # Asking for more than there are ends the task: from now on, only a repeated request gets permits.
         with suppress(EndOfPartitionError, BatchTimeoutError):
@@ -170,16 +155,9 @@ def _open_turn(client: TransferQueueClient, partition: str, number: int) -> None
     client.seal_partition(_turn_partition(partition, number))
 
 
-def _wait_for_turn(client: TransferQueueClient, partition: str, number: int, wait_s: float) -> bool:
+def _wait_for_turn(client: TransferQueueClient, partition: str, number: int, wait_s: float) -> Literal[True] | None:
     try:
-        client.get_meta(["turn"], 1, _turn_partition(partition, number), task_name=PACER_TASK, timeout_s=wait_s)
+        next_samples(client, ["turn"], 1, _turn_partition(partition, number), PACER_TASK, wait_s)
     except EndOfPartitionError:
         return True
-    except BatchTimeoutError:
-        pass
-    return False
-
-
-def _time_slice(deadline: float) -> float:
-    """Wait at most until the next report."""
-    return max(0.0, min(deadline - time.monotonic(), _REPORT_EVERY_S))
+    return None

@@ -19,9 +19,9 @@ from tensordict import NonTensorStack, TensorDict
 
 from tests.local_caller import LocalCaller
 from transfer_queue.server.front import Front
+from transfer_queue.storage.backends import create
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.registry import create
-from transfer_queue.storage.shm.host import host_unit
+from transfer_queue.storage.shm.arena_sharing import host_unit
 from transfer_queue.storage.shm.messages import UnitStats
 from transfer_queue.storage.shm.unit import INLINE_NBYTES, StorageUnit
 from transfer_queue.transport.base import Handler, Peer

@@ -19,12 +19,11 @@ from tensordict import TensorDict
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
 from tests.contract.transport_kit import held
 from transfer_queue.errors import StorageFullError
-from transfer_queue.storage.columns import sources
-from transfer_queue.storage.shm.connection import UnitConnection
-from transfer_queue.storage.shm.host import host_unit
+from transfer_queue.storage.columns import prepare
+from transfer_queue.storage.copying import AT_ONCE
+from transfer_queue.storage.shm.arena_sharing import host_unit
 from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.shm.write import UnitWrite
-from transfer_queue.storage.spans import AT_ONCE
+from transfer_queue.storage.shm.unit_client import UnitConnection, UnitWrite
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer
@@ -165,14 +164,14 @@ def test_a_put_that_is_cancelled_while_it_waits_holds_up_nobody_and_leaves_nothi
 
 def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_and_later_ones_are_frames(tmp_path):
     with hosted(1, tmp_path, 0):
-        connection, source = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), sources({"x": large(4)})
-        write = UnitWrite(connection, slice(0, 4), 4, source, 0)
+        connection, columns = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), prepare({"x": large(4)})
+        write = UnitWrite(connection, slice(0, 4), 4, columns, 0)
         assert write.lease(7, 1.0, b"") is not None
         write.leased(0)
         connection.close()
-        columns, frames = write.columns({}, AT_ONCE)
-        assert ([part.offset for part in columns.parts], columns.lease, frames) == ([0], 7, [])
-        late = UnitWrite(connection, slice(0, 4), 4, source, 0)
+        packed, frames = write.packed({}, AT_ONCE)
+        assert ([header.offset for header in packed.headers], packed.lease, frames) == ([0], 7, [])
+        late = UnitWrite(connection, slice(0, 4), 4, columns, 0)
         assert (late.lease(8, 1.0, b""), connection.path) == (None, "frames")
 
 

@@ -83,7 +83,7 @@ def test_a_write_in_steps_that_found_no_room_in_one_unit_leaves_nothing_once_it_
     storage.put(pages(64), range(64, 128))
     call = hasty.session.number()
     with pytest.raises(StorageFullError, match="unit 'u1'"):
-        run_blocking(hasty.write(call, range(128), hasty.sources(pages(128, "y"))))
+        run_blocking(hasty.write(call, range(128), hasty.prepare(pages(128, "y"))))
     run_blocking(hasty.abort(call, range(128)))
     stats = until(hasty, lambda stats: not stats[0].leased_nbytes and not stats[0].uncommitted_nbytes)
     assert held(stats) == [(0, 0, 0), (64, 0, 0)]
@@ -115,7 +115,7 @@ def test_replaced_values_stay_readable_while_their_write_waits_and_until_its_com
     rows, call = range(64, 192), manager.session.number()  # the second unit's, then the first one's
 
     async def story() -> None:
-        waiting = asyncio.ensure_future(manager.write(call, rows, manager.sources(-pages(128))))
+        waiting = asyncio.ensure_future(manager.write(call, rows, manager.prepare(-pages(128))))
         await seen(other, [(64, 0, 1), (1, 0, 0)])
         assert (await other.get_rows([64], ["x"]))["x"].numel() == PAGE // 8
         await other.clear_rows(range(64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values taken from a storage as they lie there, through files, and stored elsewhere: what a checkpoint does."""
+"""ValueFiles taken from a storage as they lie there, through files, and stored elsewhere: what a checkpoint does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensordict import NonTensorStack
 
 from tests.contract.storage_kit import BACKENDS, Backend, assert_same, rows, some
 from tests.contract.test_storage_contract import DTYPES
-from transfer_queue.checkpoint.blocks import BlockReader, FieldWriter
+from transfer_queue.checkpoint.field_files import BlockReader, FieldWriter
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.modes import run_blocking
@@ -38,8 +38,8 @@ async def move(manager: StorageManager, indexes: range, fields: list[str], direc
             async with way.stored(manager, chunk.tolist(), [field]) as parts:
                 writer.add(chunk, parts[field])
         for block in writer.close(samples).blocks:
-            for own, piece in BlockReader(directory, block, samples).chunks():
-                await way.store(manager, (own + SHIFT).tolist(), {field: piece})
+            for own, wire in BlockReader(directory, block, samples).chunks():
+                await way.store(manager, (own + SHIFT).tolist(), {field: wire})
 
 
 @pytest.mark.parametrize("own_way", [True, False], ids=["its own way", "the general way"])

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from tests.integration.calls import fetch_of
 from transfer_queue import storage
-from transfer_queue.storage import registry
+from transfer_queue.storage import backends
 from transfer_queue.transport.session import Session
 
 CONF = {"server_processes": "one"}
@@ -47,8 +47,8 @@ class Shelf(storage.StorageManager):
 
 @pytest.fixture
 def own(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tq.TransferQueueClient]:
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    registry.register("Shelf")(Shelf)
+    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
+    backends.register("Shelf")(Shelf)
     client = tq.TransferQueueClient("own", queue.controller.zmq_info)
     client.initialize_storage_manager("Shelf", queue.backend.SimpleStorage)
     yield client

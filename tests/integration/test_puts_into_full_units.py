@@ -160,7 +160,7 @@ def write_and_wait_to_be_killed(partition: str, nbytes: int) -> None:
     reserve = p.Reserve(session.number(), partition, 1)
     reserved = run_blocking(session.send(reserve, p.Reserved, keep=True))
     indexes = p.unpack_indexes(reserved.indexes).tolist()
-    run_blocking(storage.write(reserve.id, indexes, storage.sources(row(nbytes, 1))))
+    run_blocking(storage.write(reserve.id, indexes, storage.prepare(row(nbytes, 1))))
     signal.pause()
 
 

@@ -17,7 +17,7 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQDataModule
-from lightning_tq.status.report import take_snapshot
+from lightning_tq.cli.queue_report import take_snapshot
 from lightning_tq.trainer_compat import correct_progress
 
 Make = Callable[..., TQDataModule]

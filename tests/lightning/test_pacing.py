@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from producing import rows
 
 import transfer_queue as tq
-from lightning_tq import Pacer, TQDataModule
+from lightning_tq import Pacer, TQDataModule, producers
 from lightning_tq.producers import pacing
 from lightning_tq.producers.pacing import PACER_TASK, PERMITS_PARTITION, Permits
 from transfer_queue import BatchMeta, BatchTimeoutError, EndOfPartitionError, StorageFullError, TransferQueueClient
@@ -145,19 +146,19 @@ def test_the_end_of_training_keeps_permits_that_were_taken_and_not_read_yet(
 
 
 def test_permits_of_an_ended_training_are_void_even_if_just_taken(
-    client: TransferQueueClient, permits: Permits
+    client: TransferQueueClient, permits: Permits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     permits.issue(up_to=2, version=0)
 
-    class Slow(Pacer):
-        def _take(self, count: int, wait_s: float) -> BatchMeta | None:
-            taken = super()._take(count, wait_s)
-            permits.end()
-            Permits(client).begin()  # the next trainer clears what is left
-            return taken
+    def take_slowly(*args: Any) -> BatchMeta | None:
+        taken = producers.next_samples(*args)
+        permits.end()
+        Permits(client).begin()  # the next trainer clears what is left
+        return taken
 
+    monkeypatch.setattr(pacing, "next_samples", take_slowly)
     with pytest.raises(EndOfPartitionError, match="the permits for 2 samples are void"):
-        Slow(client).admit(2)
+        Pacer(client).admit(2)
 
 
 def test_the_next_trainer_starts_again_after_an_end_and_continues_after_a_crash(
@@ -197,7 +198,7 @@ def test_a_long_training_leaves_nothing_in_the_queue(client: TransferQueueClient
 def test_a_long_wait_is_reported(
     client: TransferQueueClient, permits: Permits, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "_REPORT_EVERY_S", 0.05)
+    monkeypatch.setattr(producers, "REPORT_EVERY_S", 0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(BatchTimeoutError):
         Pacer(client).admit(9, timeout_s=0.2)
     assert "waiting for permits for 9 samples: the trainer is behind, or issues fewer at once" in caplog.text

@@ -44,9 +44,7 @@ def test_a_datamodule_accepts_every_key_of_a_queue() -> None:
     assert as_queue_config(known).conf() == known
 
 
-def test_a_warning_names_only_settings_that_a_running_queue_does_not_have(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_warning_names_only_settings_that_a_running_queue_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
     with TQDataModule(queue={"units": 1, "put_timeout_s": 5, "options": {"client": {"layout": "dense"}}}) as first:
         requested: list[dict[str, Any]] = [
             {"units": 1, "put_timeout_s": 5, "client": {"layout": "dense"}},

@@ -129,11 +129,7 @@ def test_a_fit_resumes_within_a_batch_after_its_first_rows_were_cleared(
     assert [len(rows) for _, rows in after.seen["train"]] == [2, 2, 2, 1, 2, 2, 2, 1][step:]
 
 
-LIMITS: dict[str, dict[str, Any]] = {
-    "epochs": {},
-    "steps": {"max_steps": 12},
-    "validation": {"val_check_interval": 4},
-}
+LIMITS: dict[str, dict[str, Any]] = {"epochs": {}, "steps": {"max_steps": 12}, "validation": {"val_check_interval": 4}}
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 10}, {"num_workers": 2}], ids=["unknown", "known", "workers"])

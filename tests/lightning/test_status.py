@@ -22,8 +22,7 @@ from rich.console import Console
 import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
-from lightning_tq.status.report import QueueSnapshot, make_report
-from lightning_tq.status.tables import tables
+from lightning_tq.cli.queue_report import QueueSnapshot, make_report, tables
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -18,8 +18,7 @@ from rich.console import Console
 import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
-from lightning_tq.status.report import others
-from lightning_tq.status.tables import clients_table
+from lightning_tq.cli.queue_report import clients_table, others
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,7 +111,7 @@ def test_a_task_that_only_waits_is_known_too(queue: TQDataModule) -> None:
         pass
     (forgotten,) = run(["forget-task", "lost", queue.address])
     assert forgotten == (
-        0, "Forgot task 'lost': 0 partitions knew it; its waiting requests were told that their stream has ended.\n", ""
+        0, "Forgot task 'lost': 0 partitions knew it; its waiting requests got the end of their stream.\n", ""
     )  # fmt: skip
     with pytest.raises(tq.EndOfPartitionError):
         pending.finish()

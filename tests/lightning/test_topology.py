@@ -15,8 +15,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy
 
 from lightning_tq import Topology, fabric_topology, trainer_topology
-from lightning_tq.topology import check_dp_ranks
-from transfer_queue.errors import InvalidRequestError
+from lightning_tq.topology import check_dp_ranks, run_on_rank_zero
+from transfer_queue.errors import ConfigError, InvalidRequestError, RemoteError
 
 
 def at(rank: int, world: int, strategy: Any) -> Any:
@@ -147,3 +147,46 @@ def test_fabric_reports_the_same() -> None:
 def test_a_fabric_must_be_launched_before_its_ranks_are_known() -> None:
     with pytest.raises(InvalidRequestError, match=r"Call fabric.launch\(\) first"):
         fabric_topology(Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn"))
+
+
+class TwoRanks:
+    """Rank 0 or 1 of two, one after the other. What rank 0 broadcasts is there when rank 1 asks for it."""
+
+    def __init__(self) -> None:
+        self.is_global_zero = True
+        self.strategy = self
+        self.sent: list[Any] = []
+
+    def broadcast(self, value: Any, src: int) -> Any:
+        if self.is_global_zero:
+            self.sent.append(value)
+        return self.sent[-1]
+
+
+@pytest.mark.parametrize(
+    ("raised", "reported"),
+    [
+        (ConfigError("no such key"), ConfigError),
+        (ValueError("a sampler of the user"), InvalidRequestError),
+        (ZeroDivisionError("a bug"), RemoteError),
+    ],
+)
+def test_an_error_of_rank_zero_is_raised_on_every_rank(raised: Exception, reported: type[Exception]) -> None:
+    def fail() -> str:
+        raise raised
+
+    ranks: Any = TwoRanks()
+    with pytest.raises(type(raised), match=str(raised)):
+        run_on_rank_zero(ranks, fail)
+    ranks.is_global_zero = False
+    with pytest.raises(reported, match=str(raised)):
+        run_on_rank_zero(ranks, fail)
+    assert len(ranks.sent) == 1
+
+
+def test_a_result_of_rank_zero_is_returned_on_every_rank() -> None:
+    ranks: Any = TwoRanks()
+    results = [run_on_rank_zero(ranks, lambda: "ipc:///here")]
+    ranks.is_global_zero = False
+    results.append(run_on_rank_zero(ranks, lambda: "elsewhere"))
+    assert results == ["ipc:///here"] * 2

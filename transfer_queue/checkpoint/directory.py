@@ -12,20 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from transfer_queue.checkpoint.manifest import CONTROLLER, METADATA, STORAGE
-from transfer_queue.checkpoint.npy import sync
+from transfer_queue.checkpoint.files import CONTROLLER, METADATA, STORAGE, sync
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
 
 _OURS = {METADATA, CONTROLLER, STORAGE}
 
 
-def _place(target: str | os.PathLike[str]) -> Path:
+def _resolved(target: str | os.PathLike[str]) -> Path:
     """Resolve a symbolic link, because the temporary directory must be a sibling of the real one."""
     path = Path(target).absolute()
     return path.resolve() if path.is_symlink() else path
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _sibling(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
@@ -35,8 +34,8 @@ class Staging:
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        self.target = _place(target)
-        self.path = _beside(self.target, ".tmp")
+        self.target = _resolved(target)
+        self.path = _sibling(self.target, ".tmp")
         self._lock = -1
 
     def begin(self) -> None:
@@ -70,7 +69,7 @@ class Staging:
     def commit(self) -> None:
         """Sync the complete files and swap them in."""
         try:
-            old = _beside(self.target, ".old")
+            old = _sibling(self.target, ".old")
             _remove(old)
             for directory, _, files in os.walk(self.path):
                 for name in (*files, "."):
@@ -106,7 +105,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def repair(target: Path) -> None:
     """Finish a swap that was interrupted between its two renames: use the new checkpoint, or else the old one."""
-    new, old = _beside(target, ".tmp"), _beside(target, ".old")
+    new, old = _sibling(target, ".tmp"), _sibling(target, ".old")
     if target.exists() or not old.exists():
         return
     if not is_checkpoint(new):
@@ -123,7 +122,7 @@ def find(target: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointNotFoundError: there is none; the text names what is missing.
     """
-    path = _place(target)
+    path = _resolved(target)
     try:
         repair(path)
     except OSError as error:

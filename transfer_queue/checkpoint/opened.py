@@ -14,9 +14,17 @@ from typing import Any
 import msgspec
 
 from transfer_queue.checkpoint.directory import find
-from transfer_queue.checkpoint.manifest import FORMAT, METADATA, STORAGE, VALUES, DataFile, Metadata
-from transfer_queue.checkpoint.npy import SavedFile, write_bytes
-from transfer_queue.checkpoint.values import SavedValues
+from transfer_queue.checkpoint.files import (
+    FORMAT,
+    METADATA,
+    STORAGE,
+    VALUES,
+    DataFile,
+    Metadata,
+    SavedFile,
+    write_bytes,
+)
+from transfer_queue.checkpoint.saved_values import SavedValues
 from transfer_queue.control.saved import SavedQueue, decode
 from transfer_queue.errors import (
     CheckpointError,
@@ -26,7 +34,7 @@ from transfer_queue.errors import (
 )
 
 
-class _Format(msgspec.Struct):
+class _AnyFormat(msgspec.Struct):
     format: int
 
 
@@ -65,7 +73,7 @@ class Opened:
 def _metadata(path: Path) -> Metadata:
     data = (path / METADATA).read_bytes()
     try:
-        found = msgspec.json.decode(data, type=_Format).format
+        found = msgspec.json.decode(data, type=_AnyFormat).format
         if found == FORMAT:
             return msgspec.json.decode(data, type=Metadata)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -13,9 +13,9 @@ from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
-from transfer_queue.storage.base import InFront
-from transfer_queue.storage.registry import create as create_storage
-from transfer_queue.storage.settings import storage_settings
+from transfer_queue.storage.backends import create as create_storage
+from transfer_queue.storage.backends import storage_settings
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -66,10 +66,10 @@ class ClientBase:
         return self._storage
 
     @property
-    def front(self) -> InFront | None:
+    def front(self) -> SharedMemoryManager | None:
         """The storage, where it shares the controller's process: a put or a get is one message then."""
         storage = self.storage_manager
-        return storage if isinstance(storage, InFront) and storage.is_in_front else None
+        return storage if isinstance(storage, SharedMemoryManager) and storage.is_in_front else None
 
     async def async_get_config(self) -> dict[str, Any]:
         """The running queue's configuration."""

@@ -16,7 +16,7 @@ from transfer_queue.client.base import ClientBase, to_meta
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.storage.base import InFront
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
@@ -25,7 +25,9 @@ _SAID_ELSEWHERE = ("partition_id", "task_name")
 class FetchedBatch:
     """A batch, and the values that came with it. They stay where they are until they are taken, or it is closed."""
 
-    def __init__(self, meta: BatchMeta, call: int, front: InFront | None, frames: Sequence[memoryview]) -> None:
+    def __init__(
+        self, meta: BatchMeta, call: int, front: SharedMemoryManager | None, frames: Sequence[memoryview]
+    ) -> None:
         self.meta = meta
         self._call = call
         self._front = front if frames else None
@@ -38,13 +40,13 @@ class FetchedBatch:
         if front is None:
             return None
         self._front = None
-        return await front.opened(self._frames[0], self._frames[1:], self.meta.field_names, self.meta.size)
+        return await front.decode_read(self._frames[0], self._frames[1:], self.meta.field_names, self.meta.size)
 
     async def close(self) -> None:
         """Idempotent."""
         front, self._front, self.closed = self._front, None, True
         if front is not None:
-            await front.closed(self._call)
+            await front.release(self._call)
 
 
 class Gets(ClientBase):
@@ -137,7 +139,7 @@ class Gets(ClientBase):
             return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), reply.id, front, frames)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
-                await front.closed(fetch.id)
+                await front.release(fetch.id)
             raise
 
     async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:

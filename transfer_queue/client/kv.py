@@ -11,13 +11,13 @@ from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_tags, to_meta, to_specs
-from transfer_queue.client.put import DataParser, Puts, RowTags, as_tensordict, parsed_rows
+from transfer_queue.client.put import DataParser, Puts, RowTags, as_tensordict
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
+from transfer_queue.storage.columns import parsed_rows
 
 if TYPE_CHECKING:
     from transfer_queue.client import AsyncTransferQueueClient
-
 
 Tag = dict[str, Any]
 _TRIES = 5

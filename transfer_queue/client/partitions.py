@@ -18,7 +18,7 @@ from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
-_PER_CLEAR = 10_000
+_PER_CLEAR = 5_000
 Status = tuple[torch.Tensor | None, torch.Tensor | None]
 
 

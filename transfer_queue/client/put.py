@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,9 @@ from transfer_queue.annotations import copy_tags
 from transfer_queue.client.base import ClientBase, check_tags, to_specs
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
-from transfer_queue.storage.base import InFront, Staged, StorageManager
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.columns import parsed_rows
+from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.session import Session
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
@@ -34,7 +34,7 @@ class WriteTransaction:
     def __init__(self, session: Session, begin: Begin, columns: Any, num_rows: int, tags: RowTags) -> None:
         """
         Args:
-            columns: As the storage takes them; None writes tags alone.
+            columns: As the storage prepared them; None writes tags alone.
             num_rows: Rows of ``columns``.
             tags: By row.
         """
@@ -44,20 +44,20 @@ class WriteTransaction:
         self._num_rows = num_rows
         self._tags = {row: dict(own) for row, own in tags.items() if own}
 
-    async def through(self, front: InFront) -> p.Reply:
+    async def through(self, front: SharedMemoryManager) -> p.Reply:
         """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
         or for keys what their samples have now."""
-        begin, staged, lease = self._begin, Staged(b"", ()), 0
+        begin, columns, frames, lease = self._begin, b"", list[Any](), 0
         try:
             if self._columns is not None:
                 lease = self._session.number()
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-                staged = await front.staged(lease, self._columns, self._num_rows, replaced)
-            put = p.Put(begin.id, begin, self._tags, staged.columns)
-            return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, staged.frames))[0]
+                columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced)
+            put = p.Put(begin.id, begin, self._tags, columns)
+            return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames))[0]
         except BaseException:
             if lease:  # the put may not even have been sent
-                await front.closed(lease)
+                await front.release(lease)
             raise
 
     async def in_steps(self, storage: StorageManager) -> p.Reply:
@@ -100,7 +100,7 @@ class Puts(ClientBase):
     async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
         """Carry out one write; ``begin.fields`` describes ``rows``."""
         storage, front = self.storage_manager, self.front
-        columns = None if rows is None or not len(rows.keys()) else storage.sources(rows)
+        columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
         transaction = WriteTransaction(self.session, begin, columns, count, tags)
         return await (transaction.in_steps(storage) if front is None else transaction.through(front))
@@ -200,15 +200,6 @@ def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
 
 def _is_strided_nested(column: Any) -> bool:
     return isinstance(column, torch.Tensor) and column.is_nested and column.layout is torch.strided
-
-
-async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
-    """What the user's function makes of the rows. It may take long, so an event loop lets a thread run it."""
-    if parser is None:
-        return rows
-    from transfer_queue.storage.parsing import parsed
-
-    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
 
 
 def as_tensordict(data: Any) -> TensorDict:

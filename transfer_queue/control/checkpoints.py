@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of checkpoints: freeze and thaw the state, stage values, restore; and the requests that wait meanwhile."""
+"""The verbs of checkpoints: freeze and thaw the state, stage values, restore; and requests that wait for a freeze."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from transfer_queue import protocol as p
-from transfer_queue.control.calls import Record
-from transfer_queue.control.indexes import MAX_INDEX
 from transfer_queue.control.lifecycle import cleared
 from transfer_queue.control.restoring import Restored
+from transfer_queue.control.rows import MAX_INDEX, positions_in
 from transfer_queue.control.saved import decode, saved_indexes
+from transfer_queue.control.sessions import Record
 from transfer_queue.control.snapshot import Snapshot
-from transfer_queue.control.state import PlaneState
+from transfer_queue.control.state import PlaneState, To, reply_or_error
 from transfer_queue.errors import CheckpointError, StorageFullError
 
 T = TypeVar("T")
@@ -32,36 +33,36 @@ class FreezeRecord(Record):
     """An active freeze."""
 
     holds = True
-    __slots__ = ("_call", "_client", "_part", "_snapshot", "_state", "_told")
+    __slots__ = ("_call", "_client", "_part", "_sent", "_snapshot", "_state")
 
     def __init__(self, state: PlaneState, client: str, call: int, snapshot: Snapshot) -> None:
         super().__init__(p.Freeze, p.Done(call))
         self._state, self._client, self._call, self._snapshot = state, client, call, snapshot
-        self._part, self._told = -1, b""
+        self._part, self._sent = -1, b""
         self.reply = self.read(call, 0)
 
     def read(self, call: int, part: int) -> p.Frozen:
-        """The next part, or the last one again. After the last of all, nothing is kept for this."""
+        """The next part, or the last one again. After the final part, nothing is kept for further ones."""
         snapshot = self._snapshot
         if part == self._part + 1 < snapshot.num_parts:
-            self._part, self._told = part, snapshot.part(part)
+            self._part, self._sent = part, snapshot.part(part)
             if part + 1 == snapshot.num_parts:
                 snapshot.close()
         elif part != self._part:
             raise CheckpointError(f"part {part} of a frozen state comes after part {self._part}. Save again.")
-        return p.Frozen(call, self._told, snapshot.num_parts)
+        return p.Frozen(call, self._sent, snapshot.num_parts)
 
     def end(self) -> p.Indexes:
         """Returns what was cleared since, and may be deleted now."""
         self._snapshot.close()
-        return self._state.frozen.end(self._client, self._call)
+        return self._state.freezes.end(self._client, self._call)
 
     def undo(self) -> bool:
         self._state.delete(self.end())
         return True
 
 
-class Staged(Record):
+class StagedSamples(Record):
     """Samples whose values the client stores for a restore. ``indexes`` ascend."""
 
     holds = True
@@ -77,20 +78,31 @@ class Staged(Record):
 
 
 def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply | None:
-    """None: parked until no writer is replacing values."""
-    if state.frozen.has_leaves:
+    """Freeze the state. Returns None while parked, until no writer is replacing values."""
+    if state.freezes.has_permits:
         state.waiters.park(client, request, now, now + request.wait_s, FREEZERS, 0.0)
         return None
     return take(state, client, request, now)
 
 
+def admit_freezes(state: PlaneState, now: float) -> list[To]:
+    """Answer the parked freezes once no writer is replacing values."""
+    replies = []
+    while not state.freezes.has_permits and (parked := state.waiters.first_come(FREEZERS)) is not None:
+        state.waiters.remove(parked)
+        reply = reply_or_error(parked.request.id, partial(take, state, parked.client, parked.request, now))
+        if reply is not None:
+            replies.append(To(parked.client, reply))
+    return replies
+
+
 def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
-    """The state as it is. A write that holds a leave and still isn't published is taken for one that never will be."""
+    """Freeze the state. A write with a permit that still isn't published is assumed to have failed."""
     snapshot = Snapshot(state, now)
     live = snapshot.live()
     record = FreezeRecord(state, client, request.id, snapshot)
     state.calls.add(client, request.id, record)
-    state.frozen.begin(client, request.id, live)
+    state.freezes.begin(client, request.id, live)
     return record.read(request.id, 0)
 
 
@@ -103,7 +115,7 @@ def read_frozen(state: PlaneState, client: str, request: p.ReadFrozen) -> p.Repl
 
 
 def thaw(state: PlaneState, client: str, request: p.Thaw) -> p.Reply:
-    """Ends the freeze of this call, if there is one."""
+    """End the freeze of this call, if there is one."""
     record = state.calls.get(client, request.call)
     if not isinstance(record, FreezeRecord):
         return p.Cleared(request.id, b"")
@@ -121,7 +133,7 @@ def park_rewrite(state: PlaneState, client: str, request: Rewrite, now: float) -
 
 def take_rewriters(state: PlaneState) -> list[tuple[str, Rewrite]]:
     """Remove and return the writers that no longer have to wait."""
-    free = [parked for parked in state.waiters.lane(REWRITERS) if not _must_wait(state, parked.request)]
+    free = [parked for parked in state.waiters.waiting_in(REWRITERS) if not _must_wait(state, parked.request)]
     for parked in free:
         state.waiters.remove(parked)
     return [(parked.client, parked.request) for parked in free]
@@ -129,10 +141,10 @@ def take_rewriters(state: PlaneState) -> list[tuple[str, Rewrite]]:
 
 def _must_wait(state: PlaneState, request: Rewrite) -> bool:
     about_to_be = state.waiters.first_come(FREEZERS) is not None
-    if not (about_to_be or state.frozen):
+    if not (about_to_be or state.freezes):
         return False
     indexes = replaced(state, request)
-    return len(indexes) > 0 and (about_to_be or bool(state.frozen.holds(indexes).any()))
+    return len(indexes) > 0 and (about_to_be or bool(state.freezes.holds(indexes).any()))
 
 
 def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
@@ -180,12 +192,12 @@ def stage(state: PlaneState, client: str, request: p.Stage) -> p.Reply:
     shift = max(0, state.allocator.next_index - int(indexes.min()))
     state.allocator.next_index = int(indexes.max()) + shift + 1
     reply = p.Done(request.id, shift)
-    state.calls.add(client, request.id, Staged(state, reply, np.sort(indexes, kind="stable") + shift))
+    state.calls.add(client, request.id, StagedSamples(state, reply, np.sort(indexes, kind="stable") + shift))
     return reply
 
 
 class Restoring(Record):
-    """A restore that comes in parts."""
+    """A restore whose parts are being received."""
 
     holds = True
     __slots__ = ("_client", "_free_from", "_restored", "_shift", "_state", "_used", "num_parts")
@@ -195,7 +207,7 @@ class Restoring(Record):
         self._state, self._client, self._shift, self.num_parts = state, client, shift, 0
         self._restored = Restored(state, shift, now)
         self._free_from = MAX_INDEX  # the least index that no client staged
-        self._used: dict[int, tuple[Staged, npt.NDArray[np.bool_]]] = {}
+        self._used: dict[int, tuple[StagedSamples, npt.NDArray[np.bool_]]] = {}
 
     def add(self, data: bytes) -> None:
         """The next part."""
@@ -203,14 +215,11 @@ class Restoring(Record):
         indexes = saved_indexes(saved) + self._shift
         lacking = np.ones(len(indexes), dtype=np.bool_)
         for call, record in self._state.calls.of(self._client):
-            if isinstance(record, Staged):
-                at = record.indexes.searchsorted(indexes)
-                at[at == len(record.indexes)] = 0
-                found = record.indexes[at] == indexes
+            if isinstance(record, StagedSamples):
+                at, found = positions_in(record.indexes, indexes)
                 lacking &= ~found
-                self._used.setdefault(call, (record, np.zeros(len(record.indexes), dtype=np.bool_)))[1][at[found]] = (
-                    True
-                )
+                _, used = self._used.setdefault(call, (record, np.zeros(len(record.indexes), dtype=np.bool_)))
+                used[at[found]] = True
         if lacking.any():
             self._free_from = min(self._free_from, int(indexes[lacking].min()))
         self._check_staged()
@@ -226,7 +235,7 @@ class Restoring(Record):
             )
 
     def finish(self) -> p.Indexes:
-        """The saved state takes the place of the queue's. Returns the indexes that it had."""
+        """Replace the queue's state with the saved one. Returns the indexes that the queue had."""
         state, restored = self._state, self._restored
         self._check_staged()
         restored.finish()
@@ -247,7 +256,7 @@ class Restoring(Record):
 
 
 def restore_part(state: PlaneState, client: str, request: p.RestorePart, now: float) -> p.Reply:
-    """Nothing has changed but for what is built aside. Refused: that is dropped."""
+    """Build the next part. The queue itself does not change, and a refused part ends the restore."""
     if request.first_call == request.id:
         state.calls.add(client, request.id, Restoring(state, client, request.shift, now))
     record = _restoring(state, client, request.first_call)
@@ -261,7 +270,7 @@ def restore_part(state: PlaneState, client: str, request: p.RestorePart, now: fl
 
 
 def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p.Reply:
-    """The saved state in place of this one, or nothing changed. Requests that wait are looked at again."""
+    """Replace the state with the saved one, or change nothing. Parked requests are examined again."""
     record = (
         _restoring(state, client, request.first_call)
         if request.first_call
@@ -269,10 +278,8 @@ def restore(state: PlaneState, client: str, request: p.Restore, now: float) -> p
     )
     old = _build(state, client, request.first_call, lambda: _finished(record, request.state))
     state.calls.take(client, request.first_call)
-    for lane in state.waiters.lanes():
-        if not lane.startswith("\0"):
-            state.touch(lane)
-    return cleared(state, client, request, state.frozen.keep(old))
+    state.mark_all_dirty()
+    return cleared(state, client, request, state.freezes.keep(old))
 
 
 def _restoring(state: PlaneState, client: str, call: int) -> Restoring:
@@ -287,12 +294,12 @@ def _finished(record: Restoring, data: bytes) -> p.Indexes:
     return record.finish()
 
 
-def _build(state: PlaneState, client: str, begun: int, act: Callable[[], T]) -> T:
-    """A restore that is refused at one part is dropped."""
+def _build(state: PlaneState, client: str, first_call: int, act: Callable[[], T]) -> T:
+    """Build one part of a restore. An error ends the restore."""
     try:
         return act()
     except BaseException:
-        record = state.calls.take(client, begun)
+        record = state.calls.take(client, first_call)
         if record is not None:
             record.undo()
         raise

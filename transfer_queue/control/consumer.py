@@ -127,7 +127,7 @@ class Consumer:
         self._drawn(fresh)
         return len(fresh)
 
-    def take_back(self, rows: Rows, number: int) -> None:
+    def release(self, rows: Rows, number: int) -> None:
         """Return rows given under this number to the undrawn ones, because no client received them."""
         back = ascending(rows[self.given[rows] == number])
         if not len(back):
@@ -205,7 +205,7 @@ class Consumer:
         """Whether one rank got the end of stream for this batch, so that the other ranks must get it, too."""
         return batch_index is not None and self._over_at is not None and batch_index >= self._over_at
 
-    def tell_over(self, batch_index: int, dp_rank: int, dp_size: int) -> None:
+    def record_over(self, batch_index: int, dp_rank: int, dp_size: int) -> None:
         """Record that a rank got the end of stream. Once all ranks did, samples that arrived since may be drawn."""
         self._over_at = batch_index if self._over_at is None else min(batch_index, self._over_at)
         self._over_ranks.add(dp_rank)
@@ -215,14 +215,14 @@ class Consumer:
     # ---- checkpoints ----
 
     def save(self) -> SavedConsumer:
-        """All but the columns and the ledger's entries. Ready sets are made anew at their next use."""
+        """Save everything except the columns and the ledger's entries. Ready sets are made again at their next use."""
         return SavedConsumer(
             self.task, b"", b"", self.ledger.save(), self.ended, self.dropped,
             self._over_at, sorted(self._over_ranks), list(self._ends.items()),
         )  # fmt: skip
 
     def load(self, saved: SavedConsumer, shift: int, start: int) -> npt.NDArray[np.int32]:
-        """Become what was saved, of the rows from ``start`` on; they count as inserted. Returns what is given of them.
+        """Load what was saved of the rows from ``start`` on, which count as inserted. Returns their batch numbers.
 
         Raises ValueError where that contradicts itself.
         """

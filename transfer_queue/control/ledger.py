@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.runs import Runs
 from transfer_queue.control.saved import SavedBatch, SavedLedger, SavedRank
 from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
 
@@ -60,7 +61,7 @@ class Ledger:
     def get(self, key: BatchKey) -> Entry | None:
         return self._entries.get(key)
 
-    def is_settled(self, key: BatchKey) -> bool:
+    def is_closed(self, key: BatchKey) -> bool:
         return key not in self._entries and self.holds(key)
 
     def holds(self, key: BatchKey) -> bool:
@@ -79,7 +80,7 @@ class Ledger:
         if missed:
             return min(missed)
         index = start = self._next_index.get(dp_rank, 0)
-        while self.is_settled((dp_rank, index)):  # cleared before this rank fetched them
+        while self.is_closed((dp_rank, index)):  # cleared before this rank fetched them
             index += 1
         if index != start:
             self._next_index[dp_rank] = index  # they stay acknowledged, so they need not be visited again
@@ -120,16 +121,16 @@ class Ledger:
 
         ``earlier``: also acknowledge earlier batches of the same rank, if their acks are missing.
         """
-        settled = 0
+        num_acked = 0
         for token in tokens:
             number = token.rpartition("#")[2]
             entry = self._by_number.get(int(number)) if number.isdecimal() and len(number) < _MAX_DIGITS else None
             if entry is not None and entry.token == token:
                 entries = self._up_to(entry.key) if earlier else [entry]
                 for each in entries:
-                    self.settle(each)
-                settled += len(entries)
-        return settled
+                    self.close(each)
+                num_acked += len(entries)
+        return num_acked
 
     def _up_to(self, key: BatchKey) -> list[Entry]:
         return [entry for at, entry in self._entries.items() if at[0] == key[0] and at[1] <= key[1]]
@@ -161,9 +162,9 @@ class Ledger:
                 continue
             entry.owned -= count
             if entry.owned <= 0:
-                self.settle(entry)
+                self.close(entry)
 
-    def settle(self, entry: Entry) -> None:
+    def close(self, entry: Entry) -> None:
         """Delete the entry, which no client will request again."""
         del self._entries[entry.key]
         del self._by_number[entry.number]
@@ -175,7 +176,7 @@ class Ledger:
         A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks.
         """
         for entry in [entry for entry in self._entries.values() if self._is_torn(entry)]:
-            self.settle(entry)
+            self.close(entry)
         self._drawn.clear()
         self._next_index.clear()
         self._missed.clear()
@@ -188,7 +189,7 @@ class Ledger:
     # ---- checkpoints ----
 
     def save(self) -> SavedLedger:
-        """All but the entries."""
+        """Save everything except the entries."""
         ranks = [SavedRank(rank, *runs.edges, self._next_index.get(rank)) for rank, runs in self._drawn.items()]
         return SavedLedger([], ranks, self._count, self._resets)
 
@@ -197,7 +198,7 @@ class Ledger:
         return [(entry, entry.token, entry.owned) for entry in self._entries.values()]
 
     def load(self, saved: SavedLedger, shift: int) -> None:
-        """Become what was saved, or a next slice of it. The samples' indexes are greater by ``shift``."""
+        """Load what was saved, or the next slice of it. The samples' indexes are greater by ``shift``."""
         self._count, self._resets = saved.count, saved.resets
         for rank in saved.ranks:
             self._drawn[rank.rank] = Runs.of_edges(rank.starts, rank.stops)
@@ -214,15 +215,15 @@ class Ledger:
             self._entries[key] = self._by_number[entry.number] = entry
 
     def rename(self, name: str) -> None:
-        """What the tokens of batches to come begin with."""
+        """Set the prefix of the tokens of later batches."""
         self._name = name
 
     def owns(self, counts: Mapping[int, int]) -> bool:
-        """Does each batch own so many samples as are given under its number?"""
+        """Whether each batch owns as many samples as were given under its number."""
         return all(entry.owned == counts.get(number, 0) for number, entry in self._by_number.items())
 
     def _is_torn(self, entry: Entry) -> bool:
-        return entry.dp_size is not None and any(self.is_settled((rank, entry.key[1])) for rank in self._drawn)
+        return entry.dp_size is not None and any(self.is_closed((rank, entry.key[1])) for rank in self._drawn)
 
     def check_invariants(self, given: npt.NDArray[np.int32]) -> None:
         """``given``: the entry number of each live sample. Raises AssertionError; for tests."""
@@ -242,3 +243,63 @@ def save_entry(entry: Entry, token: str, owned: int) -> SavedBatch:
         None if entry.consumes is entry.indexes else pack_indexes(entry.consumes),
         None if entry.padding is None else entry.padding.tobytes(), entry.dp_size,
     )  # fmt: skip
+
+
+class Runs:
+    """A set of numbers from 0 on, as disjoint runs [start, stop), ascending and not touching.
+
+    Its size depends on the number of gaps, not of members.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def __len__(self) -> int:
+        """The number of runs."""
+        return len(self._starts)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._stops[at]
+
+    def below(self, number: int) -> int:
+        """One more than the largest member below ``number``; 0 if there is none."""
+        at = bisect_right(self._starts, number - 1) - 1
+        return 0 if at < 0 else min(number, self._stops[at])
+
+    def end(self) -> int:
+        """One more than the largest member; 0 if there is none."""
+        return self._stops[-1] if self._stops else 0
+
+    @property
+    def edges(self) -> tuple[list[int], list[int]]:
+        """(starts, stops), as ``of_edges`` takes them."""
+        return list(self._starts), list(self._stops)
+
+    @classmethod
+    def of_edges(cls, starts: Sequence[int], stops: Sequence[int]) -> Runs:
+        """Raises ValueError unless the runs are disjoint, ascending and not touching."""
+        edges = [edge for run in zip(starts, stops, strict=True) for edge in run]
+        if edges and (edges[0] < 0 or any(left >= right for left, right in pairwise(edges))):
+            raise ValueError(f"runs of numbers must ascend, got {edges[:10]}")
+        runs = cls()
+        runs._starts, runs._stops = list(starts), list(stops)
+        return runs
+
+    def add(self, number: int) -> None:
+        at = bisect_right(self._starts, number)
+        if at and number < self._stops[at - 1]:
+            return
+        joins_left = at > 0 and self._stops[at - 1] == number
+        joins_right = at < len(self._starts) and self._starts[at] == number + 1
+        if joins_left and joins_right:
+            self._stops[at - 1] = self._stops.pop(at)
+            del self._starts[at]
+        elif joins_left:
+            self._stops[at - 1] = number + 1
+        elif joins_right:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._stops.insert(at, number + 1)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs that begin and end things: create and seal partitions, tag samples, clear both."""
+"""The verbs that change partitions, samples and tasks: create, seal, tag, clear, register, acknowledge, reset."""
 
 from __future__ import annotations
 
 import msgspec
 
 from transfer_queue import protocol as p
-from transfer_queue.control.calls import Record
 from transfer_queue.control.draw import foreign
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import Taken
+from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import InvalidRequestError
 
@@ -33,14 +33,14 @@ def create(state: PlaneState, request: p.CreatePartition) -> p.Reply:
             )
         partition.num_samples = wanted
         partition.seal_if_complete()
-        state.touch(request.partition)
+        state.mark_dirty(request.partition)
     return p.Done(request.id, False)
 
 
 def seal(state: PlaneState, request: p.SealPartition) -> p.Reply:
     """Seal a partition. An unused partition is created first, so that its consumers get the end of stream."""
     state.get_or_create(request.partition).seal()
-    state.touch(request.partition)
+    state.mark_dirty(request.partition)
     return p.Done(request.id)
 
 
@@ -50,7 +50,7 @@ def set_tags(state: PlaneState, request: p.SetTags) -> p.Reply:
         partition = state.partitions.get(name)
         if partition is not None:
             partition.set_tags(tags, request.merge)
-            state.touch(name)  # a sampler may have waited for a tag
+            state.mark_dirty(name)  # a sampler may have waited for a tag
     return p.Done(request.id)
 
 
@@ -82,16 +82,16 @@ def clear_samples(state: PlaneState, client: str, request: p.ClearSamples) -> p.
     if partition is None:
         return p.Cleared(request.id, b"")
     gone = partition.clear(p.unpack_indexes(request.indexes))
-    state.touch(request.partition)
-    return cleared(state, client, request, state.frozen.keep(gone))
+    state.mark_dirty(request.partition)
+    return cleared(state, client, request, state.freezes.keep(gone))
 
 
-MOST_PER_CLEAR = 10_000
+MOST_PER_CLEAR = 5_000
 """Samples that one request clears; more would block other clients for too long."""
 
 
 def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> p.Reply:
-    """Clear what all tasks consumed; nothing while one of the required tasks hasn't begun."""
+    """Clear what all tasks consumed; nothing while one of the required tasks has read nothing yet."""
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
@@ -101,8 +101,8 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     done = partition.done_with(request.tasks, [batch.indexes for batch in being_read])
     gone = partition.clear(done[:MOST_PER_CLEAR])
     if len(gone):
-        state.touch(request.partition)
-    reply = cleared(state, client, request, state.frozen.keep(gone))
+        state.mark_dirty(request.partition)
+    reply = cleared(state, client, request, state.freezes.keep(gone))
     complete = _explained(reply, partition, request.tasks, being_read, more=len(done) > MOST_PER_CLEAR)
     record = state.calls.get(client, request.id)
     if record is not None:
@@ -113,7 +113,7 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
 def _explained(
     reply: p.Cleared, partition: Partition, tasks: list[str], being_read: list[Taken], more: bool = False
 ) -> p.Cleared:
-    """The reply with what holds up the samples that stay."""
+    """The reply, with the reasons why samples stay."""
     not_begun = sorted(set(tasks) - partition.consumers.keys())
     unread = 0 if partition.consumers else partition.num_live
     return msgspec.structs.replace(
@@ -138,12 +138,41 @@ def _held_by(partition: Partition, being_read: list[Taken]) -> dict[str, int]:
     return {task: count for task, count in counts.items() if count}
 
 
+def register_task(state: PlaneState, request: p.RegisterTask) -> p.Reply:
+    """Say how a task draws. Its parked fetches are examined again."""
+    state.tasks.register(request)
+    state.mark_all_dirty(request.task)
+    return p.Done(request.id)
+
+
+def ack(state: PlaneState, request: p.Ack) -> p.Reply:
+    """Acknowledge batches. Returns how many."""
+    partition = state.partitions.get(request.partition)
+    consumer = None if partition is None else partition.consumers.get(request.task)
+    num_acked = 0 if consumer is None else consumer.ledger.ack(request.tokens, request.earlier)
+    if num_acked:
+        state.mark_dirty(request.partition, request.task)  # a reader may wait for fields of this batch
+    return p.Done(request.id, num_acked)
+
+
+def reset_consumption(state: PlaneState, request: p.ResetConsumption) -> p.Reply:
+    """Mark all samples as unconsumed, for one task or for all. Returns False for an unknown partition."""
+    partition = state.partitions.get(request.partition)
+    if partition is None:
+        return p.Done(request.id, False)
+    for name, consumer in partition.consumers.items():
+        if request.task in (None, name):
+            consumer.reset()
+    state.mark_dirty(request.partition, request.task)
+    return p.Done(request.id, True)
+
+
 def forget_task(state: PlaneState, request: p.ForgetTask) -> p.Reply:
     """Delete a task in all partitions and end its parked fetches. If it comes again, it reads from the start."""
     known = [partition for partition in state.partitions.values() if partition.forget_task(request.task)]
     for partition in known:
-        state.touch(partition.name)  # a writer may wait for room, and a reader for its end
-    state.tasks.forget(request.task)
+        state.mark_dirty(partition.name)  # a writer may wait for room, and a reader for its end
+    state.tasks.remove(request.task)
     for parked in state.waiters.all():
         if isinstance(parked.request, p.Fetch) and parked.request.task == request.task:
             state.waiters.remove(parked)
@@ -159,7 +188,7 @@ def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -
         with foreign(sampler):
             sampler.clear_cache(request.partition)
     partition = state.partitions.pop(request.partition)
-    state.cut_off.extend(state.waiters.remove_lane(request.partition))
+    state.cut_off.extend(state.waiters.remove_queue(request.partition))
     indexes = partition.drop()
     state.discard(partition)
-    return cleared(state, client, request, state.frozen.keep(indexes))
+    return cleared(state, client, request, state.freezes.keep(indexes))

@@ -9,16 +9,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from transfer_queue.control.consumer import Consumer
-from transfer_queue.control.indexes import IndexAllocator
-from transfer_queue.control.keys import KeyMap
-from transfer_queue.control.rows import Rows, RowState, RowTable, all_of, ascending, one_of
+from transfer_queue.control.keys_and_tags import KeyMap, TagStore
+from transfer_queue.control.rows import IndexAllocator, Rows, RowState, RowTable, all_of, ascending, one_of
 from transfer_queue.control.schema import Schema
-from transfer_queue.control.tags import TagStore
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
 from transfer_queue.protocol import FieldSpec, Indexes, Tags
 
-_COUNTED = one_of(RowState.FREE, RowState.HELD_FREE, RowState.LIVE)
-_HELD = one_of(RowState.HELD, RowState.HELD_FREE)
+_COUNTED = one_of(RowState.FREE, RowState.RESERVED_FREE, RowState.LIVE)
+_RESERVED = one_of(RowState.RESERVED, RowState.RESERVED_FREE)
 _CHUNK = 4096
 _serials = itertools.count(1)
 
@@ -45,7 +43,7 @@ class Partition:
         self.num_live = 0
         self.num_published = 0
         self.num_free = 0
-        self.num_held = 0
+        self.num_reserved = 0
         self._first_free = 0  # no row below it is free
         self.num_puts = 0
         self.preallocate = preallocate
@@ -70,7 +68,7 @@ class Partition:
                 f"Put them into another partition, or seal later."
             )
 
-    def hold(self, count: int) -> Rows:
+    def reserve(self, count: int) -> Rows:
         """Reserve rows for one put: pre-allocated ones first, lowest first, then new ones."""
         self.check_open(count)
         if self.preallocate > 1 and not self.num_free and not self._has_begun():
@@ -79,11 +77,11 @@ class Partition:
         if self.num_free:
             rows = self._take_free(count)
             missing = self._allocator.allocate(count - len(rows))
-            at = rows = np.concatenate([rows, self.table.append(missing, RowState.HELD)])
+            at = rows = np.concatenate([rows, self.table.append(missing, RowState.RESERVED)])
         else:
-            rows = self.table.append(self._allocator.allocate(count), RowState.HELD)
+            rows = self.table.append(self._allocator.allocate(count), RowState.RESERVED)
             at = slice(self.table.size - count, self.table.size)  # the same rows, as a faster slice
-        self.num_held += count
+        self.num_reserved += count
         self._allocator.num_used += count
         self.table.column("put_offset")[at] = np.arange(count)
         self.table.column("put_size")[at] = count
@@ -108,7 +106,7 @@ class Partition:
             found.append(rows)
             self._first_free = self._first_free + len(chunk) if missing else int(rows[-1]) + 1
         taken = np.concatenate(found)
-        state[taken] = RowState.HELD_FREE
+        state[taken] = RowState.RESERVED_FREE
         self.num_free -= len(taken)
         return taken
 
@@ -147,7 +145,7 @@ class Partition:
         fresh = rows[state[rows] != RowState.LIVE]
         if len(fresh):
             fresh = ascending(fresh)  # a repeated row is one sample
-            self.num_held -= int(np.count_nonzero(_HELD[state[fresh]]))
+            self.num_reserved -= int(np.count_nonzero(_RESERVED[state[fresh]]))
             state[fresh] = RowState.LIVE
             self.num_live += len(fresh)
             self.num_published += len(fresh)
@@ -165,16 +163,16 @@ class Partition:
         if self.num_free:
             self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
 
-    def holds(self, indexes: Indexes) -> bool:
-        """Is one of these reserved and not published?"""
+    def has_reserved(self, indexes: Indexes) -> bool:
+        """Whether one of these is reserved and not published."""
         rows, found = self.table.find(indexes)
-        return bool(_HELD[self.table.column("state")[rows[found]]].any())
+        return bool(_RESERVED[self.table.column("state")[rows[found]]].any())
 
-    def give_back(self, rows: Rows) -> Indexes:
+    def release_reserved(self, rows: Rows) -> Indexes:
         """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
         state = self.table.column("state")
-        held = ascending(rows[_HELD[state[rows]]])
-        missing = int(np.count_nonzero(state[held] == RowState.HELD_FREE))
+        held = ascending(rows[_RESERVED[state[rows]]])
+        missing = int(np.count_nonzero(state[held] == RowState.RESERVED_FREE))
         indexes = self._release(held)
         if missing and not self.sealed:
             self.make_free(missing)  # new indexes, so that a late write of the old ones can't create samples
@@ -197,12 +195,12 @@ class Partition:
         num_free = int(np.count_nonzero(state == RowState.FREE))
         self.num_free -= num_free
         self.num_live -= int(np.count_nonzero(state == RowState.LIVE))
-        self.num_held -= int(np.count_nonzero(_HELD[state]))
+        self.num_reserved -= int(np.count_nonzero(_RESERVED[state]))
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         if len(self.keys):
-            self.keys.forget(indexes.tolist())
-        self.tags.forget(rows)
+            self.keys.unbind(indexes.tolist())
+        self.tags.delete(rows)
         self.table.mark_dead(rows)
         return indexes
 
@@ -236,7 +234,7 @@ class Partition:
         return consumer
 
     def restored_as(self, number: int) -> None:
-        """Tokens to come bear this number."""
+        """Put this number into all later tokens."""
         self._restored = number
         for task, consumer in self.consumers.items():
             consumer.ledger.rename(f"{self._tokens(task)}.{number}")
@@ -281,11 +279,13 @@ class Partition:
 
     def lacks_inserts(self) -> bool:
         """Whether some pre-allocated samples haven't been inserted yet."""
-        return bool(self.num_free or (self.num_held and (self.table.column("state") == RowState.HELD_FREE).any()))
+        return bool(
+            self.num_free or (self.num_reserved and (self.table.column("state") == RowState.RESERVED_FREE).any())
+        )
 
     def is_exhausted(self, consumer: Consumer) -> bool:
         """Whether there are samples, none is pre-allocated or reserved, and the task consumed all of them."""
-        return bool(self.num_live) and not (self.num_free or self.num_held or consumer.num_unconsumed)
+        return bool(self.num_live) and not (self.num_free or self.num_reserved or consumer.num_unconsumed)
 
     def all_inserted(self) -> bool:
         """Whether several samples were pre-allocated, and every one of them was inserted."""
@@ -302,9 +302,8 @@ class Partition:
         done = self.table.column("state") == RowState.LIVE
         for consumer in self.consumers.values():
             done &= consumer.consumed
-        for consumer in self.consumers.values() if done.any() else ():
-            done &= ~np.isin(indexes, consumer.ledger.open_indexes())
-        for batch in being_read:
+        open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
+        for batch in (*open_batches, *being_read) if done.any() else ():
             rows, found = self.table.find(batch)
             done[rows[found]] = False
         cleared: Indexes = indexes[done]
@@ -340,7 +339,7 @@ class Partition:
         assert (np.diff(index) > 0).all(), "indexes ascend"
         assert int((state == RowState.LIVE).sum()) == self.num_live, "live rows are counted"
         assert int((state == RowState.FREE).sum()) == self.num_free, "free rows are counted"
-        assert int(_HELD[state].sum()) == self.num_held, "held rows are counted"
+        assert int(_RESERVED[state].sum()) == self.num_reserved, "reserved rows are counted"
         assert not (state[: self._first_free] == RowState.FREE).any(), "the first free row is known"
         assert int((state == RowState.DEAD).sum()) == self.table.num_dead, "dead rows are counted"
         known = set(index[state != RowState.DEAD].tolist())

@@ -13,7 +13,7 @@ from transfer_queue import protocol as p
 from transfer_queue.control.checkpoints import REWRITERS
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, all_of
-from transfer_queue.control.serving import Service
+from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.writing import WRITERS, Reservation
@@ -127,7 +127,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     waiting = [
         {
             "partition": getattr(parked.request, "partition", None), "task": getattr(parked.request, "task", None),
-            "client": parked.client, "waited_s": now - parked.since, "writer": parked.lane in (WRITERS, REWRITERS),
+            "client": parked.client, "waited_s": now - parked.since, "writer": parked.queue in (WRITERS, REWRITERS),
             **_wanting(state, parked.request, now),
         }
         for parked in state.waiters.all()
@@ -144,7 +144,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
     """What each session holds. ``unreceived``: answers that its client has not confirmed."""
-    freezes, leaves = state.frozen.by_client(), state.frozen.leaves_by_client()
+    freezes, permits = state.freezes.by_client(), state.freezes.permits_by_client()
     parked = Counter(each.client for each in state.waiters.all())
     clients = {}
     for client in {**dict.fromkeys(state.calls.clients()), **parked}:
@@ -152,7 +152,7 @@ def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
         writes = [record for record in records if isinstance(record, Reservation) and len(record.indexes)]
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
-            "leaves": leaves[client], "freezes": freezes[client], "parked": parked[client],
+            "leaves": permits[client], "freezes": freezes[client], "parked": parked[client],
             "unreceived": sum(record.reply is not None for record in records),
         }  # fmt: skip
     return clients
@@ -169,7 +169,7 @@ def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            missing = Service(request, partition, task).not_ready(now)
+            missing = ServedFetch(request, partition, task).not_ready(now)
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
     return {"fields": request.fields, "wanted": missing.wanted, "ready": missing.ready, "lacking": missing.lacking}
@@ -188,7 +188,7 @@ def _partition_stats(partition: Partition) -> dict[str, Any]:
         for name, consumer in partition.consumers.items()
     }
     return {
-        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_held,
+        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_reserved,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
         "fields": partition.schema.names, "tasks": tasks,
     }  # fmt: skip

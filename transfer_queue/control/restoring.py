@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a saved state makes of a control plane: built aside, a slice at a time."""
+"""Partitions and tasks of a control plane, built from a saved state a slice at a time, before they replace its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transfer_queue.control.draw import foreign
-from transfer_queue.control.indexes import MAX_INDEX, IndexAllocator
+from transfer_queue.control.draw import Task, Tasks, foreign
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.rows import RowState, one_of
+from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState, one_of
 from transfer_queue.control.saved import SavedPartition, SavedQueue, SavedSampler, SavedTask
 from transfer_queue.control.snapshot import kind_of
 from transfer_queue.control.state import PlaneState
-from transfer_queue.control.tasks import Task, Tasks
 from transfer_queue.errors import CheckpointError, StorageFullError
 from transfer_queue.protocol import Indexes, unpack_indexes
 from transfer_queue.sampler.base import BaseSampler
@@ -122,7 +120,7 @@ class Restored:
         if not 0 <= first < MAX_INDEX:
             raise CheckpointError(f"the saved state's next index is out of range: {saved.next_index}.")
         self.allocator.next_index = first
-        # A number that no token bears: those that were handed out since the state was saved must settle nothing here.
+        # A number that is in no token: acks of batches that were drawn since the state was saved must not match here.
         self.incarnations = max(state.incarnations, saved.incarnations) + 1
         self.tasks = _restore_tasks(saved, state, self._shift)
         with _contradictions():
@@ -138,7 +136,7 @@ class Restored:
             )
 
     def _check(self) -> None:
-        """What no slice shows alone."""
+        """Raises ValueError for contradictions between slices."""
         columns = [each.table.column("index") for each in self.partitions.values()]
         together = np.concatenate([np.full(1, -1, dtype=np.int64), *columns])
         if len(columns) > 1:
@@ -152,7 +150,7 @@ class Restored:
                 raise ValueError(f"batches of task {task!r} own other samples than partition {name!r} says")
 
     def drop(self) -> None:
-        """It comes to nothing."""
+        """Discard what was built."""
         for partition in self.partitions.values():
             self._state.discard(partition)
         self.partitions = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one partition: growing NumPy columns, one row per sample, ascending by global index."""
+"""The rows of one partition, in growing NumPy columns, ascending by global index; and the counter of indexes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FIXED = ("index", "put_offset", "put_size", "put_number")
 
 
 class RowState:
-    """The states of a row. Status calls count FREE, HELD_FREE and LIVE rows; only LIVE rows can be fetched."""
+    """The states of a row. Status calls count FREE, RESERVED_FREE and LIVE rows; only LIVE rows can be fetched."""
 
     # Plain ints: NumPy takes 2 us to compare a column with a member of an Enum.
 
     FREE = 0  # pre-allocated for the next insert
-    HELD = 1  # reserved by a writer
-    HELD_FREE = 2  # reserved by a writer, from the pre-allocated ones
+    RESERVED = 1  # reserved by a writer
+    RESERVED_FREE = 2  # reserved by a writer, from the pre-allocated ones
     LIVE = 3  # a sample
     DEAD = 4  # cleared or released; removed by the next compaction
 
@@ -42,6 +42,16 @@ def ascending(rows: Rows) -> Rows:
 def all_of(mask: npt.NDArray[np.bool_]) -> bool:
     """``mask.all()``, which is several times as expensive for a request of one sample."""
     return int(np.count_nonzero(mask)) == len(mask)
+
+
+def positions_in(values: Indexes, wanted: Indexes) -> tuple[Rows, npt.NDArray[np.bool_]]:
+    """(positions, found): where the wanted indexes are among the ascending ``values``. Position 0 if not found."""
+    if not len(values):
+        return np.zeros(len(wanted), dtype=np.intp), np.zeros(len(wanted), dtype=np.bool_)
+    positions = values.searchsorted(wanted)
+    positions[positions == len(values)] = 0
+    found: npt.NDArray[np.bool_] = values[positions] == wanted
+    return positions, found
 
 
 class RowTable:
@@ -126,12 +136,7 @@ class RowTable:
 
     def find(self, indexes: Indexes) -> tuple[Rows, npt.NDArray[np.bool_]]:
         """(rows, found): found is False if the partition has no such live row; its row number is then 0."""
-        own = self.column("index")
-        if not self.size:
-            return np.zeros(len(indexes), dtype=np.intp), np.zeros(len(indexes), dtype=np.bool_)
-        rows = own.searchsorted(indexes)
-        rows[rows == self.size] = 0
-        found = own[rows] == indexes
+        rows, found = positions_in(self.column("index"), indexes)
         if self.num_dead:
             found &= self.column("state")[rows] != RowState.DEAD
         if not all_of(found):
@@ -171,3 +176,23 @@ def _filled(shape: tuple[int, ...], dtype: Any, fill: Any) -> npt.NDArray[Any]:
     if isinstance(fill, np.ndarray) or fill:
         array[:] = fill
     return array
+
+
+MAX_INDEX = 2**62
+"""Never reached by counting; indexes from a checkpoint must stay below."""
+
+
+class IndexAllocator:
+    """The only index counter of the queue.
+
+    ``num_used``: samples and reservations of all partitions, which count towards the capacity. Partitions update it.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self.next_index = first
+        self.num_used = 0
+
+    def allocate(self, count: int) -> Indexes:
+        """Allocate ``count`` new contiguous indexes."""
+        start, self.next_index = self.next_index, self.next_index + count
+        return np.arange(start, start + count, dtype=np.int64)

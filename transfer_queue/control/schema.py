@@ -156,7 +156,7 @@ class Schema:
         return copy
 
     def load(self, fields: Iterable[SavedField], start: int) -> None:
-        """Become what was saved, or a next slice of it: of the rows from ``start`` on."""
+        """Load what was saved, or the next slice of it: the rows from ``start`` on."""
         count = self._table.size - start
         for saved in fields:
             self.expect(saved.name)

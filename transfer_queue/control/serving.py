@@ -9,14 +9,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.calls import Record
 from transfer_queue.control.consumer import UNLEDGERED, Consumer
-from transfer_queue.control.draw import Draw, Share, foreign
+from transfer_queue.control.draw import Draw, Share, Task, foreign
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows, all_of
+from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import PlaneState
-from transfer_queue.control.tasks import Task
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
 
@@ -76,12 +75,12 @@ class Taken(Record):
     def undo(self) -> bool:
         partition = self._state.find(self.partition, self.serial)
         if partition is not None:
-            _give_back(partition, self)
-            self._state.touch(self.partition, self.task)
+            _release(partition, self)
+            self._state.mark_dirty(self.partition, self.task)
         return True
 
 
-def _give_back(partition: Partition, taken: Taken) -> None:
+def _release(partition: Partition, taken: Taken) -> None:
     """Undo a batch that no client received: its samples are drawn again, or its rank gets the same share again."""
     consumer = partition.consumers.get(taken.task)
     if consumer is not taken.consumer or consumer.ledger.num_resets != taken.num_resets:
@@ -95,13 +94,13 @@ def _give_back(partition: Partition, taken: Taken) -> None:
             consumer.ledger.missed(taken.batch)
             return
         # The rank's next fetch may ask for other fields, or another number of samples.
-        consumer.ledger.settle(entry)
+        consumer.ledger.close(entry)
         drawn, number = entry.consumes, entry.number
     rows, found = partition.table.find(drawn)
-    consumer.take_back(rows[found], number)
+    consumer.release(rows[found], number)
 
 
-class Service:
+class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
     def __init__(self, fetch: Fetch, partition: Partition, task: Task) -> None:
@@ -129,7 +128,7 @@ class Service:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                reply = Service(fetch, self._partition, self._task).answer(now, may_draw, waited)
+                reply = ServedFetch(fetch, self._partition, self._task).answer(now, may_draw, waited)
                 if not isinstance(reply, Batch):
                     return reply
         known_end = self._known_end(batch_index)
@@ -162,7 +161,7 @@ class Service:
         if batch_index is None or len(ranks) == 1 or self._task.tail_policy(self._dp_size) != "uneven_ok":
             return False
         ledger = self._consumer.ledger
-        if any(ledger.is_settled((rank, batch_index)) for rank in ranks):
+        if any(ledger.is_closed((rank, batch_index)) for rank in ranks):
             return True
         entries = (ledger.get((rank, batch_index)) for rank in ranks)
         return any(entry is not None and entry.dp_size == self._dp_size for entry in entries)
@@ -175,7 +174,7 @@ class Service:
 
     def _known(self, key: BatchKey) -> Entry | None:
         ledger = self._consumer.ledger
-        if ledger.is_settled(key):
+        if ledger.is_closed(key):
             raise InvalidRequestError(
                 f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self._partition.name!r} is "
                 f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
@@ -232,7 +231,7 @@ class Service:
         if batch_index is not None and start is not None and start < batch_index:
             self._consumer.end_pass(self._readers(), batch_index)
         elif batch_index is not None and (self._dp_size or 1) > 1:
-            self._consumer.tell_over(batch_index, self._rank or 0, self._dp_size or 1)
+            self._consumer.record_over(batch_index, self._rank or 0, self._dp_size or 1)
         return Ended(self._fetch.id, "consumed", dropped)
 
     def _readers(self) -> int | None:
@@ -276,10 +275,10 @@ class Service:
         """Decide whether a round that can't be filled now will ever be."""
         if self._fetch.finite and self._partition.is_exhausted(self._consumer):
             return self._over(draw.batch_index)
-        if not self._is_closed(now, waited):
+        if not self._is_complete(now, waited):
             return None
         ready = self._consumer.ready(draw.fields).count
-        coming = self._partition.num_held + self._consumer.num_undrawn - ready  # reserved, or lacking fields
+        coming = self._partition.num_reserved + self._consumer.num_undrawn - ready  # reserved, or lacking fields
         policy = self._task.tail_policy(self._dp_size)
         if coming and (policy != "drop" or ready + coming >= draw.needed()):
             return None
@@ -291,10 +290,10 @@ class Service:
             return self._hand_out(draw, shares)
         return Ended(self._fetch.id, "sealed", left) if self._partition.sealed else self._over(draw.batch_index, left)
 
-    def _is_closed(self, now: float, waited: bool) -> bool:
+    def _is_complete(self, now: float, waited: bool) -> bool:
         if self._partition.sealed:
             return True
-        if not self._fetch.finite or not self._partition.num_live or self._partition.num_held:
+        if not self._fetch.finite or not self._partition.num_live or self._partition.num_reserved:
             return False
         if self._partition.all_inserted():
             return True

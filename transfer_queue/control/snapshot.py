@@ -2,7 +2,7 @@
 """The state of a control plane at one moment, as plain data: what a checkpoint holds besides the values.
 
 The moment itself takes a few milliseconds: columns of numbers are copied. Slices are made one by one later, while the
-queue goes on. What changes or goes until then of a sample's key and tags is kept aside for them.
+queue goes on. Keys and tags that change or are deleted before that are kept for them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.consumer import Consumer
-from transfer_queue.control.draw import foreign
+from transfer_queue.control.draw import Task, foreign
 from transfer_queue.control.ledger import save_entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, one_of
 from transfer_queue.control.saved import (
+    BATCHES,
     FORMAT,
+    ROWS,
     SavedConsumer,
     SavedPartition,
     SavedQueue,
     SavedSampler,
     SavedTask,
+    grouped,
+    later,
+    num_cuts,
 )
-from transfer_queue.control.slices import BATCHES, ROWS, grouped, later, num_cuts
 from transfer_queue.control.state import PlaneState
-from transfer_queue.control.tasks import Task
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import Indexes, pack_indexes
 from transfer_queue.sampler.base import BaseSampler
@@ -38,7 +41,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Snapshot:
-    """Everything that decides about later requests, but for sessions: what they wait for, reserved, or produce."""
+    """Everything that decides about later requests, except what sessions wait for, reserved, or produce."""
 
     def __init__(self, state: PlaneState, now: float) -> None:
         """
@@ -53,7 +56,7 @@ class Snapshot:
         self._state = state
         self._partitions = [_Frozen(partition, now) for partition in state.partitions.values()]
         self._slices = grouped(
-            (_Piece(each, at), each.piece_rows) for each in self._partitions for at in range(each.num_pieces)
+            (_Section(each, at), each.section_rows) for each in self._partitions for at in range(each.num_sections)
         )
 
         self.num_parts = len(self._slices)
@@ -61,7 +64,7 @@ class Snapshot:
 
     def part(self, number: int) -> bytes:
         """One slice. Raises IndexError where there are fewer."""
-        partitions = [piece.partition.save(piece.number) for piece in self._slices[number]]
+        partitions = [section.partition.save(section.number) for section in self._slices[number]]
         head = self._head
         return _encoder.encode(
             later(head, partitions) if number else msgspec.structs.replace(head, partitions=partitions)
@@ -75,7 +78,7 @@ class Snapshot:
         return together
 
     def close(self) -> None:
-        """No slice is asked for any more. Idempotent."""
+        """Release everything; no further slice is needed. Idempotent."""
         for each in self._partitions:
             each.close()
         self._partitions, self._slices = [], []
@@ -97,21 +100,21 @@ class _Frozen:
             partition.name, partition.incarnation, partition.sealed, partition.num_samples, partition.num_published,
             partition.num_puts, partition.preallocate, b"", b"", b"", b"", b"", [], [],
             published_ago_s=None if last is None else now - last,
-            missing_free=0 if partition.sealed else int(np.count_nonzero(state == RowState.HELD_FREE)),
+            missing_free=0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE)),
         )  # fmt: skip
-        self.num_pieces = num_cuts(self._table.size, (len(each.entries) for each in self._consumers))
+        self.num_sections = num_cuts(self._table.size, (len(each.entries) for each in self._consumers))
 
     def live(self) -> Indexes:
         live: Indexes = self._table.column("index")[self._table.column("state") == RowState.LIVE]
         return live
 
     @property
-    def piece_rows(self) -> int:
-        """Rows of one piece, or what is as much work."""
-        return ROWS if self.num_pieces > 1 else self._table.size
+    def section_rows(self) -> int:
+        """Rows of one section, or what is as much work."""
+        return ROWS if self.num_sections > 1 else self._table.size
 
     def save(self, number: int) -> SavedPartition:
-        """One piece."""
+        """One section."""
         table, start = self._table, number * ROWS
         rows = _SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
         index, state = table.column("index")[rows], table.column("state")[rows]
@@ -136,7 +139,7 @@ class _Frozen:
         self._tags.unwatch(self._changed)
 
 
-class _Piece(NamedTuple):
+class _Section(NamedTuple):
     partition: _Frozen
     number: int
 
@@ -150,7 +153,7 @@ class _FrozenConsumer:
         self.entries = consumer.ledger.entries()
 
     def save(self, number: int, given: npt.NDArray[np.int32], consumed: npt.NDArray[np.bool_]) -> SavedConsumer:
-        """One piece: these rows, and the next batches."""
+        """One section: these rows, and the next batches."""
         batches = self.entries[number * BATCHES : (number + 1) * BATCHES]
         ledger = msgspec.structs.replace(
             self._head.ledger,

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that the plane's verbs share: partitions, tasks, sessions, parked requests, dirty partitions."""
+"""The state that the plane's verbs share: partitions, tasks, sessions; and parked requests in their wait queues."""
+
+# Deadlines are the caller's monotonic seconds, passed in: this file must not read a clock.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,28 +15,34 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.config import FullConfig
-from transfer_queue.control.calls import Calls
-from transfer_queue.control.frozen import Frozen
-from transfer_queue.control.indexes import IndexAllocator
+from transfer_queue.control.draw import Tasks
 from transfer_queue.control.partition import Partition
-from transfer_queue.control.producers import Producers
-from transfer_queue.control.tasks import Tasks
-from transfer_queue.control.waiters import Parked, Waiters
-from transfer_queue.errors import UnknownPartitionError
-from transfer_queue.protocol import Indexes
+from transfer_queue.control.rows import IndexAllocator
+from transfer_queue.control.sessions import Calls, Freezes, Producers
+from transfer_queue.errors import UnknownPartitionError, to_wire
+from transfer_queue.protocol import Failed, Indexes, Reply
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import resolve
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 from transfer_queue.utils.wait_queue import WaitQueue
 
-_SLICE = 20_000
+_SLICE = 10_000
 """Keys and tags freed at a time, which takes a few milliseconds."""
 
 
-class Chore(NamedTuple):
-    """Values that may be in storage and belong to no sample any more, to be deleted."""
+class To(NamedTuple):
+    """A reply and the client it goes to."""
 
-    indexes: Indexes
+    client: str
+    reply: Reply
+
+
+def reply_or_error(call: int, answer: Callable[[], Reply | None]) -> Reply | None:
+    """An error of one request is the answer to that request only."""
+    try:
+        return answer()
+    except Exception as error:  # the plane's guard: neither user code nor a bug of ours may lose the replies to others
+        return Failed(call, *to_wire(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +73,111 @@ def plane_config(config: FullConfig, sampler: Any, preallocate: int) -> PlaneCon
     )
 
 
+@dataclass(slots=True, eq=False)
+class Parked:
+    """One waiting request. ``rank`` orders requests of one wait queue: lower first, then by arrival."""
+
+    client: str
+    request: Any
+    since: float
+    deadline: float
+    queue: str
+    rank: tuple[float, int]
+    done: bool = False
+
+
+class Waiters:
+    """Parked requests by wait queue (a partition's name, or a special queue), and the earliest deadline of all."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, dict[int, Parked]] = {}  # by arrival
+        self._deadlines: list[tuple[float, int, Parked]] = []
+        self._by_call: dict[tuple[str, int], Parked] = {}
+        self._arrivals = itertools.count()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def park(self, client: str, request: Any, now: float, deadline: float, queue: str, order: float) -> Parked:
+        """Add a request; ``waiting_in`` returns it until ``remove``."""
+        arrival = next(self._arrivals)
+        parked = Parked(client, request, now, deadline, queue, (order, arrival))
+        self._queues.setdefault(queue, {})[arrival] = parked
+        self._by_call[client, request.id] = parked
+        self._count += 1
+        heapq.heappush(self._deadlines, (deadline, arrival, parked))
+        if len(self._deadlines) > 64 + 2 * self._count:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
+            heapq.heapify(self._deadlines)
+        return parked
+
+    def find(self, client: str, call: int) -> Parked | None:
+        """This call of the client, if it is parked."""
+        return self._by_call.get((client, call))
+
+    def of(self, client: str) -> list[Parked]:
+        """All parked requests of this client."""
+        return [parked for (name, _), parked in self._by_call.items() if name == client]
+
+    def waiting_in(self, queue: str) -> list[Parked]:
+        """The requests of a wait queue in order; a copy."""
+        waiting = self._queues.get(queue)
+        return sorted(waiting.values(), key=lambda parked: parked.rank) if waiting else []
+
+    def first_come(self, queue: str) -> Parked | None:
+        """The request that has waited longest in a wait queue."""
+        return next(iter(self._queues.get(queue, {}).values()), None)
+
+    def is_first(self, queue: str, task: str, rank: tuple[float, float]) -> bool:
+        """Return whether no request of the task waits in front of this rank."""
+        waiting = self._queues.get(queue)
+        return not waiting or all(other.rank >= rank or other.request.task != task for other in waiting.values())
+
+    def queues(self) -> list[str]:
+        """The wait queues that are not empty."""
+        return list(self._queues)
+
+    def remove(self, parked: Parked) -> None:
+        """Remove a request that was answered or cancelled."""
+        if parked.done:
+            return
+        parked.done = True
+        self._count -= 1
+        del self._by_call[parked.client, parked.request.id]
+        waiting = self._queues[parked.queue]
+        del waiting[parked.rank[1]]
+        if not waiting:
+            del self._queues[parked.queue]
+
+    def remove_queue(self, queue: str) -> list[Parked]:
+        """Remove and return every request of a wait queue, in order of arrival."""
+        found = list(self._queues.get(queue, {}).values())
+        for parked in found:
+            self.remove(parked)
+        return found
+
+    def expired(self, now: float) -> list[Parked]:
+        """Remove and return the requests past their deadline, in order within each wait queue."""
+        due: list[Parked] = []
+        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
+            parked = heapq.heappop(self._deadlines)[2]
+            if not parked.done:
+                self.remove(parked)
+                due.append(parked)
+        return sorted(due, key=lambda parked: parked.rank)
+
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][2].done:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def all(self) -> list[Parked]:
+        return [parked for waiting in self._queues.values() for parked in waiting.values()]
+
+
 class PlaneState:
-    """The verbs change it. After a request, only dirty partitions (``touched``) are examined again."""
+    """The verbs change it. After a request, only dirty partitions are examined again."""
 
     def __init__(self, config: PlaneConfig) -> None:
         self.config = config
@@ -74,19 +188,26 @@ class PlaneState:
         self.writers: WaitQueue[Parked] = WaitQueue()
         """The parked requests that need room for samples."""
         self.producers = Producers(config.producer_grace_s)
-        self.touched: dict[str, str | None] = {}
+        self.dirty: dict[str, str | None] = {}
         self.cut_off: list[Parked] = []
-        self.chores: list[Chore] = []
+        self.unused: list[Indexes] = []
+        """Values to be deleted: they may be in storage, and belong to no sample any more."""
         self._discarded: list[Partition] = []
         self.incarnations = 0
-        self.frozen = Frozen()
+        self.freezes = Freezes()
         self.snapshots: set[object] = set()
         """Those of which slices are still to be made."""
         self.calls = Calls()
 
-    def touch(self, partition: str, task: str | None = None) -> None:
+    def mark_dirty(self, partition: str, task: str | None = None) -> None:
         """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now."""
-        self.touched[partition] = task if self.touched.get(partition, task) == task else None
+        self.dirty[partition] = task if self.dirty.get(partition, task) == task else None
+
+    def mark_all_dirty(self, task: str | None = None) -> None:
+        """Examine all parked fetches again, of this task or of all tasks."""
+        for queue in self.waiters.queues():
+            if not queue.startswith("\0"):
+                self.mark_dirty(queue, task)
 
     def get(self, name: str) -> Partition:
         """Raises UnknownPartitionError that names the existing ones."""
@@ -128,7 +249,7 @@ class PlaneState:
     def delete(self, indexes: Indexes) -> None:
         """Delete the values of these samples, none of which is in a partition now."""
         if len(indexes):
-            self.chores.append(Chore(indexes))
+            self.unused.append(indexes)
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
         """Which of the indexes are in some partition."""

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of producers: reserve, insert, name by key, check, publish. Each returns a reply, or None while parked."""
+"""The verbs of producers: reserve, insert, name by key, check, publish; and producers that wait for room."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control import checkpoints
-from transfer_queue.control.calls import Record
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import describe
-from transfer_queue.control.state import PlaneState
+from transfer_queue.control.sessions import Record
+from transfer_queue.control.state import Parked, PlaneState, To, reply_or_error
 from transfer_queue.errors import InvalidRequestError, StorageFullError
 
 WRITERS = "\0writers"
@@ -40,18 +41,18 @@ class Reservation(Record):
         self.partition, self.serial, self.indexes = partition.name, partition.serial, indexes
 
     def undo(self) -> bool:
-        self._state.frozen.end_leave(self.client, self.call)
-        self._give_back(self.indexes)
+        self._state.freezes.end_permit(self.client, self.call)
+        self._release(self.indexes)
         return True
 
     def complete(self, published: bytes, uncommitted: bool) -> None:
-        """The write is visible; what it reserved and didn't publish is given back."""
+        """The write is visible; what it reserved and didn't publish is released."""
         if not uncommitted:
-            self._state.frozen.end_leave(self.client, self.call)
+            self._state.freezes.end_permit(self.client, self.call)
         if p.pack_indexes(self.indexes) != published:
-            self._give_back(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
+            self._release(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
 
-    def _give_back(self, indexes: p.Indexes) -> None:
+    def _release(self, indexes: p.Indexes) -> None:
         """Release samples. They may have stored values, even after a clear; another writer may have published some."""
         if not len(indexes):
             return
@@ -59,26 +60,26 @@ class Reservation(Record):
         partition = state.find(self.partition, self.serial)
         if partition is not None:
             rows, found = partition.table.find(indexes)
-            partition.give_back(rows[found])
-            state.touch(self.partition)
+            partition.release_reserved(rows[found])
+            state.mark_dirty(self.partition)
         state.delete(indexes[~state.holds(indexes)])
 
 
 class UncommittedPublish(Record):
-    """A publish whose values may not be committed yet: a leave to replace some lasts until then."""
+    """A publish whose values may not be committed yet: a permit to replace some lasts until then."""
 
-    __slots__ = ("_state", "begun", "client")
+    __slots__ = ("_state", "client", "first_call")
 
     def __init__(self, state: PlaneState, client: str, request: p.Publish, reply: p.Reply) -> None:
         super().__init__(p.Publish, reply)
-        self._state, self.client, self.begun = state, client, request.completes
+        self._state, self.client, self.first_call = state, client, request.completes
 
     def undo(self) -> bool:
         self.received()
         return False
 
     def received(self) -> None:
-        self._state.frozen.end_leave(self.client, self.begun)
+        self._state.freezes.end_permit(self.client, self.first_call)
 
 
 class Insertion(Record):
@@ -97,8 +98,67 @@ class Insertion(Record):
         partition = self._state.find(self.partition, self.serial)
         if partition is not None:
             partition.uninsert(self.indexes)
-            self._state.touch(self.partition)
+            self._state.mark_dirty(self.partition)
         return True
+
+
+def write(state: PlaneState, client: str, request: Writer, now: float) -> p.Reply | None:
+    """Serve a writer at once if no other waits or it needs no room; otherwise park it."""
+    count = count_of(state, request)
+    reply = None
+    if count and len(state.writers):
+        check(state, request)
+    else:
+        reply = admit(state, client, request)
+    if reply is None:
+        deadline = now + request.wait_s
+        state.writers.add(state.waiters.park(client, request, now, deadline, WRITERS, 0.0), count, deadline)
+    return reply
+
+
+def rewrite(state: PlaneState, client: str, request: checkpoints.Rewrite, now: float) -> p.Reply | None:
+    """Serve a request that may replace values; park it while they are being saved."""
+    if checkpoints.park_rewrite(state, client, request, now):
+        return None
+    if isinstance(request, p.CheckFields):
+        return check_fields(state, client, request)
+    return write(state, client, request, now)
+
+
+def admit_writers(state: PlaneState) -> list[To]:
+    """Answer writers that fit, as the wait queue allows, and writers that can no longer succeed."""
+    replies = []
+    while True:
+        for parked in state.writers.items():
+            refused = reply_or_error(parked.request.id, partial(check, state, parked.request))
+            if refused is not None:
+                replies.append(_answer(state, parked, refused))
+            elif isinstance(parked.request, p.ResolveKeys):  # its keys may have been created or cleared
+                state.writers.resize(parked, count_of(state, parked.request))
+        room = state.room()
+        admitted = state.writers.admit(2**62 if room is None else room)
+        if not admitted:
+            return replies
+        for parked in admitted:  # one of them may seal the partition that others wait for
+            reply = reply_or_error(parked.request.id, partial(admit, state, parked.client, parked.request))
+            assert reply is not None, "there is room for what the queue of writers admits"
+            replies.append(_answer(state, parked, reply))
+
+
+def _answer(state: PlaneState, parked: Parked, reply: p.Reply) -> To:
+    state.waiters.remove(parked)
+    state.writers.remove(parked)
+    return To(parked.client, reply)
+
+
+def admit_rewriters(state: PlaneState, now: float) -> list[To]:
+    """Serve writers that no longer wait for a checkpoint; they may then wait for room."""
+    replies = []
+    for client, request in checkpoints.take_rewriters(state):
+        reply = reply_or_error(request.id, partial(rewrite, state, client, request, now))
+        if reply is not None:
+            replies.append(To(client, reply))
+    return replies
 
 
 def count_of(state: PlaneState, request: Writer) -> int:
@@ -140,17 +200,17 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
     if isinstance(request, p.ResolveKeys):
         return _bind_keys(state, client, request)
     partition = state.get_or_create(request.partition)
-    rows = partition.hold(request.count)
+    rows = partition.reserve(request.count)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
         reserved = p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
         state.calls.add(client, request.id, Reservation(state, client, request, reserved, partition, indexes))
-        state.producers.began(client, request.fields)
+        state.producers.announced(client, request.fields)
         return reserved
     for name in request.fields:
         partition.schema.expect(name)
     partition.make_live(rows)
-    state.touch(request.partition)
+    state.mark_dirty(request.partition)
     inserted = describe(request.id, partition, indexes, request.fields, rows)
     state.calls.add(client, request.id, Insertion(state, request, inserted, partition, indexes))
     return inserted
@@ -187,7 +247,8 @@ def writers_of(state: PlaneState, partition: Partition) -> list[str]:
     """Clients that have reserved samples of this partition, not published and not cleared since."""
     names = dict.fromkeys(
         record.client for record in state.calls
-        if isinstance(record, Reservation) and record.serial == partition.serial and partition.holds(record.indexes)
+        if isinstance(record, Reservation) and record.serial == partition.serial
+        and partition.has_reserved(record.indexes)
     )  # fmt: skip
     return list(names)
 
@@ -208,19 +269,19 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
         return p.Batch(request.id, request.partition, b"", {}, b"")
     held = np.empty(0, dtype=np.int64)
     if new:
-        rows = partition.hold(len(new))
+        rows = partition.reserve(len(new))
         held = partition.table.column("index")[rows]
         for key, index in zip(new, held.tolist(), strict=True):
             partition.keys.bind(key, index)
         if not request.hold:
             partition.make_live(rows)
-            state.touch(request.partition)
+            state.mark_dirty(request.partition)
     batch = describe_keys(partition, request.id, request.keys)
     if replaces:
-        state.frozen.give_leave(client, request.id)
+        state.freezes.permit(client, request.id)
     if replaces or (new and request.hold):
         state.calls.add(client, request.id, Reservation(state, client, request, batch, partition, held))
-        state.producers.began(client, request.fields)
+        state.producers.announced(client, request.fields)
     elif new:
         state.calls.add(client, request.id, Insertion(state, request, batch, partition, held))
     return batch
@@ -241,14 +302,14 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, now)
     state.producers.published(client, request.fields)
-    state.touch(request.partition)
+    state.mark_dirty(request.partition)
     reply: p.Reply = p.Published(request.id)
     if request.describe:
         reply = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
-    begun = state.calls.get(client, request.completes)
-    if isinstance(begun, Reservation):
+    reservation = state.calls.get(client, request.completes)
+    if isinstance(reservation, Reservation):
         state.calls.take(client, request.completes)
-        begun.complete(request.indexes, request.uncommitted)
+        reservation.complete(request.indexes, request.uncommitted)
     record = UncommittedPublish(state, client, request, reply) if request.uncommitted else Record(p.Publish, reply)
     state.calls.add(client, request.id, record)
     return reply
@@ -260,9 +321,9 @@ def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Re
     partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition)
     reply = p.Done(request.id, partition.schema.dtypes())
-    state.producers.began(client, request.fields)
+    state.producers.announced(client, request.fields)
     if len(checkpoints.replaced(state, request)):
-        state.frozen.give_leave(client, request.id)
+        state.freezes.permit(client, request.id)
         nothing = np.empty(0, dtype=np.int64)
         state.calls.add(client, request.id, Reservation(state, client, request, reply, partition, nothing))
     return reply

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 from transfer_queue.errors import SamplerError
@@ -44,6 +46,9 @@ class BaseSampler(ABC):
 
     dp_size: int | None = None
     """Number of data-parallel ranks, if the sampler itself must know it; set on the instance."""
+
+    _unnumbered: int | None = None
+    """The batch of a request without ``batch_index``."""
 
     _states: dict[str, dict[str, dict[Any, Any]]]
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -95,18 +100,20 @@ class BaseSampler(ABC):
     ) -> bool:
         """Whether ``sample`` would answer from memory, so that nothing needs to be ready."""
         config = sampling_config or {}
+        batch = config.get("batch_index")
         batches = self._states.get(partition_id, {}).get(task_name, {}).get(config.get("dp_rank"))
-        return isinstance(batches, dict) and config.get("batch_index") in batches
+        return isinstance(batches, dict) and (self._unnumbered if batch is None else batch) in batches
 
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
         """Delete what is remembered of one batch for all ranks, because the ledger has it now."""
+        batch = self._unnumbered if batch_index is None else batch_index
         ranks = self._states.get(partition_id, {}).get(task_name)
         if not isinstance(ranks, dict):
             return
         for rank, batches in list(ranks.items()):
             # Other types than dicts are a subclass's own state.
-            if isinstance(batches, dict) and batch_index in batches:
-                del batches[batch_index]
+            if isinstance(batches, dict) and batch in batches:
+                del batches[batch]
                 if not batches:
                     del ranks[rank]
 
@@ -194,3 +201,35 @@ def _import_path(function: Any) -> str | None:
     except (ImportError, AttributeError):
         return None
     return f"{module}:{name}" if found is function else None
+
+
+Weight = str | Callable[[dict[str, Any]], float]
+"""The name of a tag that holds the weight, or a function of a sample's tags."""
+
+
+def sample_weights(indexes: list[int], weight: Weight, view: Any) -> list[float]:
+    """One weight per index.
+
+    Raises:
+        SamplerError: A tag is missing, or a weight is no finite number >= 0; the text names the sample.
+    """
+    tags = view.get_custom_meta(indexes)
+    return [_weigh(index, tags.get(index) or {}, weight) for index in indexes]
+
+
+def _weigh(index: int, tags: dict[str, Any], weight: Weight) -> float:
+    if isinstance(weight, str):
+        if weight not in tags:
+            raise SamplerError(
+                f"sample {index} has no tag {weight!r}, which the sampler balances by; its tags: {sorted(tags)}. "
+                f"Write the tag when the sample is put, or build the sampler with another weight=."
+            )
+        value = tags[weight]
+        source = f"tag {weight!r}"
+    else:
+        value = weight(tags)
+        source = f"weight function {getattr(weight, '__name__', weight)!r}"
+    if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+        raise SamplerError(f"{source} of sample {index} is {value!r}; a weight must be a finite number >= 0.")
+    # .item(): numpy scalars would overflow silently and slow the partitioning down.
+    return value.item() if hasattr(value, "item") else value  # type: ignore[return-value]

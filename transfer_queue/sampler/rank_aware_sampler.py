@@ -33,16 +33,9 @@ class RankAwareSampler(BaseSampler):
         self._replica_tasks: set[tuple[str, str]] = set()
 
     def sample(
-        self,
-        ready_indexes: Sequence[int],
-        batch_size: int,
-        dp_rank: int | None = None,
-        batch_index: int | None = None,
-        task_name: Any = "",
-        partition_id: str = "",
-        *args: Any,
-        **kwargs: Any,
-    ) -> Picked:
+        self, ready_indexes: Sequence[int], batch_size: int, dp_rank: int | None = None, batch_index: int | None = None,
+        task_name: Any = "", partition_id: str = "", *args: Any, **kwargs: Any,
+    ) -> Picked:  # fmt: skip
         """The batch of (dp_rank, batch_index), or in the older form the next one of a replica rank.
 
         The older positional order is (group, rank, world size, task name, partition), recognised by the int in third
@@ -82,14 +75,9 @@ class RankAwareSampler(BaseSampler):
         self._replica_tasks = {(partition, task) for partition, task in state.get("_replica_tasks", [])}
 
     def _numbered_batch(
-        self,
-        ready: Sequence[int],
-        batch_size: int,
-        task: str,
-        partition: str,
-        dp_rank: int | None,
+        self, ready: Sequence[int], batch_size: int, task: str, partition: str, dp_rank: int | None,
         batch_index: int | None,
-    ) -> Picked:
+    ) -> Picked:  # fmt: skip
         if dp_rank is None or batch_index is None:
             raise SamplerError(
                 f"RankAwareSampler needs dp_rank and batch_index, got {dp_rank} and {batch_index}. "

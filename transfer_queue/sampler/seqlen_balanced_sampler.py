@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import Picked
+from transfer_queue.sampler.base import Picked, Weight, sample_weights
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions, karmarkar_karp
-from transfer_queue.sampler.weights import Weight, sample_weights
 
 __all__ = ["SeqlenBalancedSampler", "get_seqlen_balanced_partitions", "karmarkar_karp"]
 
@@ -28,6 +27,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         weight: Tag with the tokens of a sample, or an importable function of its tags.
     """
 
+    _unnumbered = 0
+
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, weight: Weight = "total_lengths") -> None:
         super().__init__(n_samples_per_prompt)
         if dp_size <= 0:
@@ -40,18 +41,10 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         return batch_size * self.dp_size
 
     def sample(
-        self,
-        ready_indexes: Sequence[int],
-        batch_size: int,
-        task_name: str = "",
-        partition_id: str = "",
-        *args: Any,
-        partition: Any = None,
-        dp_rank: int | None = None,
-        batch_index: int | None = None,
-        dp_size: int | None = None,
+        self, ready_indexes: Sequence[int], batch_size: int, task_name: str = "", partition_id: str = "", *args: Any,
+        partition: Any = None, dp_rank: int | None = None, batch_index: int | None = None, dp_size: int | None = None,
         **kwargs: Any,
-    ) -> Picked:
+    ) -> Picked:  # fmt: skip
         """This rank's share of global batch ``batch_index`` (None: 0). The first rank to ask draws for all ranks."""
         rank = self._rank(dp_rank)
         self._check_ranks(dp_size)
@@ -67,15 +60,8 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             self._keep(partition_id, task_name, batch, self._split(groups, partition))
         return self._recall(partition_id, task_name, rank, batch) or ([], [])
 
-    def has_cached_result(
-        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
-    ) -> bool:
-        config = dict(sampling_config or {})
-        config["batch_index"] = config.get("batch_index") or 0
-        return super().has_cached_result(partition_id, task_name, config)
-
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
-        super().forget(partition_id, task_name, batch_index or 0)
+        super().forget(partition_id, task_name, batch_index)
         self._balanced_cache.pop((partition_id, task_name, batch_index or 0), None)
 
     def clear_cache(self, partition_id: str) -> None:

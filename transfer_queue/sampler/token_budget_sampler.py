@@ -10,9 +10,8 @@ from itertools import islice
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import BaseSampler, Picked, in_index_order
+from transfer_queue.sampler.base import BaseSampler, Picked, Weight, in_index_order, sample_weights
 from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
-from transfer_queue.sampler.weights import Weight, sample_weights
 
 _CHUNK = 256  # tags read at a time: a budget may be full long before batch_size samples
 
@@ -29,6 +28,8 @@ class TokenBudgetSampler(BaseSampler):
         dp_size: Data-parallel ranks; None: as the task was registered, else every rank draws for itself.
     """
 
+    _unnumbered = 0
+
     def __init__(self, max_tokens: float, weight: Weight = "total_lengths", dp_size: int | None = None) -> None:
         super().__init__()
         if not max_tokens > 0:
@@ -43,18 +44,10 @@ class TokenBudgetSampler(BaseSampler):
         return self.dp_size or dp_size or 1
 
     def sample(
-        self,
-        ready_indexes: Sequence[int],
-        batch_size: int,
-        task_name: str = "",
-        partition_id: str = "",
-        *args: Any,
-        partition: Any = None,
-        dp_rank: int | None = None,
-        batch_index: int | None = None,
-        dp_size: int | None = None,
+        self, ready_indexes: Sequence[int], batch_size: int, task_name: str = "", partition_id: str = "", *args: Any,
+        partition: Any = None, dp_rank: int | None = None, batch_index: int | None = None, dp_size: int | None = None,
         **kwargs: Any,
-    ) -> Picked:
+    ) -> Picked:  # fmt: skip
         """This rank's share of round ``batch_index`` (None: 0), or ([], []) while more samples would fit."""
         self.check(batch_size, dp_size)
         num_ranks = self.dp_size or dp_size
@@ -72,16 +65,6 @@ class TokenBudgetSampler(BaseSampler):
             for each, share in by_rank.items():
                 self._remember(partition_id, task_name, each, batch, share)
         return list(by_rank[rank]), list(by_rank[rank])
-
-    def has_cached_result(
-        self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
-    ) -> bool:
-        config = dict(sampling_config or {})
-        config["batch_index"] = config.get("batch_index") or 0
-        return super().has_cached_result(partition_id, task_name, config)
-
-    def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
-        super().forget(partition_id, task_name, batch_index or 0)
 
     def _draw(self, ready: Sequence[int], batch_size: int, num_ranks: int, view: Any) -> list[list[int]]:
         """One list of samples per rank; empty while the round isn't complete."""

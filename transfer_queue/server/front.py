@@ -8,35 +8,29 @@ A client walks the same steps itself where they are in processes of their own.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from transfer_queue import protocol as p
-from transfer_queue.control.calls import Record
 from transfer_queue.control.plane import ControlPlane
+from transfer_queue.control.sessions import Record
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
+from transfer_queue.server.endings import PER_TURN, Answer, Endings, all_answers, answers_of, in_turns
 from transfer_queue.server.janitor import Janitor
-from transfer_queue.storage.shm.messages import Commit, Delete, EndSession, Read, UnitRequest, Write, decode_columns
+from transfer_queue.storage.shm.messages import Commit, Delete, Read, UnitRequest, Write, decode_columns
 from transfer_queue.storage.shm.unit import StorageUnit
-from transfer_queue.transport.base import Buffer, Envelope, Outgoing
+from transfer_queue.transport.base import Envelope, Outgoing
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
 _decode = p.message_decoder(*get_args(UnitRequest))
-
-
-class Answer(NamedTuple):
-    """A reply, the client it goes to, and the values that travel beside it."""
-
-    client: str
-    reply: p.Reply
-    frames: Sequence[Buffer] = ()
+_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
 
 
 class Step(NamedTuple):
@@ -48,8 +42,6 @@ class Step(NamedTuple):
 
 PAUSE = Step(p.ListPartitions(0))
 """Go on in the next turn: others are served first."""
-PER_TURN = 10_000
-"""Samples whose values are deleted in one turn: some milliseconds."""
 Steps = Generator[Step, Answer, Answer]
 
 
@@ -65,13 +57,10 @@ class Front:
     """A transport ``Handler`` for a controller, a storage unit, or both."""
 
     def __init__(
-        self,
-        conf: Mapping[str, Any],
-        plane: ControlPlane | None = None,
-        unit: StorageUnit | None = None,
+        self, conf: Mapping[str, Any], plane: ControlPlane | None = None, unit: StorageUnit | None = None,
         janitor: Janitor | None = None,
-    ) -> None:
-        """``janitor``: tells units of other processes what ended sessions leave behind."""
+    ) -> None:  # fmt: skip
+        """``janitor``: deletes in units of other processes what ended sessions leave behind."""
         self.plane = plane
         self.unit = unit
         self.disconnect: Callable[[str], None] | None = None
@@ -82,10 +71,10 @@ class Front:
         self._janitor = janitor
         self._welcome = json.dumps(conf).encode()
         self._calls: dict[tuple[str, int], _Call] = {}
-        self._left: set[str] = set()  # clients that said goodbye and are still connected
-        self._owed: list[Answer] = []
+        self._said_goodbye: set[str] = set()  # clients that are still connected
+        self._further: list[Answer] = []  # that undoing a call brought about
         self._paused: deque[tuple[str, int]] = deque()
-        self._unwanted: deque[p.Indexes] = deque()  # values that belong to nobody, to be deleted
+        self._endings = Endings(plane, unit, janitor)
         self._now = 0.0
         composed: dict[type[p.Request], Callable[[str, Any, list[memoryview]], Steps]] = {p.Put: self._put}
         if plane is not None and unit is not None:
@@ -117,28 +106,24 @@ class Front:
 
     def expire(self, now: float) -> Iterable[Outgoing]:
         self._now = now
-        answers: list[Answer] = []
-        if self.plane is not None:
-            answers += self._of_plane(self.plane.expire(now))
-        if self.unit is not None:
-            answers += self._of_unit(self.unit.expire(now))
+        answers = all_answers(partial(part.expire, now) for part in (self.plane, self.unit) if part is not None)
         if self._paused:
             client, call = self._paused.popleft()
             answers.append(Answer(client, p.Done(call)))
-        if self._unwanted:
-            answers += self._delete_unwanted(now)
+        if self._endings.unused:
+            answers += self._endings.delete_some(now)
         return self._finish(answers, now)
 
     def next_deadline(self) -> float | None:
-        if self._paused or self._unwanted:
+        if self._paused or self._endings.unused:
             return -math.inf  # a little each turn, between requests
         deadlines = [part.next_deadline() for part in (self.plane, self.unit) if part is not None]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def client_gone(self, client: str, now: float) -> Iterable[Outgoing]:
         """The client's last connection has closed: its session has ended."""
-        self._now, died = now, client not in self._left
-        self._left.discard(client)
+        self._now, died = now, client not in self._said_goodbye
+        self._said_goodbye.discard(client)
         return self._finish(self._end_session(client, died, now), now)
 
     # ---- one call ----
@@ -156,9 +141,10 @@ class Front:
         if isinstance(request, p.Hello):
             return [Answer(client, self._hello(request))]
         if isinstance(request, p.Cancel):
-            return self._cancel(client, request, now)
+            self._drop(client, request.call)
+            return self._endings.cancel(client, request, now)
         if isinstance(request, p.Goodbye):
-            self._left.add(client)
+            self._said_goodbye.add(client)
             return [Answer(client, p.Done(request.id)), *self._end_session(client, False, now, but=request.id)]
         if isinstance(request, p.EvictClient) and self.plane is not None:
             return self._evict(client, request, now)
@@ -178,12 +164,12 @@ class Front:
         """Let the part that knows this request handle it."""
         request = step.request
         if self.unit is not None and self.unit.serves(request):
-            return self._of_unit(self.unit.handle(client, request, step.frames, now))
+            return [Answer(*reply) for reply in self.unit.handle(client, request, step.frames, now)]
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
-        answers = self._of_plane(self.plane.handle(client, request, now))
+        answers = [Answer(*reply) for reply in self.plane.handle(client, request, now)]
         if self._janitor is not None and isinstance(request, p.Reserve | p.CheckFields | p.ResolveKeys):
-            self._janitor.began(client, request.id)
+            self._janitor.started(client, request.id)
         elif self._janitor is not None and isinstance(request, p.Publish) and request.completes:
             own = [answer.reply for answer in answers if (answer.client, answer.reply.id) == (client, request.id)]
             if not any(isinstance(reply, p.Failed) for reply in own):
@@ -194,13 +180,13 @@ class Front:
         """Carry on the composed calls that were answered a step, until every answer is one for a client."""
         work, outgoing = deque(answers), list[Outgoing]()
         while True:
-            work.extend(self._chores(now))
+            work.extend(self._other_answers(now))
             if not work:
                 return outgoing
             answer = work.popleft()
             key = (answer.client, answer.reply.id)
             call = self._calls.get(key)
-            if call is None:  # it was cancelled, or nobody waits for it
+            if call is None:  # it was cancelled, or expects no answer
                 continue
             if call.steps is not None:
                 final = self._next_step(answer, call.steps, work, now)
@@ -211,14 +197,15 @@ class Front:
             outgoing.append(self._outgoing(call.envelope, answer))
 
     def _outgoing(self, envelope: Envelope, answer: Answer) -> Outgoing:
-        """The answer as it travels; where it can't, an error in its place, and what the call did is undone."""
+        """The encoded answer. If it can't be encoded, the call is undone and answered with an error."""
         try:
             return Outgoing(envelope, p.encode(self._explained(answer.reply)), answer.frames)
-        except Exception as error:  # the guard around encoding: a value that can't travel harms its own call alone
+        except _UNENCODABLE as error:  # a value that can't travel harms its own call alone
             kind, call = type(answer.reply).__name__, answer.reply.id
-            _log.log(logging.ERROR, "an answer of type %s can't be encoded: %r", kind, error)
+            _log.error("an answer of type %s can't be encoded: %r", kind, error)
             self._undo(answer.client, call)
-            return Outgoing(envelope, p.encode(p.Failed(call, *to_wire(_unsendable(error)))))
+            unsendable = ProtocolError(f"the answer can't be sent: {error}")
+            return Outgoing(envelope, p.encode(p.Failed(call, *to_wire(unsendable))))
 
     def _explained(self, reply: p.Reply) -> p.Reply:
         """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
@@ -228,7 +215,7 @@ class Front:
         return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
 
     def _next_step(self, answer: Answer, steps: Steps, work: deque[Answer], now: float) -> Answer | None:
-        """None: the call goes on."""
+        """Continue a composed call. Returns its final answer, or None if it goes on."""
         client, call = answer.client, answer.reply.id
 
         def go_on() -> Iterable[Answer]:
@@ -246,7 +233,7 @@ class Front:
         return None
 
     def _guarded(self, client: str, call: int, act: Callable[[], Iterable[Answer]]) -> Iterable[Answer]:
-        """The one place that outlives whatever is wrong with a request: its caller is told, and others are served."""
+        """The one guard of requests: whatever is wrong with one, its caller gets the error, and others are served."""
         try:
             return act()
         except StopIteration:
@@ -283,10 +270,10 @@ class Front:
         deadline = self._now + begin.wait_s
         lease = columns.lease if columns is not None else 0
         try:
-            begun = yield Step(begin)
-            if isinstance(begun.reply, p.Failed):
-                return begun
-            indexes = begin.indexes if isinstance(begin, p.CheckFields) else begun.reply.indexes  # type: ignore[attr-defined]
+            first = yield Step(begin)
+            if isinstance(first.reply, p.Failed):
+                return first
+            indexes = begin.indexes if isinstance(begin, p.CheckFields) else first.reply.indexes  # type: ignore[attr-defined]
             if columns is not None:
                 written = yield Step(Write(put.id, indexes, columns, max(0.0, deadline - self._now)), frames)
                 lease = 0
@@ -299,15 +286,15 @@ class Front:
                 return published
             if columns is not None:
                 yield Step(Commit(put.id, [put.id]))
-            answer = published if isinstance(begin, p.ResolveKeys) else begun
+            answer = published if isinstance(begin, p.ResolveKeys) else first
             self._remember(client, put, answer.reply)
             return answer
         finally:
             if lease:
-                self._owed += self._of_unit(self.unit.cancel(client, lease, self._now))
+                self._further += all_answers([partial(self.unit.cancel, client, lease, self._now)])
 
     def _fetch(self, client: str, fetch: p.Fetch, frames: list[memoryview]) -> Steps:
-        """Draw a batch, then read its values. A batch that can't be read is given back."""
+        """Draw a batch, then read its values. A batch that can't be read is returned to its task."""
         batch = yield Step(fetch)
         if self.unit is None or not isinstance(batch.reply, p.Batch) or not batch.reply.indexes:
             return batch
@@ -318,35 +305,18 @@ class Front:
         return Answer(client, batch.reply, [p.encode(rows.reply), *rows.frames])
 
     def _clear(self, client: str, request: p.Request, frames: list[memoryview]) -> Steps:
-        """Forget samples, then delete their values."""
+        """Clear samples, then delete their values."""
         assert self.plane is not None
         cleared = yield Step(request)
         if isinstance(cleared.reply, p.Cleared):
-            for some in _slices(p.unpack_indexes(cleared.reply.indexes)):
+            for some in in_turns(p.unpack_indexes(cleared.reply.indexes)):
                 yield Step(Delete(request.id, p.pack_indexes(some)))
                 if len(some) == PER_TURN:
                     yield PAUSE
             self._remember(client, request, cleared.reply)
         return cleared
 
-    # ---- what is undone ----
-
-    def _undo(self, client: str, call: int) -> None:
-        """Both parts undo what they did for this call."""
-        if self.unit is not None:
-            self._owed += self._of_unit(self.unit.cancel(client, call, self._now))
-        if self.plane is not None:
-            self._owed += self._of_plane(self.plane.handle(client, p.Cancel(0, call), self._now))
-
-    def _cancel(self, client: str, cancel: p.Cancel, now: float) -> Iterable[Answer]:
-        self._drop(client, cancel.call)
-        answers = [] if self.unit is None else self._of_unit(self.unit.cancel(client, cancel.call, now))
-        if self.plane is None:
-            return [Answer(client, p.Done(cancel.id)), *answers]
-        replies = self._of_plane(self.plane.handle(client, cancel, now))
-        if self._janitor is not None:
-            self._janitor.cancelled(client, cancel.call)
-        return [*answers, *replies]
+    # ---- calls and sessions that end ----
 
     def _drop(self, client: str, number: int) -> None:
         call = self._calls.pop((client, number), None)
@@ -357,33 +327,18 @@ class Front:
         """``but``: the call that asked for it."""
         for own, number in [key for key in self._calls if key[0] == client and key[1] != but]:
             self._drop(own, number)
-        answers: list[Answer] = []
-        if self.unit is not None:
-            answers += self._of_unit(self.unit.client_gone(client, now))
-        if self.plane is not None:
-            answers += self._of_plane(self.plane.client_gone(client, now, died))
-            if self.unit is not None:
-                answers += self._of_unit(self.unit.handle(client, EndSession(0, client), [], now))
-            if self._janitor is not None:
-                self._janitor.end_session(client)
-        return answers
+        return self._endings.end_session(client, died, now)
 
-    def _chores(self, now: float) -> list[Answer]:
-        """What is owed to others; and values that belong to nobody any more are deleted, or at least the first ones."""
-        answers, self._owed = self._owed, []
-        for chore in [] if self.plane is None else self.plane.take_chores():
-            if self.unit is None:
-                if self._janitor is not None:
-                    self._janitor.delete(chore.indexes)
-                continue
-            self._unwanted.extend(_slices(chore.indexes))
-            answers += self._delete_unwanted(now)
-        return answers
+    def _undo(self, client: str, call: int) -> None:
+        """Both parts undo what they did for this call."""
+        self._further += self._endings.undo(client, call, self._now)
 
-    def _delete_unwanted(self, now: float) -> list[Answer]:
-        assert self.unit is not None
-        packed = p.pack_indexes(self._unwanted.popleft())
-        return self._of_unit(self.unit.handle("", Delete(0, packed), [], now))
+    def _other_answers(self, now: float) -> list[Answer]:
+        """Answers to other calls. Values that became unused are deleted, or at least the first of them."""
+        answers, self._further = self._further, []
+        if self.plane is not None and self.plane.state.unused:
+            answers += self._endings.take_unused(now)
+        return answers
 
     # ---- small verbs ----
 
@@ -397,15 +352,15 @@ class Front:
         if evicted == client:
             raise InvalidRequestError(f"client {client!r} can't evict itself: close it instead.")
         # It may live, and still copy into its leases or from its pins: that memory stays its own for a while.
-        freed = [] if self.unit is None else self._of_unit(self.unit.client_gone(evicted, now, may_live=True))
-        answers = [*freed, *self._of_plane(self.plane.handle(client, request, now))]
+        freed = [] if self.unit is None else answers_of(self.unit.client_gone(evicted, now, may_live=True))
+        answers = [*freed, *answers_of(self.plane.handle(client, request, now))]
         if self.disconnect is not None:
             self.disconnect(evicted)
         return answers
 
     def _stats(self, client: str, request: p.GetStats, now: float) -> Iterable[Answer]:
         assert self.plane is not None
-        answers = self._of_plane(self.plane.handle(client, request, now))
+        answers = answers_of(self.plane.handle(client, request, now))
         for answer in answers:
             if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
                 answer.reply.value.update(alarms=self.alarms(), asked_by=client)
@@ -416,17 +371,6 @@ class Front:
                 for holder, (leases, pins) in ({} if self.unit is None else self.unit.holders()).items():
                     clients.setdefault(holder, {}).update(leases=leases, pins=pins)
         return answers
-
-    def _of_plane(self, replies: Iterable[Any]) -> list[Answer]:
-        return [Answer(to.client, to.reply) for to in replies]
-
-    def _of_unit(self, replies: Iterable[Any]) -> list[Answer]:
-        return [Answer(*reply) for reply in replies]
-
-
-def _slices(indexes: p.Indexes) -> Iterator[p.Indexes]:
-    """So many of them as are deleted in one turn."""
-    return (indexes[start : start + PER_TURN] for start in range(0, len(indexes), PER_TURN))
 
 
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:
@@ -440,13 +384,9 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
 
 
 def _received_of(header: bytes) -> list[int]:
-    """What a message says besides a request that can't be read."""
+    """The received calls of a message with a request that can't be decoded."""
     try:
         received = msgspec.msgpack.decode(header)[0]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError):
         return []
     return [call for call in received if type(call) is int] if isinstance(received, list) else []
-
-
-def _unsendable(error: Exception) -> ProtocolError:
-    return ProtocolError(f"the answer can't be sent: {error}")

@@ -1,45 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells storage units of other processes what ended sessions leave behind: in a thread, so nobody waits for a unit."""
+"""Ends writes and sessions in storage units of other processes: in a thread, so that no client waits for a unit."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.server import guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
+Job = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class Janitor:
     """``storage``: the controller's own client of the storage. It is used in the janitor's thread alone.
 
-    A write to a unit of another process is committed by its client after the controller has published it. A client may
-    end or give up between the two, not knowing whether it is published. The controller does, and has the units told.
+    A client commits its write to a unit of another process after the controller has published it. It may end or cancel
+    between the two, without knowing whether the write is published. The controller knows, and the janitor ends it.
     """
 
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
-        self._writes: dict[str, dict[int, bool]] = {}  # by client and the call that began it: is it published?
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writes: dict[str, dict[int, bool]] = {}  # by client and first call: is it published?
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tq-janitor", daemon=True)
         self._thread.start()
 
-    def began(self, client: str, write: int) -> None:
-        """This call begins a write, whose values the client stores, publishes and commits in calls of their own."""
+    def started(self, client: str, write: int) -> None:
+        """This call starts a write. The client stores, publishes and commits its values in later calls."""
         self._writes.setdefault(client, {})[write] = False
 
     def published(self, client: str, write: int) -> None:
-        """The write that this call began is published. Its client has still to commit it."""
+        """The write that this call started is published. Its client has still to commit it."""
         self._writes.setdefault(client, {})[write] = True
 
     def received(self, client: str, calls: Iterable[int]) -> None:
-        """The client is done with these calls: what they began is committed."""
+        """The client is done with these calls: the writes that they started are committed."""
         own = self._writes.get(client)
         if own is None:
             return
@@ -49,7 +51,7 @@ class Janitor:
             del self._writes[client]
 
     def cancelled(self, client: str, call: int) -> None:
-        """The client has given this call up. Where it began a write, that is committed if published, else aborted."""
+        """The client has cancelled this call. If it started a write, that is committed if published, else aborted."""
         published = self._writes.get(client, {}).get(call)
         if published is not None:
             self.received(client, [call])
@@ -60,7 +62,7 @@ class Janitor:
         self._jobs.put(lambda: self._storage.end_session(client, published))
 
     def delete(self, indexes: Any) -> None:
-        """Values of these samples belong to nobody."""
+        """Delete the values of these samples, an int64 array."""
         self._jobs.put(lambda: self._storage.clear_rows(indexes.tolist()))
 
     def close(self) -> None:
@@ -68,13 +70,15 @@ class Janitor:
         self._jobs.put(None)
         self._thread.join()
 
+    @staticmethod
+    def _do(job: Job) -> None:
+        try:
+            run_blocking(job())
+        except QueueUnreachableError as error:  # the unit has ended, maybe with the queue, and its values with it
+            _log.debug("what an ended client left behind is gone with its storage unit: %s", error)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                run_blocking(job())
-            except QueueUnreachableError as error:  # the unit has ended, maybe with the queue, and its values with it
-                _log.debug("what an ended client left behind is gone with its storage unit: %s", error)
-            except Exception as error:  # the backend may be anybody's code, and the next job must be done
-                _log.warning("what an ended client left behind could not be deleted: %r", error)
+            guarded(self._do, job)  # the backend may be anybody's code, and the next job must be done
         run_blocking(self._storage.close())
         self._storage.session.close()

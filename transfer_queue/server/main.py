@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main program of a server process: reads orders as JSON from stdin, says "ready", serves until told to stop."""
+"""The main program of a server process: reads orders as JSON from stdin, says "ready", serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OBJECTS_PER_COLLECTION = 50_000
 
 
 def main(orders: Mapping[str, Any], ready: TextIO) -> None:
-    """Serve what ``orders`` says; returns when told to stop or when the parent process has ended."""
+    """Serve what ``orders`` says. Returns when stopped or when the parent process has ended."""
     # Before any import that starts threads (NumPy's does): one that did not block the signal would take it, and die.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     sys.path[:] = orders["sys_path"]
@@ -44,7 +44,7 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     _collect_rarely()
     server.serve(front)
     close()
-    # The owner may have been told to end at the same moment, and does not tidy up then: the last process does.
+    # The owner may end at the same moment, and does not tidy up then: the last process does.
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
         os.rmdir(orders["directory"])
@@ -75,11 +75,12 @@ def make_front(
     ``orders``: ``controller`` says whether it decides; ``unit`` is the name of the storage unit it hosts, or None.
     """
     from transfer_queue.config import typed
+    from transfer_queue.control.draw import running
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
     from transfer_queue.server.watchdog import Watchdog
-    from transfer_queue.storage.shm.host import host_unit
+    from transfer_queue.storage.shm.arena_sharing import host_unit
     from transfer_queue.storage.shm.unit import INLINE_NBYTES
 
     conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
@@ -93,7 +94,7 @@ def make_front(
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
     if unit is None:
         janitor = _janitor(conf)
-    watchdog = Watchdog(lambda: plane.running)
+    watchdog = Watchdog(running)
     front = Front(conf, plane, unit, janitor)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
 
@@ -107,8 +108,7 @@ def make_front(
 
 def _janitor(conf: Mapping[str, Any]) -> Any:
     from transfer_queue.server.janitor import Janitor
-    from transfer_queue.storage.registry import create
-    from transfer_queue.storage.settings import section_of, storage_settings
+    from transfer_queue.storage.backends import create, section_of, storage_settings
     from transfer_queue.transport.session import Session
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -130,7 +130,7 @@ def _allow_many_clients() -> None:
 
 
 def _collect_rarely() -> None:
-    """What is there now stays, and requests leave no cycles: to search for some every 700 objects is in vain."""
+    """Objects made so far stay, and requests leave no cycles, so a search every 700 objects would be in vain."""
     gc.freeze()
     gc.set_threshold(_OBJECTS_PER_COLLECTION, 20, 20)
 
@@ -159,13 +159,13 @@ def _stop_at_sigterm(server: SocketServer) -> None:
 if __name__ == "__main__":
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes where a user can see it
-    told = sys.stdin.read()
-    if not told:  # the owner ended before it gave orders
+    orders = sys.stdin.read()
+    if not orders:  # the owner ended before it gave orders
         shutil.rmtree(sys.argv[1], ignore_errors=True)
         sys.exit(1)
     try:
-        main(json.loads(told), replies)
-    except Exception as error:  # told to the process that waits for "ready"
+        main(json.loads(orders), replies)
+    except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
             raise
         code, text = to_wire(error)

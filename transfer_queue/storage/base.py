@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from transfer_queue.storage.pieces import Piece, Positions
+from transfer_queue.storage.wire_columns import Positions, WireColumn
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
-Parts: TypeAlias = Sequence[tuple[Positions, Piece]]
+PlacedColumns: TypeAlias = Sequence[tuple[Positions, WireColumn]]
 """Wire columns and the rows of the batch that each one fills. Each row occurs once."""
 
 
@@ -36,46 +36,6 @@ class RowsOf(NamedTuple):
 
     global_indexes: Sequence[int]
     field_names: Sequence[str] = ()
-
-
-class Staged(NamedTuple):
-    """A write's values, ready to send: encoded columns and their message frames."""
-
-    columns: bytes
-    frames: Sequence[Any]
-
-
-class InFront(ABC):
-    """A backend that may keep values in the controller's process: a put and a get are then one message each."""
-
-    @property
-    @abstractmethod
-    def is_in_front(self) -> bool:
-        """Return whether the values live in the controller's process."""
-
-    @abstractmethod
-    def sources(self, data: TensorDict) -> Mapping[str, Any]:
-        """Return every column, ready to be written; nothing is copied yet. Raises ValueError for unsupported values."""
-
-    @abstractmethod
-    async def staged(self, call: int, sources: Mapping[str, Any], count: int, replaced: Sequence[int]) -> Staged:
-        """Wait for room, then copy large columns into the arena.
-
-        ``call`` leases that memory; if the write fails, ``closed`` must follow. ``replaced``: samples with values that
-        the write replaces.
-        """
-
-    @abstractmethod
-    async def decide_mapping(self) -> bool:
-        """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
-
-    @abstractmethod
-    async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
-        """Return the values that arrived with a batch of ``count`` samples."""
-
-    @abstractmethod
-    async def closed(self, call: int) -> None:
-        """Release the memory that this call pinned or leased."""
 
 
 class StorageManager(ABC):
@@ -100,16 +60,16 @@ class StorageManager(ABC):
 
     # A put in several steps: ``write``, the controller publishes, then ``commit``; on failure ``abort``.
 
-    def sources(self, data: TensorDict) -> Any:
-        """Prepare this data for ``write``. Raises ValueError for unsupported values."""
+    def prepare(self, data: TensorDict) -> Any:
+        """Prepare the columns of this data for ``write``. Raises ValueError for unsupported values."""
         return data
 
-    async def write(self, call: int, indexes: Sequence[int], sources: Any) -> None:
+    async def write(self, call: int, indexes: Sequence[int], columns: Any) -> None:
         """Store row i for ``indexes[i]``. ``call`` names the write until it is committed or aborted.
 
         A backend that can't keep uncommitted writes separate stores them at once.
         """
-        await self.put_data(sources, RowsOf(indexes))
+        await self.put_data(columns, RowsOf(indexes))
 
     async def commit(self, call: int, indexes: Sequence[int]) -> None:
         """The write was published: it replaces the old values."""
@@ -141,10 +101,10 @@ class StorageManager(ABC):
 
     async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
         """``get_data`` without metadata, in the given layout (None: the configured one)."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches
 
         data = await self.get_data(RowsOf(indexes, sorted(set(fields))))
-        return columns.relaid(data, layout or self.config.get("layout", "jagged"))
+        return batches.relaid(data, layout or self.config.get("layout", "jagged"))
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         """Delete these fields (None: all) of these samples.
@@ -155,21 +115,21 @@ class StorageManager(ABC):
             await self.clear_data(RowsOf(indexes))
 
     @asynccontextmanager
-    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
+    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         """Yield the values as stored, as wire columns by field. They are valid inside the context."""
         from transfer_queue.storage import columns
 
         data = await self.get_data(RowsOf(indexes, fields))
-        pieces = columns.pack(data, bool(self.config.get("allow_pickle", False)))
-        yield {name: [(slice(0, len(indexes)), piece)] for name, piece in pieces.items()}
+        packed = columns.pack(data, bool(self.config.get("allow_pickle", False)))
+        yield {name: [(slice(0, len(indexes)), column)] for name, column in packed.items()}
 
-    async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
+    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> None:
         """Store whole wire columns as ``stored`` yielded them; row i is the value of ``indexes[i]``."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches
 
-        parts = {name: [(slice(0, len(indexes)), piece)] for name, piece in pieces.items()}
-        data = columns.unpack(parts, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
-        await self.put_data(data, RowsOf(indexes, sorted(pieces)))
+        placed = {name: [(slice(0, len(indexes)), column)] for name, column in columns.items()}
+        data = batches.unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
+        await self.put_data(data, RowsOf(indexes, sorted(columns)))
 
     async def stats(self) -> Sequence[msgspec.Struct]:
         """Return statistics of each process that holds values, or none if there are no such processes."""

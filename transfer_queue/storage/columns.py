@@ -1,39 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts between TensorDicts and columns (dense, ragged, objects) for all backends. Runs in clients only."""
+"""Columns in memory: made from a TensorDict, and written once, straight from the tensor to their destination."""
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
-from transfer_queue.storage import recycling
-from transfer_queue.storage.assembling import Jagged, batch
-from transfer_queue.storage.copying import Copies
-from transfer_queue.storage.object_column import object_column
-from transfer_queue.storage.objects import decode_rows, encode_rows
-from transfer_queue.storage.pieces import OBJECTS, ByteArray, IntArray, Piece, Positions, running_sum
-from transfer_queue.storage.sources import BytesSource, RowsSource, Source, TensorSource, jagged_source
-from transfer_queue.storage.spans import AT_ONCE, Copy, copy_rows, copy_spans
+from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
+from transfer_queue.storage.assembling import is_simple_jagged, jagged_values
+from transfer_queue.storage.base import DataParser
+from transfer_queue.storage.copying import Copy, copy_spans, runs
+from transfer_queue.storage.objects import encode_rows
 from transfer_queue.storage.tensors import (
     are_alike,
-    dtype_of,
+    as_bytes,
+    dtype_name,
     from_bytes,
     is_plain,
-    rows_of,
-    rows_piece,
+    join_rows,
+    resolved,
 )
-
-Parts = Sequence[tuple[Positions, Piece]]
-LAYOUTS = ("jagged", "dense")
+from transfer_queue.storage.wire_columns import (
+    ByteArray,
+    IntArray,
+    Layout,
+    Positions,
+    WireColumn,
+    count_of,
+    dense_layout,
+    ragged_layout,
+    running_sum,
+)
+from transfer_queue.transport.modes import is_blocking
 
 
 def num_rows(data: Any) -> int:
@@ -45,7 +50,7 @@ def num_rows(data: Any) -> int:
     return max((len(column) for column in data.values()), default=0)
 
 
-def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
+def prepare(data: Any, allow_pickle: bool = False) -> dict[str, Column]:
     """Return every column of a TensorDict (or dict of columns), ready to be written; nothing is copied yet.
 
     Raises:
@@ -53,61 +58,16 @@ def sources(data: Any, allow_pickle: bool = False) -> dict[str, Source]:
         InvalidRequestError: a column has another number of rows than the rest.
     """
     count = num_rows(data)
-    found = {name: _source(name, column, count, allow_pickle) for name, column in named_columns(data)}
-    for name, source in found.items():
-        if source.rows != count:
-            raise InvalidRequestError(f"field {name!r} has {source.rows} rows, the batch has {count}")
+    found = {name: prepare_column(name, column, count, allow_pickle) for name, column in named_columns(data)}
+    for name, column in found.items():
+        if column.rows != count:
+            raise InvalidRequestError(f"field {name!r} has {column.rows} rows, the batch has {count}")
     return found
 
 
-def pack(data: Any, allow_pickle: bool = False) -> dict[str, Piece]:
-    """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``sources`` raises."""
-    return {name: source.piece() for name, source in sources(data, allow_pickle).items()}
-
-
-def unpack(parts: Mapping[str, Parts], count: int, layout: str = "jagged", allow_pickle: bool = False) -> TensorDict:
-    """Make one batch of ``count`` rows in fresh memory, columns sorted by name.
-
-    Args:
-        parts: Per field, wire columns with the rows of the batch that they fill; each row exactly once.
-        layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
-    """
-    check_layout(layout)
-    copies = Copies()
-    way = _Way(layout, Jagged(), copies)
-    columns = {name: _column(name, parts[name], count, allow_pickle, way) for name in sorted(parts)}
-    copies.finish()
-    return batch(columns, count)
-
-
-def relaid(data: TensorDict, layout: str) -> TensorDict:
-    """Return the same batch with its tensor columns in this layout and its columns sorted by name."""
-    check_layout(layout)
-    count, columns, way = num_rows(data), {}, _Way(layout, Jagged())
-    for name, column in sorted(named_columns(data)):
-        if (
-            isinstance(column, torch.Tensor)
-            and count
-            and (column.is_nested or (layout == "jagged" and column.ndim > 1))
-        ):
-            column = _of_piece(_source(name, column, count, False).piece(), way)
-        columns[name] = column
-    return batch(columns, count)
-
-
-def check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ConfigError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
-
-
-def column_of(values: Sequence[Any]) -> Any:
-    """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
-    if are_alike(values):
-        return _of_piece(rows_piece(values), _Way("jagged", Jagged()))
-    if any(map(is_tensor_collection, set(map(type, values)))):
-        # NonTensorStack would take a TensorDict for one of its own members.
-        return NonTensorStack(*(NonTensorData(data=value) for value in values))
-    return object_column(values)
+def pack(data: Any, allow_pickle: bool = False) -> dict[str, WireColumn]:
+    """Every column as one wire column; contiguous CPU tensors are not copied. Raises what ``prepare`` raises."""
+    return {name: column.wire_column() for name, column in prepare(data, allow_pickle).items()}
 
 
 def values_of(column: Any, count: int) -> list[Any]:
@@ -126,6 +86,15 @@ def values_of(column: Any, count: int) -> list[Any]:
     return [shared] * count
 
 
+async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
+    """Apply a put's data_parser, if there is one. It may take long, so an event loop lets a thread run it."""
+    if parser is None:
+        return rows
+    from transfer_queue.storage.batches import parsed
+
+    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
+
+
 def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
     if not is_tensor_collection(data):
         yield from data.items()
@@ -138,27 +107,27 @@ def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
             yield name, [member.get(name) for member in data.unbind(0)]
 
 
-def _source(name: str, column: Any, count: int, allow_pickle: bool) -> Source:
+def prepare_column(name: str, column: Any, count: int, allow_pickle: bool) -> Column:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
         column = torch.from_numpy(column)
     if isinstance(column, torch.Tensor):
-        return _tensor_source(name, column)
+        return _tensor_column(name, column)
     if is_tensor_collection(column) and not is_non_tensor(column):
         raise UnsupportedValueError(
             f"field {name!r} is a nested TensorDict, and a field is one column. "
             f"Flatten it first: data.flatten_keys('.') makes each leaf a field of its own."
         )
     values = values_of(column, count)
-    return RowsSource(values) if are_alike(values) else BytesSource(encode_rows(values, name, allow_pickle))
+    return RowsColumn(values) if are_alike(values) else BytesColumn(encode_rows(values, name, allow_pickle))
 
 
-def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
+def _tensor_column(name: str, tensor: torch.Tensor) -> Column:
     if tensor.is_nested:
-        source = jagged_source(tensor)
-        if source is None:
+        column = jagged_column(tensor)
+        if column is None:
             rows = tensor.unbind()
-            source = RowsSource(rows) if are_alike(rows) else BytesSource(encode_rows(rows, name))
-        return source
+            column = RowsColumn(rows) if are_alike(rows) else BytesColumn(encode_rows(rows, name))
+        return column
     if not is_plain(tensor):
         raise UnsupportedValueError(
             f"field {name!r} is a {'quantized' if tensor.is_quantized else tensor.layout} tensor; "
@@ -168,134 +137,146 @@ def _tensor_source(name: str, tensor: torch.Tensor) -> Source:
         raise UnsupportedValueError(f"field {name!r} is on the meta device: it has a shape and no values to store.")
     if tensor.ndim == 0:
         raise InvalidRequestError(f"field {name!r} is a single number: a column needs one entry per sample")
-    return TensorSource(tensor)
+    return TensorColumn(tensor)
 
 
-class _Way(NamedTuple):
-    """How the columns of one batch are made."""
+class Column(ABC):
+    """One column. ``row_meta`` is [rows, ndim] shapes for ragged columns, [rows + 1] offsets for objects, else None."""
 
-    layout: str
-    jagged: Jagged
-    copy: Copy = AT_ONCE
+    layout: Layout
+    rows: int
+    row_meta: IntArray | None
 
+    @abstractmethod
+    def wire_column(self) -> WireColumn:
+        """Return the whole column as a wire column, sharing memory with the data if its layout allows."""
 
-def _of_piece(piece: Piece, way: _Way) -> Any:
-    return _column("", [(slice(0, piece.rows), piece)], piece.rows, False, way)
+    @abstractmethod
+    def nbytes_of(self, at: Positions) -> int:
+        """Bytes of the values of these rows."""
 
+    @abstractmethod
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
+        """Write these rows back to back with ``copy``; ``out`` has exactly their size."""
 
-def _column(name: str, parts: Parts, count: int, allow_pickle: bool, way: _Way) -> Any:
-    rows = sum(piece.rows for _, piece in parts)
-    if rows != count:
-        raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
-    first = parts[0][1].layout
-    if first.kind == "dense" and (len(parts) == 1 or all(piece.layout == first for _, piece in parts)):
-        shape = (count, *first.shape)
-        if way.layout == "dense" or not first.shape:
-            return _dense(parts, shape, way)
-        return way.jagged.even(_dense(parts, (count * shape[1], *shape[2:]), way), count, shape[1])
-    if first.kind != "objects" and len({piece.layout.family for _, piece in parts}) == 1:
-        return _ragged(parts, count, way)
-    values: list[Any] = [None] * count
-    for positions, piece in parts:
-        where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
-        decoded = decode_rows(piece, name, allow_pickle) if piece.layout == OBJECTS else rows_of(piece)
-        for position, value in zip(where, decoded, strict=True):
-            values[position] = value
-    return _of_values(values, way)
+    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
+        """Write these rows into ``out``, and return the wire column that describes them there."""
+        self.copy_into(out, at, copy)
+        return WireColumn(self.layout, rows, out, None if self.row_meta is None else self.row_meta[at])
 
 
-def _of_values(values: Sequence[Any], way: _Way) -> Any:
-    column = column_of(values)
-    if way.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
-        return _of_piece(rows_piece(values), way._replace(copy=AT_ONCE))
-    return column
+class TensorColumn(Column):
+    """Row i is ``values[i]``, or ``values[bounds[i] : bounds[i + 1]]`` if there are bounds."""
+
+    def __init__(self, values: torch.Tensor, bounds: IntArray | None = None) -> None:
+        self._values = resolved(values)
+        self._bounds = bounds
+        name, size, shape = dtype_name(values.dtype), values.element_size(), tuple(values.shape)
+        self._entry_nbytes = math.prod(shape[1:]) * size
+        if bounds is None:
+            self.layout, self.rows, self.row_meta = dense_layout(name, size, shape[1:]), shape[0], None
+        else:
+            self.layout, self.rows = ragged_layout(name, size, values.ndim), len(bounds) - 1
+            self.row_meta = np.empty((self.rows, values.ndim), np.int64)
+            self.row_meta[:, 0] = np.diff(bounds)
+            self.row_meta[:, 1:] = shape[1:]
+
+    def wire_column(self) -> WireColumn:
+        return WireColumn(self.layout, self.rows, as_bytes(self._values), self.row_meta)
+
+    def nbytes_of(self, at: Positions) -> int:
+        if self._bounds is None:
+            entries = count_of(at)
+        elif isinstance(at, slice):
+            entries = int(self._bounds[at.stop] - self._bounds[at.start])
+        else:
+            entries = int((self._bounds[at + 1] - self._bounds[at]).sum())
+        return entries * self._entry_nbytes
+
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
+        starts, stops = runs(at)
+        if self._bounds is not None:
+            starts, stops = self._bounds[starts], self._bounds[stops]
+        if self._values.is_contiguous() and self._values.device.type == "cpu":
+            sizes = (stops - starts) * self._entry_nbytes
+            copy_spans(out, np.cumsum(sizes) - sizes, as_bytes(self._values), starts * self._entry_nbytes, sizes, copy)
+            return
+        entries = int((stops - starts).sum())
+        target = from_bytes(out, self._values.dtype, (entries, *self._values.shape[1:]))
+        begin = 0
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            target[begin : begin + stop - start].copy_(self._values[start:stop])
+            begin += stop - start
 
 
-def _dense(parts: Parts, shape: Sequence[int], way: _Way) -> torch.Tensor:
-    layout, row_nbytes = parts[0][1].layout, parts[0][1].layout.row_nbytes
-    out = recycling.empty(math.prod(shape) * layout.itemsize)
-    for positions, piece in parts if out.nbytes else ():
-        copy_rows(out, positions, piece.data, piece.picks, row_nbytes, way.copy)
-    return from_bytes(out, dtype_of(layout.dtype), shape)
+class RowsColumn(Column):
+    """One tensor per row, all of one dtype and rank."""
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        first = rows[0]
+        name, size = dtype_name(first.dtype), first.element_size()
+        self._tensors = [resolved(row) for row in rows]
+        self._nbytes = np.array([row.numel() * size for row in rows], np.int64)
+        self.rows = len(rows)
+        if len({row.shape for row in rows}) == 1:
+            self.layout, self.row_meta = dense_layout(name, size, first.shape), None
+        else:
+            self.layout = ragged_layout(name, size, first.ndim)
+            self.row_meta = np.array([row.shape for row in rows], np.int64)
+
+    def wire_column(self) -> WireColumn:
+        return join_rows(self._tensors)
+
+    def nbytes_of(self, at: Positions) -> int:
+        return int(self._nbytes[at].sum())
+
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
+        begin = 0
+        for number in range(self.rows)[at] if isinstance(at, slice) else at.tolist():
+            row, nbytes = self._tensors[number], int(self._nbytes[number])
+            if nbytes:
+                from_bytes(out[begin : begin + nbytes], row.dtype, row.shape).copy_(row)
+            begin += nbytes
 
 
-def _ragged(parts: Parts, count: int, way: _Way) -> Any:
-    piece = parts[0][1]
-    first = piece.layout
-    if len(parts) == 1 and (whole := _whole(parts, count, way)) is not None:
-        return _shaped(whole, dtype_of(first.dtype), _shapes_of(piece), piece.bounds, way, piece.extremes)
-    shapes = np.empty((count, len(first.shape)), np.int64)
-    ragged = [(positions, piece.as_ragged()) for positions, piece in parts]
-    for positions, piece in ragged:
-        assert piece.side is not None
-        shapes[positions] = piece.side
-    sizes = shapes.prod(axis=1) * first.itemsize
-    bounds = running_sum(sizes)
-    out = recycling.empty(int(bounds[-1]))
-    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
-    by = way.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
-    for positions, piece in ragged:
-        copy_spans(out, bounds[:-1][positions], piece.data, piece.starts, sizes[positions], by)
-    return _shaped(out, dtype_of(first.dtype), shapes, bounds, way)
+class BytesColumn(Column):
+    """A column that is already bytes: encoded objects, or values that were stored before."""
+
+    def __init__(self, wire: WireColumn) -> None:
+        self._wire = wire
+        self.layout, self.rows, self.row_meta = wire.layout, wire.rows, wire.row_meta
+
+    def wire_column(self) -> WireColumn:
+        return self._wire
+
+    def _spans(self, at: Positions) -> tuple[IntArray, IntArray]:
+        """(first, one past the last) byte of each run of rows."""
+        starts, stops = runs(at)
+        if self.layout.kind == "dense":
+            return starts * self.layout.row_nbytes, stops * self.layout.row_nbytes
+        return self._wire.bounds[starts], self._wire.bounds[stops]
+
+    def nbytes_of(self, at: Positions) -> int:
+        starts, stops = self._spans(at)
+        return int((stops - starts).sum())
+
+    def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
+        starts, stops = self._spans(at)
+        sizes = stops - starts
+        copy_spans(out, np.cumsum(sizes) - sizes, self._wire.data, starts, sizes, copy)
+
+    def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
+        if self.layout.kind != "objects":
+            return super().stored_in(out, at, rows, copy)
+        self.copy_into(out, at, copy)
+        return WireColumn(self.layout, rows, out, running_sum(np.diff(self._wire.bounds)[at]))
 
 
-def _whole(parts: Parts, count: int, way: _Way) -> ByteArray | None:
-    """Copy a batch that one wire column holds in its order; None if rows must be selected or reordered."""
-    positions, piece = parts[0]
-    in_order = isinstance(positions, slice) and positions == slice(0, count)
-    if piece.layout.kind != "ragged" or piece.picks is not None or not in_order:
+def jagged_column(tensor: Any) -> Column | None:
+    """A column over a jagged tensor's values. None if they have holes or are ragged in a later dim."""
+    if not is_simple_jagged(tensor):
         return None
-    out = recycling.empty(piece.data.nbytes)
-    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
-    shapes = _shapes_of(piece)
-    (way.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, piece.data)
-    return out
-
-
-def _shapes_of(piece: Piece) -> IntArray:
-    assert piece.side is not None
-    return piece.side
-
-
-def _shaped(
-    out: Any,
-    dtype: torch.dtype,
-    shapes: IntArray,
-    bounds: IntArray,
-    way: _Way,
-    extremes: tuple[int, int] | None = None,
-) -> Any:
-    """Make the most regular tensor that these contiguous rows allow. ``extremes``: of ``shapes``, if known."""
-    if way.layout == "jagged" and shapes.shape[1] == 1:
-        flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
-        return way.jagged(flat, bounds // dtype.itemsize, extremes)
-    same = (shapes == shapes[0]).all(axis=0)
-    if way.layout == "dense" and same.all():
-        return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
-    if same[1:].all():
-        lengths = shapes[:, 0]
-        values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
-        return way.jagged(values, running_sum(lengths))
-    edges = bounds.tolist()
-    rows = [
-        from_bytes(out[start:stop], dtype, shape)
-        for (start, stop), shape in zip(pairwise(edges), shapes.tolist(), strict=True)
-    ]
-    return _strided(rows)
-
-
-def _strided(rows: Sequence[torch.Tensor]) -> Any:
-    _warn_of_nested_tensors_once()
-    try:
-        return torch.nested.as_nested_tensor(list(rows), layout=torch.strided)
-    except RuntimeError:
-        # Not implemented for this dtype (float8, uint16, …).
-        return NonTensorStack(*rows)
-
-
-@functools.cache
-def _warn_of_nested_tensors_once() -> None:
-    # torch warns once per process that nested tensors are a prototype; users can't act on it.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)
+    offsets, values = tensor.offsets().cpu().numpy(), jagged_values(tensor)
+    if offsets[0] != 0 or offsets[-1] != len(values):
+        values = values[offsets[0] : offsets[-1]]
+    return TensorColumn(values, (offsets - offsets[0]).astype(np.int64, copy=False))

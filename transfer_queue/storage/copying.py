@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the copies of one put or get and makes them together at its end, with several threads if that pays."""
+"""Copies rows and spans of bytes without a Python loop over the rows; large copies with several threads."""
 
 from __future__ import annotations
 
@@ -8,14 +8,178 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from transfer_queue.storage.pieces import ByteArray
-from transfer_queue.storage.spans import AT_ONCE, LATER_NBYTES
+
+class Copy(Protocol):
+    """Something that copies, now or later."""
+
+    def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
+        """dst[:] = src."""
+        ...
+
+    def rows(self, dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64]) -> None:
+        """dst[i] = src[row_indices[i]], both [rows, words per row]."""
+        ...
+
+
+class AtOnce:
+    """A ``Copy`` that this thread makes before it returns."""
+
+    def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
+        np.copyto(dst, src)
+
+    def rows(self, dst: NDArray[Any], src: NDArray[Any], row_indices: NDArray[np.int64]) -> None:
+        # mode="clip" writes straight into ``out``; the default would use a buffer.
+        np.take(src, row_indices, axis=0, out=dst, mode="clip")
+
+
+AT_ONCE = AtOnce()
+
+_LONG_RUN_NBYTES = 16 * 1024
+"""Runs of rows at least this long on average are copied one by one, as slices."""
+_LOOP_NBYTES = 512
+"""The same for spans of different sizes. For shorter spans, the interpreter would cost more than the bytes."""
+LATER_NBYTES = 64 * 1024
+"""Spans of at least this size are worth copying separately: later, or in another thread."""
+_CACHED_NBYTES = 256 * 1024
+"""Rows are gathered and then scattered in steps of this size, which stay in a core's cache."""
+
+
+def runs(at: slice | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(first, one past the last) of each run of consecutive positions, in order."""
+    if isinstance(at, slice):
+        return np.array([at.start]), np.array([at.stop])
+    if len(at) == 0:
+        return at, at
+    cuts = np.flatnonzero(np.diff(at) != 1) + 1
+    return at[np.append(0, cuts)], at[np.append(cuts - 1, len(at) - 1)] + 1
+
+
+def copy_rows(
+    dst: NDArray[np.uint8],
+    at: slice | NDArray[np.int64],
+    src: NDArray[np.uint8],
+    row_indices: NDArray[np.int64] | None,
+    row_nbytes: int,
+    copy: Copy = AT_ONCE,
+) -> None:
+    """Row ``at[i]`` of ``dst`` = row ``row_indices[i]`` of ``src`` (None: row i). All rows have one size, not 0."""
+    if isinstance(at, slice) and row_indices is None:
+        copy(dst[at.start * row_nbytes : at.stop * row_nbytes], src)
+        return
+    count = at.stop - at.start if isinstance(at, slice) else len(at)
+    to = np.arange(at.start, at.stop) if isinstance(at, slice) else at
+    rows = np.arange(count) if row_indices is None else row_indices
+    cuts = np.flatnonzero((np.diff(to) != 1) | (np.diff(rows) != 1)) + 1
+    # Single rows that land in order are gathered in one call; a loop would take twice as long.
+    single = isinstance(at, slice) and 2 * (len(cuts) + 1) > count
+    if not single and count * row_nbytes >= _LONG_RUN_NBYTES * (len(cuts) + 1):
+        first, sizes = np.append(0, cuts), np.diff(np.concatenate(([0], cuts, [count]))) * row_nbytes
+        _copy_each(dst, to[first] * row_nbytes, src, rows[first] * row_nbytes, sizes, copy)
+        return
+    target, source = as_words(dst, src, row_nbytes)
+    if isinstance(at, slice):
+        copy.rows(target[at], source, rows)
+    elif row_indices is None:
+        target[to] = source
+    else:
+        step = max(1, _CACHED_NBYTES // row_nbytes)
+        for begin in range(0, count, step):
+            target[to[begin : begin + step]] = source[rows[begin : begin + step]]
+
+
+def copy_spans(
+    dst: NDArray[np.uint8],
+    dst_starts: NDArray[np.int64],
+    src: NDArray[np.uint8],
+    src_starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    copy: Copy = AT_ONCE,
+) -> None:
+    """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i, in bytes."""
+    if len(sizes) == 1:
+        begin, start, size = dst_starts.item(), src_starts.item(), sizes.item()
+        copy(dst[begin : begin + size], src[start : start + size])
+        return
+    keep = sizes > 0
+    if not keep.all():
+        dst_starts, src_starts, sizes = dst_starts[keep], src_starts[keep], sizes[keep]
+    if len(sizes) == 0:
+        return
+    dst_starts, src_starts, sizes = _merged(dst_starts, src_starts, sizes)
+    total = int(sizes.sum())
+    if len(sizes) == 1 or total >= _LOOP_NBYTES * len(sizes):
+        _copy_each(dst, dst_starts, src, src_starts, sizes, copy)
+        return
+    word = _word(dst_starts, src_starts, sizes, dst.nbytes, src.nbytes)
+    counts = sizes // word
+    within = np.arange(total // word) - np.repeat(np.cumsum(counts) - counts, counts)
+    to, at = np.repeat(dst_starts // word, counts) + within, np.repeat(src_starts // word, counts) + within
+    dst_words, src_words = as_words(dst, src, word)
+    if dst_words.shape[1] == 1:  # flat indexing is faster for single words; unaligned buffers have more per row
+        dst_words, src_words = dst_words.reshape(-1), src_words.reshape(-1)
+    dst_words[to] = src_words[at]
+
+
+def _copy_each(
+    dst: NDArray[np.uint8],
+    dst_starts: NDArray[np.int64],
+    src: NDArray[np.uint8],
+    src_starts: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    copy: Copy,
+) -> None:
+    dst_stops, src_stops = dst_starts + sizes, src_starts + sizes
+    edges = (dst_starts.tolist(), dst_stops.tolist(), src_starts.tolist(), src_stops.tolist())
+    if sizes.sum() >= LATER_NBYTES * len(sizes):
+        for to, end, at, stop in zip(*edges, strict=True):
+            copy(dst[to:end], src[at:stop])
+    elif (dst_stops[:-1] == dst_starts[1:]).all():  # contiguous in dst: nearly twice as fast in one call
+        np.concatenate(list(map(src.__getitem__, map(slice, *edges[2:]))), out=dst[dst_starts[0] : dst_stops[-1]])
+    else:
+        for to, end, at, stop in zip(*edges, strict=True):
+            dst[to:end] = src[at:stop]
+
+
+def _merged(
+    dst_starts: NDArray[np.int64], src_starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Merge spans that are contiguous in both buffers."""
+    follows = (dst_starts[:-1] + sizes[:-1] == dst_starts[1:]) & (src_starts[:-1] + sizes[:-1] == src_starts[1:])
+    if not follows.any():
+        return dst_starts, src_starts, sizes
+    first = np.flatnonzero(np.append(True, ~follows))
+    return dst_starts[first], src_starts[first], np.add.reduceat(sizes, first)
+
+
+def _word(*numbers: Any) -> int:
+    """The largest of 8, 4, 2, 1 that divides all numbers."""
+    bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(np.atleast_1d(n)) for n in numbers]))
+    return next(word for word in (8, 4, 2, 1) if bits % word == 0)
+
+
+def as_words(dst: NDArray[np.uint8], src: NDArray[np.uint8], row_nbytes: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """View both buffers as [rows, words per row], in the widest words that fit: NumPy copies small rows word by word.
+
+    ``row_nbytes`` is at least 1.
+    """
+    for word in ("i8", "i4", "i2"):
+        size = np.dtype(word).itemsize
+        if row_nbytes % size == 0:
+            wide_dst, wide_src = dst.view(word), src.view(word)
+            # NumPy would copy an unaligned source (a frame inside a larger buffer) whole before it takes any row.
+            if wide_dst.flags.aligned and wide_src.flags.aligned:
+                return _rows(wide_dst, row_nbytes // size), _rows(wide_src, row_nbytes // size)
+    return _rows(dst, row_nbytes), _rows(src, row_nbytes)
+
+
+def _rows(words: NDArray[Any], per_row: int) -> NDArray[Any]:
+    return words.reshape(-1, per_row)
+
 
 _SHARED_NBYTES = 24 * 1024 * 1024
 _CHUNK_NBYTES = 256 * 1024
@@ -24,10 +188,10 @@ _MAPPED_NBYTES = 64 * 1024
 _MOST_HELPERS = 3  # a few cores saturate the memory bandwidth
 
 _Rows = NDArray[Any]
-_Picks = NDArray[np.int64] | None
-_Job = tuple[_Rows, _Rows, _Picks]
+_RowIndices = NDArray[np.int64] | None
+_Job = tuple[_Rows, _Rows, _RowIndices]
 """(dst, src, row indices; None: all rows in order)."""
-_Chunks = deque[tuple[_Rows, _Rows, _Picks, int, int]]
+_Chunks = deque[tuple[_Rows, _Rows, _RowIndices, int, int]]
 """(the job's three fields, first row of the chunk, number of rows)."""
 
 
@@ -44,7 +208,7 @@ class Copies:
         self._jobs: list[_Job] = []
         self._nbytes = 0
 
-    def __call__(self, dst: ByteArray, src: ByteArray) -> None:
+    def __call__(self, dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
         """dst[:] = src, by the time of ``finish``."""
         if dst.nbytes < LATER_NBYTES:
             dst[...] = src
@@ -52,12 +216,12 @@ class Copies:
         self._jobs.append((dst, src, None))
         self._nbytes += dst.nbytes
 
-    def rows(self, dst: _Rows, src: _Rows, picks: NDArray[np.int64]) -> None:
-        """dst[i] = src[picks[i]] for every row, by the time of ``finish``."""
+    def rows(self, dst: _Rows, src: _Rows, row_indices: NDArray[np.int64]) -> None:
+        """dst[i] = src[row_indices[i]] for every row, by the time of ``finish``."""
         if dst.nbytes < LATER_NBYTES:
-            AT_ONCE.rows(dst, src, picks)
+            AT_ONCE.rows(dst, src, row_indices)
             return
-        self._jobs.append((dst, src, picks))
+        self._jobs.append((dst, src, row_indices))
         self._nbytes += dst.nbytes
 
     @property
@@ -69,6 +233,8 @@ class Copies:
         """Make all copies before returning."""
         if not self._jobs:
             return
+        import torch  # storage units copy without it
+
         jobs, helpers = self._jobs, min(torch.get_num_threads() - 1, _MOST_HELPERS) * self.worth_sharing
         self._jobs, self._nbytes = [], 0
         if helpers > 0:
@@ -77,15 +243,15 @@ class Copies:
                 _map_pages(dst)
             _copy_together(jobs, helpers)
             return
-        for dst, src, picks in jobs:
-            if picks is not None:
-                AT_ONCE.rows(dst, src, picks)
+        for dst, src, row_indices in jobs:
+            if row_indices is not None:
+                AT_ONCE.rows(dst, src, row_indices)
                 continue
             _map_pages(dst if self._into_mapped else src)
             dst[...] = src
 
 
-def _map_pages(memory: ByteArray) -> None:
+def _map_pages(memory: NDArray[np.uint8]) -> None:
     """Touch another process's memory before it is copied into or out of.
 
     Linux maps existing pages in groups on a first read, but one by one on a first write. A copy interrupted by page
@@ -97,9 +263,9 @@ def _map_pages(memory: ByteArray) -> None:
 def _copy_together(jobs: Sequence[_Job], num_helpers: int) -> None:
     # Tuples, because creating the slices of 64 MiB up front takes as long as copying 3 MiB.
     chunks: _Chunks = deque()
-    for dst, src, picks in jobs:
-        step = _CHUNK_NBYTES if picks is None else max(1, _CHUNK_NBYTES * len(dst) // dst.nbytes)
-        chunks += [(dst, src, picks, start, step) for start in range(0, len(dst), step)]
+    for dst, src, row_indices in jobs:
+        step = _CHUNK_NBYTES if row_indices is None else max(1, _CHUNK_NBYTES * len(dst) // dst.nbytes)
+        chunks += [(dst, src, row_indices, start, step) for start in range(0, len(dst), step)]
     errors: list[BaseException] = []
     helpers = [_Helper(chunks, errors) for _ in range(num_helpers)]
     try:
@@ -133,7 +299,7 @@ class _Helper:
     def __init__(self, chunks: _Chunks, errors: list[BaseException]) -> None:
         self._chunks = chunks
         self._errors = errors
-        self._begun = self._ended = False
+        self._started = self._ended = False
         self._over = threading.Lock()
         self._over.acquire()
 
@@ -142,7 +308,7 @@ class _Helper:
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        self._begun = True
+        self._started = True
         try:
             _drain(self._chunks)
         except BaseException as error:  # raised again by the thread that waits for this one
@@ -153,19 +319,19 @@ class _Helper:
 
     def wait(self) -> None:
         """After this the helper writes no more. All chunks must have been taken, because it may still start later."""
-        while self._begun and not self._ended:  # Ctrl-C may have come between its end and the note of it
+        while self._started and not self._ended:  # Ctrl-C may have come between its end and the note of it
             self._over.acquire()
 
 
 def _drain(chunks: _Chunks) -> None:
     while True:
         try:
-            dst, src, picks, start, step = chunks.popleft()
+            dst, src, row_indices, start, step = chunks.popleft()
         except IndexError:
             return
         stop = start + step
         # NumPy releases the interpreter lock meanwhile.
-        if picks is None:
+        if row_indices is None:
             dst[start:stop] = src[start:stop]
         else:
-            AT_ONCE.rows(dst[start:stop], src, picks[start:stop])
+            AT_ONCE.rows(dst[start:stop], src, row_indices[start:stop])

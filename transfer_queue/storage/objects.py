@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
-from transfer_queue.storage.pieces import OBJECTS, Piece, running_sum
 from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
+from transfer_queue.storage.wire_columns import OBJECTS, WireColumn, running_sum
 
 Ext = msgspec.msgpack.Ext
 
@@ -31,7 +31,7 @@ _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _SWITCH = "backend.SimpleStorage.allow_pickle: true"
 
 
-def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -> Piece:
+def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -> WireColumn:
     """Encode one row per value.
 
     Raises:
@@ -42,22 +42,22 @@ def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -
     if rows is None:
         rows = [encoder.row(value) for value in values]
     offsets = running_sum(np.array(list(map(len, rows)), np.int64))
-    return Piece(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
+    return WireColumn(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
 
 
-def decode_rows(piece: Piece, field: str, allow_pickle: bool = False) -> list[Any]:
+def decode_rows(column: WireColumn, field: str, allow_pickle: bool = False) -> list[Any]:
     """Decode the values; the caller owns each of them.
 
     Raises:
         UnsupportedValueError: a value was pickled and ``allow_pickle`` is off; none of its code has run.
     """
     decode = _decoder(field, allow_pickle)
-    payload = piece.data.data
+    payload = column.data.data
     try:
         if payload.nbytes <= _TOGETHER_NBYTES:
-            values: list[Any] = decode(b"\xdd" + piece.rows.to_bytes(4, "big") + payload)  # as one msgpack array
+            values: list[Any] = decode(b"\xdd" + column.rows.to_bytes(4, "big") + payload)  # as one msgpack array
             return values
-        edges = piece.bounds.tolist()
+        edges = column.bounds.tolist()
         return [decode(payload[start:stop]) for start, stop in pairwise(edges)]
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error

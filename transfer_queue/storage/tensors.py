@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.pieces import ByteArray, Piece, dense_layout, ragged_layout
+from transfer_queue.storage.wire_columns import ByteArray, WireColumn, dense_layout, ragged_layout
 
 
 @functools.cache
@@ -71,25 +71,25 @@ def are_alike(values: Sequence[Any]) -> bool:
     return len({(row.dtype, row.ndim) for row in values}) == 1 and all(map(is_plain, values))
 
 
-def rows_piece(rows: Sequence[torch.Tensor]) -> Piece:
+def join_rows(rows: Sequence[torch.Tensor]) -> WireColumn:
     """Join one tensor per row, all alike: dense if all shapes agree, else ragged."""
     first = rows[0]
     data = np.concatenate([as_bytes(row) for row in rows])
     if len({row.shape for row in rows}) == 1:
-        return Piece(dense_layout(dtype_name(first.dtype), first.element_size(), first.shape), len(rows), data)
+        return WireColumn(dense_layout(dtype_name(first.dtype), first.element_size(), first.shape), len(rows), data)
     shapes = np.array([row.shape for row in rows], np.int64)
-    return Piece(ragged_layout(dtype_name(first.dtype), first.element_size(), first.ndim), len(rows), data, shapes)
+    return WireColumn(ragged_layout(dtype_name(first.dtype), first.element_size(), first.ndim), len(rows), data, shapes)
 
 
-def rows_of(piece: Piece) -> list[torch.Tensor]:
+def rows_of(column: WireColumn) -> list[torch.Tensor]:
     """Return one tensor per row of a dense or ragged wire column, each in memory of its own."""
-    ragged, dtype = piece.as_ragged(), dtype_of(piece.layout.dtype)
-    if not piece.layout.shape:
-        numbers = from_bytes(piece.data.copy(), dtype, (-1,))
-        return list((numbers if piece.picks is None else numbers[torch.from_numpy(piece.picks)]).unbind())
-    assert ragged.side is not None
-    starts, shapes = ragged.starts, ragged.side
-    stops = starts + shapes.prod(axis=1) * piece.layout.itemsize
+    ragged, dtype = column.as_ragged(), dtype_of(column.layout.dtype)
+    if not column.layout.shape:
+        numbers = from_bytes(column.data.copy(), dtype, (-1,))
+        return list((numbers if column.selection is None else numbers[torch.from_numpy(column.selection)]).unbind())
+    assert ragged.row_meta is not None
+    starts, shapes = ragged.starts, ragged.row_meta
+    stops = starts + shapes.prod(axis=1) * column.layout.itemsize
     return [
         from_bytes(ragged.data[start:stop].copy(), dtype, shape)
         for start, stop, shape in zip(starts.tolist(), stops.tolist(), shapes.tolist(), strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from transfer_queue.checkpoint.directory import Staging, find
-from transfer_queue.checkpoint.manifest import CONTROLLER, METADATA
+from transfer_queue.checkpoint.files import CONTROLLER, METADATA
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
 
 

@@ -178,7 +178,7 @@ class CheckedPlane:
         indexes = p.unpack_indexes(reply.indexes).tolist()
         assert len(indexes) == request.count
         self.add(request.partition, client, indexes)
-        self.producers.began(client, request.fields)
+        self.producers.announced(client, request.fields)
         self.remember(client, request, reply, reserved=tuple(indexes))
         return None
 
@@ -208,7 +208,7 @@ class CheckedPlane:
             self.add(request.partition, client, made)
             self.model[request.partition].keys.update({key: found[key] for key in new})
             if request.hold:
-                self.producers.began(client, request.fields)
+                self.producers.announced(client, request.fields)
                 self.remember(client, request, reply, reserved=tuple(made))
             else:
                 self.model[request.partition].make_live(made)
@@ -235,7 +235,7 @@ class CheckedPlane:
         if there and answer.undo is not None:
             answer.undo(partition)  # type: ignore[arg-type]
         if there:
-            partition.give_back(list(answer.reserved))  # type: ignore[union-attr]
+            partition.release_reserved(list(answer.reserved))  # type: ignore[union-attr]
         known = {index for each in self.model.values() for index in each.samples}
         self.chores += [index for index in (*answer.reserved, *answer.cleared) if index not in known]
         return (
@@ -245,7 +245,7 @@ class CheckedPlane:
         )
 
     def check_chores(self) -> None:
-        given = [index for chore in self.plane.take_chores() for index in chore.indexes.tolist()]
+        given = [index for unused in self.plane.take_unused() for index in unused.tolist()]
         assert sorted(given) == sorted(self.chores), "what belongs to nobody is deleted"
         self.chores.clear()
 
@@ -339,7 +339,7 @@ class CheckedPlane:
             view.given.update(dict.fromkeys(indexes))
             view.consumed.update(indexes)
             self.remember(
-                client, request, reply, lambda _: view.take_back(indexes, num_resets), drawn=tuple(indexes)
+                client, request, reply, lambda _: view.release(indexes, num_resets), drawn=tuple(indexes)
             )  # fmt: skip
             return
         key = (request.dp_rank, reply.batch_index)
@@ -460,7 +460,7 @@ class CheckedPlane:
         if begun is not None:
             left = [i for i in begun.reserved if i not in indexes]
             if self.model.get(begun.request.partition) is begun.partition is not None:
-                begun.partition.give_back(left)
+                begun.partition.release_reserved(left)
             known = {index for each in self.model.values() for index in each.samples}
             self.chores += [index for index in left if index not in known]
         self.remember(client, request, reply)

@@ -54,7 +54,7 @@ def cancel(plane: ControlPlane, client: str, reply: Any, now: float = 0.0) -> tu
 
 def chores(plane: ControlPlane) -> list[int]:
     """Samples whose values are to be deleted, since the last call of this."""
-    return [index for chore in plane.take_chores() for index in chore.indexes.tolist()]
+    return [index for unused in plane.take_unused() for index in unused.tolist()]
 
 
 def publish(

@@ -57,7 +57,7 @@ class View:
             self.settle(key)
         return len(hit)
 
-    def take_back(self, indexes: list[int], num_resets: int) -> None:
+    def release(self, indexes: list[int], num_resets: int) -> None:
         """An unnamed fetch got these, and was cancelled."""
         back = [i for i in indexes if i in self.given and self.given[i] is None and num_resets == self.num_resets]
         for index in back:
@@ -157,7 +157,7 @@ class PartitionModel:
             view.clear(set(gone))
         return gone
 
-    def give_back(self, indexes: list[int]) -> None:
+    def release_reserved(self, indexes: list[int]) -> None:
         self.clear([i for i in indexes if i in self.samples and self.samples[i].state != "live"])
 
     def uninsert(self, indexes: list[int]) -> None:
@@ -174,7 +174,7 @@ class ProducersModel:
     alive: dict[str, dict[str, bool]] = field(default_factory=dict)
     ends: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
 
-    def began(self, client: str, fields: Any) -> None:
+    def announced(self, client: str, fields: Any) -> None:
         for name in fields:
             self.alive.setdefault(name, {}).setdefault(client, False)
 

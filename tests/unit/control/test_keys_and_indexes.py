@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from transfer_queue.control.indexes import IndexAllocator
-from transfer_queue.control.keys import KeyMap
+from transfer_queue.control.keys_and_tags import KeyMap
+from transfer_queue.control.rows import IndexAllocator
 
 
 def test_a_key_and_its_sample_are_known_both_ways_until_forgotten():
@@ -13,7 +13,7 @@ def test_a_key_and_its_sample_are_known_both_ways_until_forgotten():
     keys.bind("a", 2)
     assert (keys.index_of("a"), keys.key_of(4), len(keys)) == (2, "b", 2)
     assert (keys.index_of("c"), keys.key_of(9)) == (None, None)
-    keys.forget([4, 9])
+    keys.unbind([4, 9])
     assert (list(keys.items()), keys.index_of("b"), keys.key_of(4), len(keys)) == ([("a", 2)], None, None, 1)
 
 
@@ -29,7 +29,7 @@ def test_keys_keep_the_order_of_insertion_and_a_mapping_is_a_copy():
 def test_a_forgotten_key_may_name_another_sample():
     keys = KeyMap()
     keys.bind("k", 1)
-    keys.forget([1])
+    keys.unbind([1])
     keys.bind("k", 2)
     assert (keys.index_of("k"), keys.key_of(1)) == (2, None)
 

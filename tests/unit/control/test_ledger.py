@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from transfer_queue.control.ledger import Ledger
+from transfer_queue.control.ledger import Ledger, Runs
 
 
 def write(ledger, key, *indexes, dp_size=None):
@@ -24,10 +26,10 @@ def test_a_batch_is_there_until_its_token_is_acknowledged_and_settled_after():
     ledger = Ledger("p/t/1")
     entry = write(ledger, (0, 0), 5, 6)
     assert ledger.get((0, 0)) is entry
-    assert (ledger.holds((0, 0)), ledger.is_settled((0, 0)), len(ledger)) == (True, False, 1)
+    assert (ledger.holds((0, 0)), ledger.is_closed((0, 0)), len(ledger)) == (True, False, 1)
     assert ledger.ack([entry.token, entry.token, "p/t/1/0#9", ""]) == 1
     assert ledger.get((0, 0)) is None
-    assert (ledger.holds((0, 0)), ledger.is_settled((0, 0)), len(ledger)) == (True, True, 0)
+    assert (ledger.holds((0, 0)), ledger.is_closed((0, 0)), len(ledger)) == (True, True, 0)
 
 
 def test_tokens_of_another_ledger_settle_nothing():
@@ -68,7 +70,7 @@ def test_settled_batches_of_a_long_run_leave_a_mark_only():
             window.append(write(ledger, (0, 1000 + i), i))
     for entry in window:
         ledger.ack([entry.token])
-    assert [i for i in range(1600) if ledger.is_settled((0, i))] == [*range(500), *range(1007, 1500, 7)]
+    assert [i for i in range(1600) if ledger.is_closed((0, i))] == [*range(500), *range(1007, 1500, 7)]
     assert (len(ledger._drawn[0]), len(ledger)) == (1 + len(range(7, 500, 7)), 0)
 
 
@@ -76,7 +78,7 @@ def test_a_stream_that_begins_late_leaves_a_mark_only_too():
     ledger = Ledger("p/t/1")
     for i in range(1000, 3000):
         ledger.ack([write(ledger, (0, i), i).token])
-    assert (len(ledger._drawn[0]), ledger.is_settled((0, 2999)), ledger.holds((0, 999))) == (1, True, False)
+    assert (len(ledger._drawn[0]), ledger.is_closed((0, 2999)), ledger.holds((0, 999))) == (1, True, False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_a_batch_with_no_sample_left_is_settled():
     ledger.samples_cleared(numbers(first.number, 0, -1, 77))
     assert (first.owned, len(ledger)) == (1, 2)
     ledger.samples_cleared(numbers(first.number, second.number))
-    assert (ledger.is_settled((0, 0)), ledger.is_settled((0, 1)), len(ledger)) == (True, True, 0)
+    assert (ledger.is_closed((0, 0)), ledger.is_closed((0, 1)), len(ledger)) == (True, True, 0)
 
 
 def test_a_reset_keeps_batches_under_new_tokens_and_reopens_settled_ones():
@@ -145,3 +147,27 @@ def test_the_books_are_checked_against_what_samples_say():
     ledger.check_invariants(numbers(entry.number, entry.number, 99))
     with pytest.raises(AssertionError, match="owns its live samples"):
         ledger.check_invariants(numbers(entry.number))
+
+
+# ---- runs of numbers ----
+
+
+def runs_of(numbers):
+    runs = Runs()
+    for number in numbers:
+        runs.add(number)
+    return runs
+
+
+@given(st.lists(st.integers(0, 40), max_size=40))
+def test_runs_are_a_set_of_numbers(numbers):
+    runs, members = runs_of(numbers), set(numbers)
+    assert [number for number in range(-1, 43) if number in runs] == sorted(members)
+    for number in range(43):
+        assert runs.below(number) == max((member + 1 for member in members if member < number), default=0)
+    assert runs.end() == max(members, default=-1) + 1
+    assert len(runs) == sum(number - 1 not in members for number in members)
+
+
+def test_a_long_row_of_numbers_takes_the_room_of_one_in_whatever_order_it_came():
+    assert len(runs_of([*range(0, 1000, 2), *range(999, 0, -2)])) == 1

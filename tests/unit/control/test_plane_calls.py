@@ -202,9 +202,8 @@ def test_a_goodbye_ends_the_session(plane):
     ask(plane, ROLLOUT, p.Reserve, "p", 2, fields("x"))
     seal(plane)
     park(plane, 1)
-    own, told = send(plane, ROLLOUT, p.Goodbye)
-    assert isinstance(own.reply, p.Done)
-    assert isinstance(told.reply, p.Ended)
+    (end,) = plane.client_gone(ROLLOUT, 0.0, died=False)
+    assert isinstance(end.reply, p.Ended)
     assert chores(plane) == [0, 1]
 
 
@@ -222,7 +221,7 @@ def test_what_a_client_cleared_and_may_not_have_heard_of_is_deleted_by_the_serve
         if how == "cancel":
             assert cancel(plane, CRITIC, reply)[0] == "kept"
         elif how == "settled":
-            plane.settle(CRITIC, reply.id)
+            plane.received(CRITIC, [reply.id])
         plane.client_gone(CRITIC, 0.0)
         assert chores(plane) == ([] if how == "settled" else [sample])
 
@@ -277,8 +276,3 @@ def test_a_publish_may_have_the_number_of_the_reservation_that_it_completes(plan
     refused(plane.handle(ROLLOUT, p.Reserve(5001, "p", 1), 0.0)[0].reply, "ProtocolError")
     assert cancel(plane, ROLLOUT, own.reply) == ("kept", [])
     assert batch(plane, 1) == [0]
-
-
-def test_a_client_of_another_version_is_told_both_versions(plane):
-    assert isinstance(ask(plane, ROLLOUT, p.Hello, 1, p.PROTOCOL_VERSION), p.Done)
-    refused(ask(plane, ROLLOUT, p.Hello, 1), "ProtocolError", "version 0", f"version {p.PROTOCOL_VERSION}")

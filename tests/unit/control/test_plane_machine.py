@@ -250,7 +250,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     @invariant()
     def nothing_that_could_be_answered_waits(self) -> None:
         for partition in PARTITIONS:
-            self.plane.state.touch(partition)
+            self.plane.state.mark_dirty(partition)
         self.sound = False
         assert self.plane.expire(self.now) == []
         deadline = self.plane.next_deadline()

@@ -103,7 +103,7 @@ def test_cleared_samples_of_a_writer_who_left_cost_nothing(grown):
     plane = used_before()
     grown()
     fill(plane)
-    plane.settle(ACTOR, ask(plane, ACTOR, p.ClearPartition, "p").id)
+    plane.received(ACTOR, [ask(plane, ACTOR, p.ClearPartition, "p").id])
     plane.client_gone(ROLLOUT, now=0.0)
     assert grown() < 0.1
 

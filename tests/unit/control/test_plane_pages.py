@@ -205,5 +205,5 @@ def test_an_evicted_client_holds_nothing_any_more(make_plane):
     park(plane, 1, wait_s=600.0)
     assert ask(plane, CRITIC, p.EvictClient, "nobody").value is False
     assert ask(plane, CRITIC, p.EvictClient, ROLLOUT, now=1.0).value is True
-    assert [chore.indexes.tolist() for chore in plane.take_chores()] == [[0, 1]]
+    assert [unused.tolist() for unused in plane.take_unused()] == [[0, 1]]
     refused(plane.expire(6.0)[0].reply, "ProducersGoneError")

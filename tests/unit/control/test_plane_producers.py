@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.control.producers import Producers
+from transfer_queue.control.sessions import Producers
 
 
 def grace(make_plane, seconds=5.0):
@@ -208,7 +208,7 @@ def test_what_is_known_of_fields_does_not_grow_with_sessions_that_leave(make_pla
 
 SESSIONS, FIELDS = ("anna", "bert", "carl"), ("x", "y")
 STEP = st.one_of(
-    st.tuples(st.sampled_from(["began", "published"]), st.sampled_from(SESSIONS), st.sampled_from(FIELDS)),
+    st.tuples(st.sampled_from(["announced", "published"]), st.sampled_from(SESSIONS), st.sampled_from(FIELDS)),
     st.tuples(st.just("gone"), st.sampled_from(SESSIONS), st.booleans()),
     st.tuples(st.just("time"), st.sampled_from([1.0, 4.0, 6.0]), st.none()),
 )

@@ -24,7 +24,7 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control.tasks import Task
+from transfer_queue.control.draw import Task, running
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 
 
@@ -239,10 +239,10 @@ def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_sam
 
 def test_the_plane_tells_which_sampler_runs_and_for_which_task(plane):
     seen = []
-    plane.state.tasks.set_sampler("train", Own(lambda ready: seen.append(plane.running) or ([0], [0])))
+    plane.state.tasks.set_sampler("train", Own(lambda ready: seen.append(running()) or ([0], [0])))
     put(plane, 1)
     batch(plane, 1)
-    assert (seen, plane.running) == (["Own of task 'train'"], None)
+    assert (seen, running()) == (["Own of task 'train'"], None)
 
 
 class Broken(SequentialSampler):

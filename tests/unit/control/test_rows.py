@@ -36,11 +36,11 @@ def test_a_column_added_late_has_its_fill_in_present_and_future_rows_even_where_
     table = table_of(0, 1)
     table.add_column("score", np.float32, fill=2.5)
     table.column("score")[:] = 9.0
-    table.append(np.array([2]), RowState.HELD)
+    table.append(np.array([2]), RowState.RESERVED)
     table.add_column("shapes", np.int32, fill=np.array([4, 7]), width=2)
     assert table.column("score").tolist() == [9.0, 9.0, 2.5]
     assert table.column("shapes").tolist() == [[4, 7]] * 3
-    table.append(np.array([3]), RowState.HELD)
+    table.append(np.array([3]), RowState.RESERVED)
     assert table.column("shapes").tolist() == [[4, 7]] * 4
 
 

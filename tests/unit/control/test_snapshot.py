@@ -41,8 +41,7 @@ from test_plane_machine import HEALTH, PlaneMachine
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.saved import SavedQueue
-from transfer_queue.control.slices import joined
+from transfer_queue.control.saved import SavedQueue, joined
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
@@ -308,7 +307,7 @@ def test_what_was_staged_and_not_restored_is_deleted(plane):
     shift = ask(plane, SAVER, p.Stage, p.pack_indexes([0, 1])).value
     restored = ask(plane, SAVER, p.Restore, state, shift)
     assert (indexes(restored), chores(plane)) == ([0, 1], [50, 51])
-    plane.settle(SAVER, restored.id)
+    plane.received(SAVER, [restored.id])
     plane.client_gone(SAVER, 0.0)
     assert chores(plane) == []
     assert batch(plane, 2) == [52, 53]

@@ -32,13 +32,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.control import slices, snapshot
+from transfer_queue.control import saved as control_saved
+from transfer_queue.control import snapshot
 from transfer_queue.control import state as control_state
 from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.saved import SavedQueue, decode
-from transfer_queue.control.slices import encoded_parts, joined, merge, split
+from transfer_queue.control.saved import SavedQueue, decode, encoded_parts, joined, merge, split
 from transfer_queue.control.snapshot import Snapshot
 from transfer_queue.control.state import PlaneConfig
+from transfer_queue.errors import CheckpointError
 
 SAVER = "saver"
 PARTITIONS = ["p", "q"]
@@ -49,10 +50,10 @@ KEYS = [f"key {number}" for number in range(12)]
 def small_slices() -> Any:
     """Slices of four rows and two batches, so that small queues have many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (slices, snapshot):
+        for module in (control_saved, snapshot):
             patch.setattr(module, "ROWS", 4)
             patch.setattr(module, "BATCHES", 2)
-        patch.setattr(slices, "_PARTITION", 1)
+        patch.setattr(control_saved, "_PARTITION", 1)
         yield
 
 
@@ -293,5 +294,5 @@ def test_columns_of_different_lengths_are_refused_before_anything_is_cut(plane):
     fetch(plane, 2, 0, 0)
     plain = msgspec.msgpack.decode(joined(parts_of(plane)))
     plain["partitions"][0]["state"] += b"\x03"
-    with pytest.raises(slices.CheckpointError, match="differ in length"):
+    with pytest.raises(CheckpointError, match="differ in length"):
         encoded_parts(msgspec.msgpack.encode(plain) + bytes(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiters: lanes in order, deadlines in order, and nothing left of those that were answered."""
+"""Waiters: wait queues in order, deadlines in order, and nothing left of requests that were answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from transfer_queue.control.waiters import Waiters
+from transfer_queue.control.state import Waiters
 
 
 class Named(NamedTuple):
@@ -21,8 +21,8 @@ def waiters():
     return Waiters()
 
 
-def park(waiters, name, deadline=10.0, lane="p", order=0.0):
-    return waiters.park("client", Named(name), 0.0, deadline, lane, order)
+def park(waiters, name, deadline=10.0, queue="p", order=0.0):
+    return waiters.park("client", Named(name), 0.0, deadline, queue, order)
 
 
 def requests(parked):
@@ -32,16 +32,16 @@ def requests(parked):
 def test_a_lane_is_in_order_of_rank_then_of_arrival(waiters):
     for name, order in (("late", 2.0), ("unnamed", float("inf")), ("first", 0.0), ("also first", 0.0)):
         park(waiters, name, order=order)
-    assert requests(waiters.lane("p")) == ["first", "also first", "late", "unnamed"]
-    assert waiters.lane("q") == []
+    assert requests(waiters.waiting_in("p")) == ["first", "also first", "late", "unnamed"]
+    assert waiters.waiting_in("q") == []
 
 
 def test_a_lane_may_be_walked_while_its_requests_leave(waiters):
     for name in "abc":
         park(waiters, name)
-    for parked in waiters.lane("p"):
+    for parked in waiters.waiting_in("p"):
         waiters.remove(parked)
-    assert (waiters.lane("p"), waiters.all(), waiters.next_deadline()) == ([], [], None)
+    assert (waiters.waiting_in("p"), waiters.all(), waiters.next_deadline()) == ([], [], None)
 
 
 def test_requests_expire_at_their_deadline_and_leave_in_the_order_of_their_lane(waiters):
@@ -61,11 +61,11 @@ def test_an_answered_request_does_not_expire_and_may_be_removed_twice(waiters):
 
 
 def test_the_requests_of_a_lane_are_removed_together(waiters):
-    for name, lane in (("a", "p"), ("b", "q"), ("c", "p")):
-        park(waiters, name, lane=lane)
-    assert requests(waiters.remove_lane("p")) == ["a", "c"]
+    for name, queue in (("a", "p"), ("b", "q"), ("c", "p")):
+        park(waiters, name, queue=queue)
+    assert requests(waiters.remove_queue("p")) == ["a", "c"]
     assert requests(waiters.all()) == ["b"]
-    assert waiters.remove_lane("p") == []
+    assert waiters.remove_queue("p") == []
 
 
 def test_a_request_is_found_by_its_client_and_its_number(waiters):

@@ -16,21 +16,21 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
-from transfer_queue.storage.pieces import dense_layout
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
 from transfer_queue.storage.shm.messages import (
+    ColumnHeader,
     Columns,
     Lease,
     Leased,
-    Part,
     Read,
     Rows,
     UnitAnswer,
     decode_answer,
     encode_columns,
+    unpack_columns,
 )
-from transfer_queue.storage.shm.parts import unpack_parts
 from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.wire_columns import dense_layout
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
 
 PAGE = PAGE_NBYTES
@@ -125,7 +125,7 @@ class Client:
     ) -> tuple[p.Put, list[bytes]]:  # fmt: skip
         if begin is None:
             begin = p.Reserve(self.number(), "p", len(values), specs(nbytes), wait_s)
-        columns = Columns([Part("x", dense_layout("uint8", 1, (nbytes,)), len(values))])
+        columns = Columns([ColumnHeader("x", dense_layout("uint8", 1, (nbytes,)), len(values))])
         return p.Put(begin.id, begin, tags or {}, encode_columns(columns)), [bytes_of(values, nbytes)]
 
     def put_leased(self, values: Sequence[int], begin: Any = None, lease: int | None = None) -> p.Put:
@@ -137,7 +137,9 @@ class Client:
             lease, offset = leased.id, leased.offset
         begin = begin or p.Reserve(self.number(), "p", len(values), specs(PAGE))
         layout = dense_layout("uint8", 1, (PAGE,))
-        columns = Columns([Part("x", layout, len(values), offset=offset, nbytes=len(values) * PAGE)], lease=lease)
+        columns = Columns(
+            [ColumnHeader("x", layout, len(values), offset=offset, nbytes=len(values) * PAGE)], lease=lease
+        )
         return p.Put(begin.id, begin, {}, encode_columns(columns))
 
     def stored(self, values: Sequence[int], **more: Any) -> list[int]:
@@ -180,9 +182,9 @@ def batch_of(answer: Got) -> dict[int, int]:
 
 def rows_of(rows: Rows, frames: Sequence[Any], samples: list[int]) -> dict[int, int]:
     found: dict[int, int] = {}
-    for _, at, piece in unpack_parts(rows.parts, rows.tables, frames, len(samples)):
+    for _, at, wire in unpack_columns(rows.headers, rows.tables, frames, len(samples)):
         positions = range(len(samples))[at] if isinstance(at, slice) else at
-        for n, row in zip(positions, np.asarray(piece.data).reshape(piece.rows, -1), strict=True):
+        for n, row in zip(positions, np.asarray(wire.data).reshape(wire.rows, -1), strict=True):
             (found[samples[n]],) = set(row.tolist())
     return found
 

@@ -20,7 +20,8 @@ from tests.unit.server.front_kit import (
     samples_of,
 )  # fmt: skip
 from transfer_queue import protocol as p
-from transfer_queue.server.front import PER_TURN, Front
+from transfer_queue.server.endings import PER_TURN
+from transfer_queue.server.front import Front
 from transfer_queue.storage.shm.messages import Delete, Release, Rows, decode_answer
 
 # ---- fetches ----

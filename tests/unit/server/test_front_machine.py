@@ -170,8 +170,8 @@ class FrontMachine(RuleBasedStateMachine):
         begin = p.Reserve(client.number(), "p", pages, specs(PAGE), wait_s)
         put = client.put_leased([77] * pages, begin, lease)
         columns = decode_columns(put.write)
-        parts = [msgspec.structs.replace(columns.parts[0], offset=offset)]
-        put = msgspec.structs.replace(put, write=p.encode(msgspec.structs.replace(columns, parts=parts)))
+        parts = [msgspec.structs.replace(columns.headers[0], offset=offset)]
+        put = msgspec.structs.replace(put, write=p.encode(msgspec.structs.replace(columns, headers=parts)))
         self.send(client, put, (), [77] * pages)
 
     @rule(data=st.data())

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.server.front_kit import NBYTES, NOTHING, Client, Got, Held, batch_of, failed, front_of, held, specs
+from tests.unit.server.front_kit import NBYTES, NOTHING, Client, Got, Held, batch_of, failed, front_of, got, held, specs
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.sampler.base import BaseSampler
@@ -249,6 +249,46 @@ def test_an_error_of_any_kind_at_any_step_answers_its_caller_alone_and_leaves_no
         assert held(front) == (NOTHING if step == "Write" else Held(samples=1))
         other.stored([8])
     assert "a request of client me failed" in caplog.text
+
+
+class BreakingEndings(StorageUnit):
+    """Everything that ends here fails, but for requests."""
+
+    broken = False
+
+    def _break(self, error: str) -> None:
+        if self.broken:
+            raise OSError(error)
+
+    def expire(self, now: float) -> Any:
+        self._break("can't expire")
+        return super().expire(now)
+
+    def cancel(self, client: str, call: int, now: float) -> Any:
+        self._break("can't cancel")
+        return super().cancel(client, call, now)
+
+    def client_gone(self, client: str, now: float, may_live: bool = False) -> Any:
+        self._break("can't end a session")
+        return super().client_gone(client, now, may_live)
+
+
+def test_a_unit_that_can_not_expire_undo_or_end_a_session_loses_no_answer_of_the_plane(caplog):
+    unit = BreakingEndings("u0")
+    front = Front({}, front_of().plane, unit)
+    me, other, third = (Client(front, name) for name in ("me", "other", "third"))
+    assert other.send(other.fetch(1, wait_s=5.0)) == []
+    unit.broken = True
+    (late,) = got(front.expire(6.0))
+    assert (late.client, type(late.reply)) == ("other", p.NotReady)
+    # A put whose tags fit no row fails after its values are stored. It is undone, and the reserved sample released.
+    failed(me.put([7], tags={5: {"v": 1}})[0], "InvalidRequestError", "tags for rows")
+    assert third.one(third.reserve(1)).indexes
+    assert front.plane is not None
+    assert third.gone() == []
+    assert front.plane.state.allocator.num_used == 0
+    for error in ("can't expire", "can't cancel", "can't end a session"):
+        assert error in caplog.text
 
 
 def test_a_call_that_fails_for_one_client_is_no_matter_for_those_that_wait(me, other):

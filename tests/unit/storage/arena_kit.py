@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.protocol import Failed, Reply, Request
-from transfer_queue.storage.pieces import ByteArray, Layout, Piece, dense_layout
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.messages import (
+    ColumnHeader,
     Columns,
     Commit,
     Delete,
     Lease,
     Leased,
-    Part,
     Read,
     Release,
     Rows,
     Write,
     pack_indexes,
+    unpack_columns,
 )
-from transfer_queue.storage.shm.parts import unpack_parts
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
+from transfer_queue.storage.wire_columns import ByteArray, Layout, WireColumn, dense_layout
 
 PAGE = PAGE_NBYTES
 
@@ -88,7 +88,7 @@ class ArenaClient:
         """A write of rows of ``nbytes`` bytes, each full of its value, that lie at ``offset`` now."""
         rows = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
         self.view(offset, len(rows))[:] = rows
-        part = Part("a", row_layout(nbytes), len(values), offset=offset, nbytes=len(rows))
+        part = ColumnHeader("a", row_layout(nbytes), len(values), offset=offset, nbytes=len(rows))
         return Write(self.number(), indexes_of(values), Columns([part], lease=lease), commit=commit)
 
     def put(self, values: dict[int, int], nbytes: int = PAGE, now: float = 0.0, commit: bool = True) -> Any:
@@ -99,29 +99,29 @@ class ArenaClient:
 
     def put_frame(self, values: dict[int, int], nbytes: int, commit: bool = True) -> Any:
         data = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
-        columns = Columns([Part("a", row_layout(nbytes), len(values))])
+        columns = Columns([ColumnHeader("a", row_layout(nbytes), len(values))])
         return self.one(Write(self.number(), indexes_of(values), columns, commit=commit), [data])
 
     def commit(self, *writes: int, now: float = 0.0) -> list[UnitReply]:
         return self.ask(Commit(self.number(), list(writes)), now=now)
 
-    def read(self, indexes: Sequence[int], mapped: bool = True) -> tuple[Rows, list[Piece]]:
-        """The answer and its pieces where they lie."""
+    def read(self, indexes: Sequence[int], mapped: bool = True) -> tuple[Rows, list[WireColumn]]:
+        """The answer and its wire columns where they lie."""
         ((_, answer, frames),) = self.ask(Read(self.number(), indexes_of(indexes), ["a"], mapped))
         assert isinstance(answer, Rows), answer
-        parts = unpack_parts(answer.parts, answer.tables, frames, len(indexes), self.view)
-        return answer, [piece for _, _, piece in parts]
+        parts = unpack_columns(answer.headers, answer.tables, frames, len(indexes), self.view)
+        return answer, [wire for _, _, wire in parts]
 
     def values(self, indexes: Sequence[int]) -> dict[int, int]:
         """What is stored, one byte of each row, read in frames."""
         ((_, answer, frames),) = self.ask(Read(self.number(), indexes_of(indexes), ["a"]))
         assert isinstance(answer, Rows), answer
         found = {}
-        for _, positions, piece in unpack_parts(answer.parts, answer.tables, frames, len(indexes)):
-            ends = piece.as_ragged().bounds.tolist()
+        for _, positions, wire in unpack_columns(answer.headers, answer.tables, frames, len(indexes)):
+            ends = wire.as_ragged().bounds.tolist()
             at = range(len(indexes))[positions] if isinstance(positions, slice) else positions
             for n, start, stop in zip(at, ends, ends[1:], strict=False):
-                (found[indexes[n]],) = set(piece.data[start:stop].tolist())
+                (found[indexes[n]],) = set(wire.data[start:stop].tolist())
         return found
 
     def delete(self, *indexes: int, now: float = 0.0) -> list[UnitReply]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from transfer_queue.errors import StorageKeyNotFoundError
-from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
-from transfer_queue.storage.shm.blocks import BlockStore
+from transfer_queue.storage.shm.block_store import BlockStore
+from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
 
 ROW = 1000
 
@@ -20,22 +20,22 @@ def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def piece(values: list[int], size: int = ROW) -> Piece:
+def wire(values: list[int], size: int = ROW) -> WireColumn:
     data = np.repeat(np.array(values, np.int64), size).view(np.uint8)
-    return Piece(dense_layout("int64", 8, (size,)), len(values), data)
+    return WireColumn(dense_layout("int64", 8, (size,)), len(values), data)
 
 
-def ragged(values: list[int]) -> Piece:
+def ragged(values: list[int]) -> WireColumn:
     """Row v is v copies of v."""
     data = np.repeat(np.array(values, np.int64), values).view(np.uint8)
-    return Piece(ragged_layout("int64", 8, 1), len(values), data, np.array(values, np.int64).reshape(-1, 1))
+    return WireColumn(ragged_layout("int64", 8, 1), len(values), data, np.array(values, np.int64).reshape(-1, 1))
 
 
-def whole(field: str, part: Piece) -> list:
+def whole(field: str, part: WireColumn) -> list:
     return [(field, slice(0, part.rows), part)]
 
 
-def numbers(part: Piece) -> list[int]:
+def numbers(part: WireColumn) -> list[int]:
     """The first number of each row; -1 for an empty one."""
     rows = part.as_ragged()
     words, found = rows.data.view(np.int64), []
@@ -57,13 +57,13 @@ def read(store: BlockStore, field: str, *indexes: int) -> list[int]:
 
 def test_values_come_back_in_the_order_asked_for_with_repeats():
     store = BlockStore()
-    store.write(np.arange(100, 104), whole("a", piece([0, 1, 2, 3])))
-    store.write(ints(7, 300), whole("a", piece([70, 30])))
+    store.write(np.arange(100, 104), whole("a", wire([0, 1, 2, 3])))
+    store.write(ints(7, 300), whole("a", wire([70, 30])))
     assert read(store, "a", 300, 101, 102, 101, 7, 100) == [30, 1, 2, 1, 70, 0]
 
 
 def test_a_run_of_one_block_is_given_without_a_copy():
-    store, mine = BlockStore(), piece([0, 1, 2, 3])
+    store, mine = BlockStore(), wire([0, 1, 2, 3])
     store.write(np.arange(4), whole("a", mine))
     ((_, positions, part),) = store.read(ints(1, 2), ["a"])
     assert (positions, np.shares_memory(part.data, mine.data)) == (slice(0, 2), True)
@@ -71,16 +71,16 @@ def test_a_run_of_one_block_is_given_without_a_copy():
 
 def test_fields_written_at_different_times_are_read_together():
     store = BlockStore()
-    store.write(np.arange(3), whole("a", piece([0, 1, 2])))
+    store.write(np.arange(3), whole("a", wire([0, 1, 2])))
     store.write(ints(2, 1), whole("b", ragged([5, 6])))
     assert (read(store, "a", 1, 2), read(store, "b", 1, 2)) == ([1, 2], [6, 5])
 
 
 def test_a_second_write_replaces_and_earlier_answers_stay_as_they_were():
     store = BlockStore()
-    store.write(np.arange(2), whole("a", piece([1, 2])))
+    store.write(np.arange(2), whole("a", wire([1, 2])))
     ((_, _, before),) = store.read(ints(0, 1), ["a"])
-    store.write(ints(1), whole("a", piece([9])))
+    store.write(ints(1), whole("a", wire([9])))
     store.delete(ints(0))
     assert read(store, "a", 1) == [9]
     assert before.data.view(np.int64)[::ROW].tolist() == [1, 2]
@@ -88,7 +88,7 @@ def test_a_second_write_replaces_and_earlier_answers_stay_as_they_were():
 
 def test_of_an_index_given_twice_in_one_write_the_last_row_counts():
     store = BlockStore()
-    store.write(ints(5, 5, 6), whole("a", piece([1, 2, 3])))
+    store.write(ints(5, 5, 6), whole("a", wire([1, 2, 3])))
     assert read(store, "a", 5, 6) == [2, 3]
     assert (store.num_values, store.num_samples, store.live_nbytes) == (2, 2, 2 * ROW * 8)
     assert store.delete(ints(5, 5, 6)) == 2
@@ -97,7 +97,7 @@ def test_of_an_index_given_twice_in_one_write_the_last_row_counts():
 
 def test_a_missing_value_names_field_and_sample():
     store = BlockStore()
-    store.write(np.arange(2), whole("a", piece([1, 2])))
+    store.write(np.arange(2), whole("a", wire([1, 2])))
     with pytest.raises(StorageKeyNotFoundError, match=r"field 'a' for sample 7 \(1 of the 2 samples"):
         store.read(ints(0, 7), ["a"])
     with pytest.raises(StorageKeyNotFoundError, match="field 'b' for sample 0"):
@@ -109,19 +109,19 @@ def test_a_missing_value_names_field_and_sample():
 
 def test_deleting_what_is_unknown_changes_nothing():
     store = BlockStore()
-    store.write(ints(1), whole("a", piece([1])))
+    store.write(ints(1), whole("a", wire([1])))
     assert (store.delete(ints(0, 2, 5000)), store.delete(ints(1), ["b"]), store.delete(ints())) == (0, 0, 0)
     assert read(store, "a", 1) == [1]
 
 
 def test_deleting_some_fields_keeps_the_others():
     store = BlockStore()
-    store.write(ints(1), whole("a", piece([1])) + whole("b", piece([2])))
+    store.write(ints(1), whole("a", wire([1])) + whole("b", wire([2])))
     assert store.delete(ints(1), ["a"]) == 1
     assert (read(store, "b", 1), store.num_values, store.num_samples) == ([2], 1, 1)
 
 
-@pytest.mark.parametrize("make", [piece, ragged])
+@pytest.mark.parametrize("make", [wire, ragged])
 def test_clearing_62_of_64_samples_frees_their_bytes(make):
     store = BlockStore()
     store.write(np.arange(64), whole("a", make(list(range(1, 65)))))
@@ -132,7 +132,7 @@ def test_clearing_62_of_64_samples_frees_their_bytes(make):
 
 def test_no_more_than_half_of_what_is_held_is_dead():
     store = BlockStore()
-    store.write(np.arange(64), whole("a", piece(list(range(64)))))
+    store.write(np.arange(64), whole("a", wire(list(range(64)))))
     for index in range(0, 64, 3):
         store.delete(ints(index))
         assert store.held_nbytes <= 2 * store.live_nbytes
@@ -140,7 +140,7 @@ def test_no_more_than_half_of_what_is_held_is_dead():
     assert store.held_nbytes == store.live_nbytes == 42 * ROW * 8
 
 
-@pytest.mark.parametrize("make", [piece, ragged])
+@pytest.mark.parametrize("make", [wire, ragged])
 def test_a_large_block_that_is_mostly_dead_is_moved_a_step_at_a_time_and_read_all_the_while(make):
     rows = make(list(range(1, 65)))
     store = BlockStore(step_nbytes=rows.nbytes // 16)
@@ -162,7 +162,7 @@ def test_a_large_block_that_is_mostly_dead_is_moved_a_step_at_a_time_and_read_al
 
 def test_what_dies_while_its_block_is_moved_is_not_moved():
     store = BlockStore(step_nbytes=4 * ROW * 8)
-    store.write(np.arange(64), whole("a", piece(list(range(64)))))
+    store.write(np.arange(64), whole("a", wire(list(range(64)))))
     store.delete(np.arange(0, 64, 3))
     store.delete(np.arange(1, 64, 3))
     for _ in range(3):
@@ -183,7 +183,7 @@ class Memory:
         return np.empty(nbytes, np.uint8)
 
 
-@pytest.mark.parametrize("make", [piece, ragged])
+@pytest.mark.parametrize("make", [wire, ragged])
 def test_without_memory_to_compact_dead_rows_stay_and_every_value_is_as_it_was(make):
     memory = Memory()
     store = BlockStore(memory)
@@ -203,7 +203,7 @@ def test_without_memory_to_compact_dead_rows_stay_and_every_value_is_as_it_was(m
 def test_samples_written_one_by_one_end_in_few_blocks_whatever_their_shapes():
     store = BlockStore()
     for index in range(1000):
-        store.write(ints(index), whole("a", piece([index], size=1 + index % 7)))
+        store.write(ints(index), whole("a", wire([index], size=1 + index % 7)))
     assert store.num_blocks < 64
     assert read(store, "a", *range(1000)) == list(range(1000))
     assert len(store.read(np.arange(1000), ["a"])) < 64
@@ -212,31 +212,31 @@ def test_samples_written_one_by_one_end_in_few_blocks_whatever_their_shapes():
 def test_memory_of_the_tables_follows_what_is_kept_while_indexes_grow():
     store = BlockStore()
     for start in range(0, 200_000, 1000):
-        store.write(np.arange(start, start + 1000), whole("a", piece([start] * 1000, size=1)))
+        store.write(np.arange(start, start + 1000), whole("a", wire([start] * 1000, size=1)))
         store.delete(np.arange(start, start + 1000))
     assert (store.num_samples, store.held_nbytes, store.num_blocks) == (0, 0, 0)
 
 
 def test_an_index_that_a_write_names_without_a_value_costs_nothing_afterwards():
     store = BlockStore()
-    store.write(ints(0, 6400), [("a", np.array([1]), piece([5]))])
+    store.write(ints(0, 6400), [("a", np.array([1]), wire([5]))])
     assert (read(store, "a", 6400), store.num_samples) == ([5], 1)
     store.delete(ints(0, 6400))
-    assert store._slots.capacity == 0
+    assert store._table.capacity == 0
 
 
 def test_replaced_bytes_are_those_a_write_would_free():
     store = BlockStore()
-    store.write(np.arange(4), whole("a", piece([0, 1, 2, 3])) + whole("b", piece([0, 1, 2, 3])))
+    store.write(np.arange(4), whole("a", wire([0, 1, 2, 3])) + whole("b", wire([0, 1, 2, 3])))
     assert store.replaced_nbytes(ints(3, 4), ["a"]) == ROW * 8
     assert store.replaced_nbytes(ints(9), ["c"]) == 0
 
 
 def test_the_size_of_values_is_judged_by_their_own_blocks_and_not_by_all_of_their_field():
     store = BlockStore()
-    store.write(np.arange(4), whole("a", piece([1, 2, 3, 4], size=10_000)))
+    store.write(np.arange(4), whole("a", wire([1, 2, 3, 4], size=10_000)))
     store.write(np.arange(4, 8), whole("a", ragged([1, 2, 3, 2])))
-    store.write(np.arange(4, 8), whole("b", piece([1, 2, 3, 4], size=5)))
+    store.write(np.arange(4, 8), whole("b", wire([1, 2, 3, 4], size=5)))
     assert store.likely_nbytes(np.arange(4), ["a"]) == 4 * 80_000
     ragged_row = 2 * 8 + 8  # its numbers and its length, on average
     assert store.likely_nbytes(ints(5, 6, 7), ["a", "b", "c"]) == 3 * (ragged_row + 5 * 8)
@@ -247,7 +247,7 @@ def test_the_size_of_values_is_judged_by_their_own_blocks_and_not_by_all_of_thei
 def test_without_memory_to_move_a_block_it_stays_until_more_of_it_dies():
     memory = Memory()
     store = BlockStore(memory, step_nbytes=4 * ROW * 8)
-    store.write(np.arange(64), whole("a", piece(list(range(64)))))
+    store.write(np.arange(64), whole("a", wire(list(range(64)))))
     store.delete(np.arange(2, 42))
     store.move()
     assert (store.is_moving, store.held_nbytes, store.live_nbytes) == (False, 64 * ROW * 8, 24 * ROW * 8)
@@ -284,7 +284,7 @@ class AgainstADict(RuleBasedStateMachine):
     @rule(
         indexes=st.lists(st.integers(0, 200), min_size=1, max_size=20),
         field=st.sampled_from("ab"),
-        make=st.sampled_from([piece, ragged]),
+        make=st.sampled_from([wire, ragged]),
         data=st.data(),
     )
     def write(self, indexes, field, make, data):
@@ -292,7 +292,7 @@ class AgainstADict(RuleBasedStateMachine):
 
     @rule(first=st.integers(0, 200), count=st.integers(1, 40), field=st.sampled_from("ab"), data=st.data())
     def write_run(self, first, count, field, data):
-        self._write(list(range(first, first + count)), field, data.draw(st.sampled_from([piece, ragged])), data)
+        self._write(list(range(first, first + count)), field, data.draw(st.sampled_from([wire, ragged])), data)
 
     def _write(self, indexes, field, make, data):
         values = data.draw(st.lists(st.integers(1, 40), min_size=len(indexes), max_size=len(indexes)))

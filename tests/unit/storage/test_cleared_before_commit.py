@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from transfer_queue.protocol import Done, Request
-from transfer_queue.storage.pieces import dense_layout
 from transfer_queue.storage.shm.messages import (
+    ColumnHeader,
     Columns,
     Commit,
     Delete,
     Deleted,
     EndSession,
-    Part,
     Read,
     Rows,
     Write,
@@ -25,6 +24,7 @@ from transfer_queue.storage.shm.messages import (
     pack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.wire_columns import dense_layout
 
 WRITER = "writer"
 WRITE = 7  # the call that writes
@@ -42,7 +42,7 @@ def asked(unit: StorageUnit, request: Request, frames: Sequence[Any] = (), clien
 def written(indexes: Sequence[int]) -> StorageUnit:
     """A unit with an uncommitted write of one byte for each of these indexes."""
     unit = StorageUnit()
-    part = Part("x", dense_layout("uint8", 1, (1,)), len(indexes), nbytes=len(indexes))
+    part = ColumnHeader("x", dense_layout("uint8", 1, (1,)), len(indexes), nbytes=len(indexes))
     write = Write(WRITE, packed(*indexes), Columns([part]))
     assert asked(unit, write, [bytes(indexes)]) == Written(WRITE)
     return unit

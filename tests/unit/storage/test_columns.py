@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorDict columns as pieces and back."""
+"""TensorDict columns as wire columns and back."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
-from transfer_queue.storage.columns import pack, relaid, unpack
+from transfer_queue.storage.batches import relaid, unpack
+from transfer_queue.storage.columns import pack
 
 
 def jagged(*rows: list) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.tensor(row, dtype=torch.int64) for row in rows], layout=torch.jagged)
 
 
-def piece_of(column, count: int):
+def wire_of(column, count: int):
     return pack(TensorDict({"x": column}, batch_size=[count]))["x"]
 
 
 def kept(column, count: int, layout: str = "jagged"):
     """The column after being stored and read whole."""
-    return unpack({"x": [(slice(0, count), piece_of(column, count))]}, count, layout).get("x")
+    return unpack({"x": [(slice(0, count), wire_of(column, count))]}, count, layout).get("x")
 
 
 def lists(column) -> list:
@@ -31,9 +32,9 @@ def lists(column) -> list:
 
 def test_a_contiguous_tensor_is_not_copied_into_its_piece():
     tensor = torch.arange(6).view(3, 2)
-    assert piece_of(tensor, 3).data.ctypes.data == tensor.data_ptr()
+    assert wire_of(tensor, 3).data.ctypes.data == tensor.data_ptr()
     nested = jagged([1], [2, 3])
-    assert piece_of(nested, 2).data.ctypes.data == nested.values().data_ptr()
+    assert wire_of(nested, 2).data.ctypes.data == nested.values().data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,8 @@ def test_sources_of_any_memory_layout_keep_their_values(tensor):
 
 
 def test_jagged_is_kept_as_values_and_row_shapes():
-    piece = piece_of(jagged([1], [], [2, 3]), 3)
-    assert (piece.layout.kind, piece.side.tolist(), piece.data.view(np.int64).tolist()) == (
+    wire = wire_of(jagged([1], [], [2, 3]), 3)
+    assert (wire.layout.kind, wire.row_meta.tolist(), wire.data.view(np.int64).tolist()) == (
         "ragged",
         [[1], [0], [2]],
         [1, 2, 3],
@@ -169,44 +170,44 @@ def test_nested_lists_stay_lists():
 def test_a_lazy_stack_of_different_shapes_is_taken_row_by_row():
     rows = [TensorDict({"t": torch.arange(n), "s": f"{n}"}, []) for n in (2, 3)]
     lazy = LazyStackedTensorDict(*rows, stack_dim=0)
-    pieces = pack(lazy)
-    out = unpack({name: [(slice(0, 2), piece)] for name, piece in pieces.items()}, 2)
+    wires = pack(lazy)
+    out = unpack({name: [(slice(0, 2), wire)] for name, wire in wires.items()}, 2)
     assert (lists(out["t"]), list(out["s"])) == ([[0, 1], [0, 1, 2]], ["2", "3"])
 
 
 def test_columns_come_sorted_and_the_batch_keeps_its_size_without_any():
-    pieces = pack(TensorDict({name: torch.zeros(2) for name in "bca"}, batch_size=[2]))
-    assert list(unpack({name: [(slice(0, 2), pieces[name])] for name in "cab"}, 2).keys()) == ["a", "b", "c"]
+    wires = pack(TensorDict({name: torch.zeros(2) for name in "bca"}, batch_size=[2]))
+    assert list(unpack({name: [(slice(0, 2), wires[name])] for name in "cab"}, 2).keys()) == ["a", "b", "c"]
     assert (unpack({}, 5).batch_size, unpack({}, 0).batch_size) == (torch.Size([5]), torch.Size([0]))
 
 
 def test_pieces_of_different_kind_meet_in_one_column():
     parts = [
-        (np.array([4, 0]), piece_of(torch.tensor([[1, 2], [3, 4]]), 2)),
-        (slice(1, 3), piece_of(jagged([5], [6, 7, 8]), 2)),
-        (slice(3, 4), piece_of(torch.tensor([[9, 10, 11]]), 1)),
+        (np.array([4, 0]), wire_of(torch.tensor([[1, 2], [3, 4]]), 2)),
+        (slice(1, 3), wire_of(jagged([5], [6, 7, 8]), 2)),
+        (slice(3, 4), wire_of(torch.tensor([[9, 10, 11]]), 1)),
     ]
     column = unpack({"x": parts}, 5).get("x")
     assert lists(column) == [[3, 4], [5], [6, 7, 8], [9, 10, 11], [1, 2]]
 
 
 def test_a_dtype_that_changed_within_a_field_is_never_cast():
-    parts = [(slice(0, 1), piece_of(torch.tensor([1 << 60]), 1)), (slice(1, 2), piece_of(torch.tensor([0.5]), 1))]
+    parts = [(slice(0, 1), wire_of(torch.tensor([1 << 60]), 1)), (slice(1, 2), wire_of(torch.tensor([0.5]), 1))]
     column = unpack({"x": parts}, 2).get("x")
     assert [(value.dtype, value.item()) for value in column.tolist()] == [(torch.int64, 1 << 60), (torch.float32, 0.5)]
 
 
 def test_objects_and_tensors_meet_in_one_column():
-    parts = [(slice(0, 1), piece_of(["a"], 1)), (slice(1, 2), piece_of(torch.tensor([[1, 2]]), 1))]
+    parts = [(slice(0, 1), wire_of(["a"], 1)), (slice(1, 2), wire_of(torch.tensor([[1, 2]]), 1))]
     text, tensor = unpack({"x": parts}, 2).get("x").tolist()
     assert (text, tensor.tolist()) == ("a", [1, 2])
 
 
 def test_tensors_kept_as_objects_are_jagged_again_when_the_batch_allows():
-    piece = piece_of(NonTensorStack(torch.zeros(2), torch.ones(2, 2), torch.ones(3)), 3)
-    column = unpack({"x": [(slice(0, 1), piece.slice(0, 1)), (slice(1, 2), piece.slice(2, 3))]}, 2).get("x")
+    wire = wire_of(NonTensorStack(torch.zeros(2), torch.ones(2, 2), torch.ones(3)), 3)
+    column = unpack({"x": [(slice(0, 1), wire.slice(0, 1)), (slice(1, 2), wire.slice(2, 3))]}, 2).get("x")
     assert (column.layout, lists(column)) == (torch.jagged, [[0, 0], [1, 1, 1]])
-    alike = piece_of(NonTensorStack(torch.zeros(2), torch.ones(2, 2), torch.ones(2)), 3)
+    alike = wire_of(NonTensorStack(torch.zeros(2), torch.ones(2, 2), torch.ones(2)), 3)
     parts = [(slice(0, 1), alike.slice(0, 1)), (slice(1, 2), alike.slice(2, 3))]
     assert unpack({"x": parts}, 2, "dense").get("x").tolist() == [[0, 0], [1, 1]]
 
@@ -231,7 +232,7 @@ def test_columns_of_different_length_are_refused():
 
 def test_rows_missing_from_an_answer_are_an_error_not_garbage():
     with pytest.raises(ProtocolError, match="answered 2 rows of field 'x', 3 were asked for"):
-        unpack({"x": [(slice(0, 2), piece_of(torch.zeros(2), 2))]}, 3)
+        unpack({"x": [(slice(0, 2), wire_of(torch.zeros(2), 2))]}, 3)
 
 
 def test_an_unknown_layout_names_those_that_exist():

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage import copying
 from transfer_queue.storage.copying import Copies
 
 KIB, MIB = 1024, 1024 * 1024
@@ -68,13 +67,13 @@ def test_all_bytes_are_there_for_any_sizes(sizes):
 def test_rows_that_were_picked_are_there_whoever_copied_them(threads, row_nbytes):
     rows = 26 * MIB // row_nbytes
     source = SOURCE[: rows * row_nbytes].view(np.int64).reshape(rows, -1)
-    picks = np.random.default_rng(2).integers(0, rows, rows)
+    selection = np.random.default_rng(2).integers(0, rows, rows)
     copies, out, few = Copies(), np.zeros_like(source), np.zeros((3, source.shape[1]), np.int64)
-    copies.rows(out, source, picks)
-    copies.rows(few, source, picks[:3])
+    copies.rows(out, source, selection)
+    copies.rows(few, source, selection[:3])
     copies.finish()
-    assert np.array_equal(out, source[picks])
-    assert np.array_equal(few, source[picks[:3]])
+    assert np.array_equal(out, source[selection])
+    assert np.array_equal(few, source[selection[:3]])
 
 
 def test_it_can_be_used_again_after_finish(threads):
@@ -178,7 +177,7 @@ def test_where_no_more_threads_can_be_started_one_copies_alone(monkeypatch):
     def refuse(run: object, args: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(copying.torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     assert copied([25 * MIB])
 

@@ -34,12 +34,12 @@ class FreeListMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @precondition(lambda self: self.taken)
-    def give(self, data: st.DataObject) -> None:
+    def free(self, data: st.DataObject) -> None:
         start, size = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
         begin = data.draw(st.integers(start, start + size - 1))
         end = data.draw(st.integers(begin + 1, start + size))
         self.taken += [part for part in ((start, begin - start), (end, start + size - end)) if part[1]]
-        self.list.give(begin, end - begin)
+        self.list.free(begin, end - begin)
         self.free.update(range(begin, end))
 
     @rule(size=st.integers(1, SPACE))
@@ -78,7 +78,7 @@ TestFreeListIsASetOfPages = FreeListMachine.TestCase
 def test_of_ranges_that_fit_the_smallest_is_taken_and_of_equal_ones_the_first():
     free = FreeList()
     for start, size in ((0, 10), (20, 4), (40, 4), (60, 3)):
-        free.give(start, size)
+        free.free(start, size)
     assert [free.take(4), free.take(4), free.take(4), free.take(4)] == [20, 40, 0, 4]
     assert (free.ranges(), free.take(4), free.total) == ([(8, 2), (60, 3)], None, 5)
 
@@ -86,13 +86,13 @@ def test_of_ranges_that_fit_the_smallest_is_taken_and_of_equal_ones_the_first():
 def test_a_range_given_back_between_two_others_joins_both():
     free = FreeList()
     for start, size in ((0, 4), (8, 4), (4, 4)):
-        free.give(start, size)
+        free.free(start, size)
     assert free.ranges() == [(0, 12)]
 
 
 def test_so_much_is_taken_from_the_largest_ranges_and_the_rest_of_the_last_one_stays():
     free = FreeList()
     for start, size in ((0, 4), (10, 8), (20, 6)):
-        free.give(start, size)
+        free.free(start, size)
     assert free.take_largest(11) == [(10, 8), (20, 3)]
     assert (free.ranges(), free.total, free.take_largest(0)) == ([(0, 4), (23, 3)], 7, [])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from transfer_queue.storage import object_column as module
-from transfer_queue.storage.object_column import object_column
+from transfer_queue.storage import assembling as module
+from transfer_queue.storage.assembling import object_column
 
 VALUES = ["a", 1, None, {"k": [1]}, [1, 2]]
 

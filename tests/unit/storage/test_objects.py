@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
 from transfer_queue.storage.objects import decode_rows, encode_rows
-from transfer_queue.storage.pieces import OBJECTS, Piece
+from transfer_queue.storage.wire_columns import OBJECTS, WireColumn
 
 
 def back(value, allow_pickle=False):
@@ -127,9 +127,9 @@ class _Bomb:
 
 
 def test_a_reader_that_does_not_allow_pickle_never_runs_it():
-    piece = encode_rows([[_Bomb()]], "f", allow_pickle=True)
+    wire = encode_rows([[_Bomb()]], "f", allow_pickle=True)
     with pytest.raises(UnsupportedValueError, match="field 'f' holds a pickled value"):
-        decode_rows(piece, "f")
+        decode_rows(wire, "f")
 
 
 def test_a_value_that_contains_itself_is_refused():
@@ -140,6 +140,6 @@ def test_a_value_that_contains_itself_is_refused():
 
 
 def test_bytes_that_are_no_value_are_a_protocol_error():
-    broken = Piece(OBJECTS, 1, np.frombuffer(b"\xc1", np.uint8), np.array([0, 1]))
+    broken = WireColumn(OBJECTS, 1, np.frombuffer(b"\xc1", np.uint8), np.array([0, 1]))
     with pytest.raises(ProtocolError, match="field 'f' can't be decoded"):
         decode_rows(broken, "f")

@@ -17,7 +17,6 @@ from tests.local_caller import LocalCaller
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.connection import ROUTING_RUN, shares_of, unit_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.shm.messages import (
     Commit,
@@ -33,6 +32,7 @@ from transfer_queue.storage.shm.messages import (
     unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.shm.unit_client import ROUTING_RUN, shares_of, unit_of
 from transfer_queue.transport.base import Peer, RawReply
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
@@ -107,14 +107,14 @@ def batch_at(batch: Any, at: Any) -> list[int]:
 def test_a_write_is_one_message_per_unit_that_holds_some_all_sent_at_once_and_none_of_them_waits_for_room():
     session = NotedSession(Written(0))
     manager = SharedMemoryManager(session, config(3, put_timeout_s=5, timeout_s=2))
-    run_blocking(manager.write(1, range(100), manager.sources(rows(100, "a", "b"))))
+    run_blocking(manager.write(1, range(100), manager.prepare(rows(100, "a", "b"))))
     ((asks, timeout_s),) = session.asked
     assert ([peer for peer, _, _ in asks], timeout_s) == ([Peer("u0", "local://u0"), Peer("u1", "local://u1")], 2.0)
     writes = [request for _, request, _ in asks]
     assert [
         (type(write), write.id, len(unpack_indexes(write.indexes)), write.wait_s, write.commit) for write in writes
     ] == [(Write, 1, 64, 0.0, False), (Write, 1, 36, 0.0, False)]
-    assert [[part.field for part in write.columns.parts] for write in writes] == [["a", "b"], ["a", "b"]]
+    assert [[part.field for part in write.columns.headers] for write in writes] == [["a", "b"], ["a", "b"]]
 
 
 def test_a_put_to_one_unit_waits_for_room_and_is_committed_in_its_only_message():
@@ -128,7 +128,7 @@ def test_a_put_to_one_unit_waits_for_room_and_is_committed_in_its_only_message()
 def test_a_write_in_steps_is_committed_or_aborted_by_its_number_at_the_units_that_hold_some():
     session = NotedSession(Written(0))
     manager = SharedMemoryManager(session, config(3))
-    run_blocking(manager.write(7, range(64, 65), manager.sources(rows(1, "a"))))
+    run_blocking(manager.write(7, range(64, 65), manager.prepare(rows(1, "a"))))
     session.answer = p.Done(0)
     run_blocking(manager.commit(7, range(64, 65)))
     run_blocking(manager.abort(7, range(60, 70)))
@@ -143,7 +143,7 @@ def test_a_write_in_steps_is_committed_or_aborted_by_its_number_at_the_units_tha
 def test_frames_of_a_contiguous_put_are_the_tensor_itself():
     session, data = NotedSession(Written(0)), torch.zeros(256, 4096)
     manager = SharedMemoryManager(session, config(2))
-    run_blocking(manager.write(1, range(256), manager.sources(TensorDict({"a": data}, batch_size=[256]))))
+    run_blocking(manager.write(1, range(256), manager.prepare(TensorDict({"a": data}, batch_size=[256]))))
     ((asks, _),) = session.asked
     begins = [[(frame.ctypes.data - data.data_ptr()) // (4096 * 4) for frame in frames] for _, _, frames in asks]
     assert begins == [[0, 128], [64, 192]]
@@ -190,18 +190,18 @@ def test_it_is_in_front_where_its_only_unit_has_the_controller_s_address():
     assert not SharedMemoryManager(NotedSession(Written(0)), both).is_in_front
 
 
-def test_a_staged_write_is_the_message_s_part_about_values_and_asks_nobody_where_frames_carry_them():
+def test_an_encoded_write_is_the_message_s_part_about_values_and_asks_nobody_where_frames_carry_them():
     session = NotedSession(Written(0))
     manager = SharedMemoryManager(session, config(1))
-    staged = run_blocking(manager.staged(7, manager.sources(rows(3, "a")), 3, [1, 2, 3]))
-    columns = decode_columns(staged.columns)
-    assert ([(part.field, part.rows) for part in columns.parts], columns.lease) == ([("a", 3)], 0)
-    assert ([memoryview(frame).nbytes for frame in staged.frames], session.asked) == ([12], [])
+    encoded, frames = run_blocking(manager.encode_write(7, manager.prepare(rows(3, "a")), 3, [1, 2, 3]))
+    columns = decode_columns(encoded)
+    assert ([(header.field, header.rows) for header in columns.headers], columns.lease) == ([("a", 3)], 0)
+    assert ([memoryview(frame).nbytes for frame in frames], session.asked) == ([12], [])
 
 
 def test_values_that_are_not_wanted_are_released_by_the_number_of_their_call():
     session = NotedSession(Written(0))
-    run_blocking(SharedMemoryManager(session, config(1)).closed(7))
+    run_blocking(SharedMemoryManager(session, config(1)).release(7))
     assert session.told == [("u0", Release(1, [7]))]
 
 
@@ -235,7 +235,7 @@ def test_an_unknown_layout_is_refused_before_anything_is_asked():
 def test_what_can_not_be_stored_is_known_before_anything_is_asked():
     session = NotedSession(Written(0))
     with pytest.raises(TypeError, match="allow_pickle"):
-        SharedMemoryManager(session, config(1)).sources(TensorDict({"a": [object(), object()]}, batch_size=[2]))
+        SharedMemoryManager(session, config(1)).prepare(TensorDict({"a": [object(), object()]}, batch_size=[2]))
     assert session.asked == []
 
 
@@ -276,7 +276,7 @@ def test_a_write_in_steps_is_read_once_it_is_committed_and_gone_once_it_is_abort
     run_blocking(manager.put_data(rows(100, "a"), rows_of(range(100))))
     for call, value in ((100, 1.0), (101, 2.0)):
         data = TensorDict({"a": torch.full((100,), value)}, batch_size=[100])
-        run_blocking(manager.write(call, range(100), manager.sources(data)))
+        run_blocking(manager.write(call, range(100), manager.prepare(data)))
     assert run_blocking(manager.get_rows(range(100), ["a"]))["a"].unique().tolist() == [0.0]
     run_blocking(manager.abort(101, range(100)))
     run_blocking(manager.commit(100, range(100)))

@@ -9,16 +9,16 @@ import pytest
 
 from transfer_queue.errors import ProtocolError, StorageFullError
 from transfer_queue.protocol import Done, Failed, encode, encode_request, message_decoder
-from transfer_queue.storage.pieces import Piece, dense_layout, ragged_layout
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
+    ColumnHeader,
     Columns,
     Commit,
     Delete,
     EndSession,
     Lease,
     Leased,
-    Part,
+    Packer,
     Read,
     Release,
     Write,
@@ -26,20 +26,21 @@ from transfer_queue.storage.shm.messages import (
     decode_columns,
     encode_columns,
     pack_indexes,
+    unpack_columns,
     unpack_indexes,
 )
-from transfer_queue.storage.shm.parts import Packer, unpack_parts
+from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
 
 INT = dense_layout("int64", 8, ())
 
 
-def piece(*numbers: int) -> Piece:
-    return Piece(INT, len(numbers), np.array(numbers, np.int64).view(np.uint8))
+def wire(*numbers: int) -> WireColumn:
+    return WireColumn(INT, len(numbers), np.array(numbers, np.int64).view(np.uint8))
 
 
 REQUESTS = [
     Lease(1, 4096, b"12345678", ["a"], 2.5),
-    Write(2, b"12345678", Columns([Part("a", INT, 1)], [b"table"], 1), 2.5, True),
+    Write(2, b"12345678", Columns([ColumnHeader("a", INT, 1)], [b"table"], 1), 2.5, True),
     Commit(3, [2]),
     Read(4, b"", ["a"], True),
     Delete(5, b"12345678"),
@@ -59,7 +60,7 @@ def test_a_request_is_the_same_after_the_wire(request_):
 
 
 def test_columns_are_the_same_after_the_wire():
-    columns = Columns([Part("a", INT, 1, 2, 0, 4096, 8, 1)], [b"table"], 3)
+    columns = Columns([ColumnHeader("a", INT, 1, 2, 0, 4096, 8, 1)], [b"table"], 3)
     assert decode_columns(encode_columns(columns)) == columns
 
 
@@ -79,12 +80,12 @@ def test_an_answer_of_another_kind_is_a_protocol_error_and_a_refusal_is_raised()
 
 
 def test_parts_keep_their_positions_and_bytes():
-    given = [("a", slice(1, 3), piece(5, 6)), ("b", np.array([2, 0]), piece(7, 8))]
+    given = [("a", slice(1, 3), wire(5, 6)), ("b", np.array([2, 0]), wire(7, 8))]
     packer = Packer()
     for part in given:
         packer.add(*part)
     frames = [memoryview(frame).cast("B") for frame in packer.frames]
-    (a, b) = unpack_parts(packer.parts, packer.tables, frames, 3)
+    (a, b) = unpack_columns(packer.headers, packer.tables, frames, 3)
     assert (a[:2], a[2].data.tobytes()) == (("a", slice(1, 3)), given[0][2].data.tobytes())
     assert (b[0], b[1].tolist(), b[2].data.tobytes()) == ("b", [2, 0], given[1][2].data.tobytes())
 
@@ -92,25 +93,25 @@ def test_parts_keep_their_positions_and_bytes():
 @pytest.mark.parametrize(
     ("part", "frames", "fragment"),
     [
-        (Part("a", INT, 1), [], "need 1 frames"),
-        (Part("a", INT, 1), [b"12345678"] * 2, "2 came"),
-        (Part("a", INT, 0), [b""], "has 0 rows"),
-        (Part("a", INT, -1), [b""], "has -1 rows"),
-        (Part("a", INT, 2, 1), [b"x" * 16], "but 2 indexes"),
-        (Part("a", INT, 1, -1), [b"12345678"], "but 2 indexes"),
-        (Part("a", INT, 1, 0, 0), [b"12345678"], "don't fit"),
-        (Part("a", INT, 2, 0, 0), [b"x" * 16], "don't fit"),
-        (Part("a", INT, 2, 0, 1), [b"x" * 16], "table 1 of 1"),
-        (Part("a", INT, 1, 0, -1, 4096, 8), [], "not mapped here"),
+        (ColumnHeader("a", INT, 1), [], "need 1 frames"),
+        (ColumnHeader("a", INT, 1), [b"12345678"] * 2, "2 came"),
+        (ColumnHeader("a", INT, 0), [b""], "has 0 rows"),
+        (ColumnHeader("a", INT, -1), [b""], "has -1 rows"),
+        (ColumnHeader("a", INT, 2, 1), [b"x" * 16], "but 2 indexes"),
+        (ColumnHeader("a", INT, 1, -1), [b"12345678"], "but 2 indexes"),
+        (ColumnHeader("a", INT, 1, 0, 0), [b"12345678"], "don't fit"),
+        (ColumnHeader("a", INT, 2, 0, 0), [b"x" * 16], "don't fit"),
+        (ColumnHeader("a", INT, 2, 0, 1), [b"x" * 16], "table 1 of 1"),
+        (ColumnHeader("a", INT, 1, 0, -1, 4096, 8), [], "not mapped here"),
     ],
 )
 def test_parts_that_name_what_is_not_there_are_refused(part, frames, fragment):
     with pytest.raises(ProtocolError, match=fragment):
-        unpack_parts([part], [pack_indexes(np.array([2]))], frames, 2)
+        unpack_columns([part], [pack_indexes(np.array([2]))], frames, 2)
 
 
 @pytest.mark.parametrize(
-    ("layout", "picks", "side"),
+    ("layout", "selection", "row_meta"),
     [
         (INT, [4], None),
         (INT, [-1], None),
@@ -120,17 +121,19 @@ def test_parts_that_name_what_is_not_there_are_refused(part, frames, fragment):
         (ragged_layout("int64", 8, 1), [0], [-1]),
     ],
 )
-def test_rows_that_reach_out_of_their_block_are_refused(layout, picks, side):
-    part = Part("a", layout, 1, 0, -1, 0, 32, 0)
-    frames = [] if side is None else [np.array(side, np.int64)]
+def test_rows_that_reach_out_of_their_block_are_refused(layout, selection, row_meta):
+    part = ColumnHeader("a", layout, 1, 0, -1, 0, 32, 0)
+    frames = [] if row_meta is None else [np.array(row_meta, np.int64)]
     with pytest.raises(ProtocolError):
-        unpack_parts([part], [pack_indexes(np.array(picks))], frames, 1, lambda at, nbytes: np.zeros(nbytes, np.uint8))
+        unpack_columns(
+            [part], [pack_indexes(np.array(selection))], frames, 1, lambda at, nbytes: np.zeros(nbytes, np.uint8)
+        )
 
 
 def test_fields_whose_rows_lie_alike_share_a_table():
     packer = Packer()
     for name in "ab":
-        rows = Piece(INT, 2, np.zeros(80, np.uint8), picks=np.array([9, 3]))
+        rows = WireColumn(INT, 2, np.zeros(80, np.uint8), selection=np.array([9, 3]))
         packer.add_at(name, np.array([1, 0]), rows, 4096)
     assert [pack_indexes(np.array(numbers)) for numbers in ([1, 0], [9, 3])] == packer.tables
 

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from transfer_queue.protocol import Done, Failed, Reply, Request
-from transfer_queue.storage.pieces import Piece, dense_layout
 from transfer_queue.storage.shm.field_blocks import STEP_NBYTES
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
+    ColumnHeader,
     Columns,
     Delete,
     Deleted,
     EndSession,
+    Packer,
     Read,
     Rows,
     UnitStats,
@@ -22,8 +23,8 @@ from transfer_queue.storage.shm.messages import (
     Written,
     pack_indexes,
 )
-from transfer_queue.storage.shm.parts import Packer
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
+from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
 
 KIB = 1024
 
@@ -46,15 +47,15 @@ class Asker:
     def write(
         self, index: int, kib: int, now: float = 0.0, wait_s: float = 10.0, client: str = "me", commit: bool = True
     ) -> list:
-        piece = Piece(dense_layout("uint8", 1, (kib * KIB,)), 1, np.zeros(kib * KIB, np.uint8))
-        return self.put([index], piece, now, wait_s, client, commit)
+        wire = WireColumn(dense_layout("uint8", 1, (kib * KIB,)), 1, np.zeros(kib * KIB, np.uint8))
+        return self.put([index], wire, now, wait_s, client, commit)
 
     def put(
-        self, indexes, piece: Piece, now: float = 0.0, wait_s: float = 0.0, client: str = "me", commit: bool = True
+        self, indexes, wire: WireColumn, now: float = 0.0, wait_s: float = 0.0, client: str = "me", commit: bool = True
     ) -> list:
         packer = Packer()
-        packer.add("a", slice(0, piece.rows), piece)
-        columns = Columns(packer.parts, packer.tables)
+        packer.add("a", slice(0, wire.rows), wire)
+        columns = Columns(packer.headers, packer.tables)
         write = Write(self.number(), pack_indexes(np.array(indexes)), columns, wait_s, commit)
         return self.ask(write, packer.frames, now, client)
 
@@ -78,7 +79,7 @@ def small() -> Asker:
 def test_each_request_is_answered_once_under_its_own_number(small):
     assert small.write(1, 10) == [("me", Written(1))]
     rows = small.read(1)
-    assert (type(rows), rows.id, [part.field for part in rows.parts]) == (Rows, 2, ["a"])
+    assert (type(rows), rows.id, [part.field for part in rows.headers]) == (Rows, 2, ["a"])
     assert small.delete(1, 2) == [("me", Deleted(3, 1))]
 
 
@@ -95,6 +96,16 @@ def test_a_bad_request_is_answered_and_the_unit_lives_on(small, request_, code, 
     assert (type(failed), failed.id, failed.code) == (Failed, 1, code)
     assert fragment in failed.text
     assert small.write(1, 10) == [("me", Written(1))]
+
+
+def test_a_malformed_write_fails_in_its_own_turn_although_it_would_have_to_wait(small):
+    small.write(0, 80)
+    columns = Columns([ColumnHeader("a", ragged_layout("uint8", 1, 1), 1)])
+    broken = Write(small.number(), pack_indexes(np.array([1])), columns, 10.0)
+    half_of_a_length = np.zeros(4, np.uint8)
+    ((client, failed),) = small.ask(broken, [np.zeros(60 * KIB, np.uint8), half_of_a_length], client="other")
+    assert (client, type(failed), failed.id, failed.code) == ("other", Failed, broken.id, "ProtocolError")
+    assert small.delete(0) == [("me", Deleted(small.calls, 1))]
 
 
 def test_a_unit_knows_its_own_requests_from_others(small):
@@ -159,8 +170,8 @@ def test_an_overwrite_needs_room_only_for_what_it_adds(small):
 
 
 def test_dead_rows_are_freed_before_a_write_has_to_wait(small):
-    piece = Piece(dense_layout("uint8", 1, (KIB,)), 90, np.zeros(90 * KIB, np.uint8))
-    small.put(range(90), piece)
+    wire = WireColumn(dense_layout("uint8", 1, (KIB,)), 90, np.zeros(90 * KIB, np.uint8))
+    small.put(range(90), wire)
     small.delete(*range(0, 90, 3))
     assert small.unit.stats().held_nbytes == 90 * KIB
     assert small.write(100, 40) == [("me", Written(3))]
@@ -170,7 +181,7 @@ def test_dead_rows_are_freed_before_a_write_has_to_wait(small):
 def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_requests_between():
     asker, kib = Asker(StorageUnit("u0")), 256
     numbers = np.repeat(np.arange(64, dtype=np.uint8), kib * KIB)
-    asker.put(range(64), Piece(dense_layout("uint8", 1, (kib * KIB,)), 64, numbers))
+    asker.put(range(64), WireColumn(dense_layout("uint8", 1, (kib * KIB,)), 64, numbers))
     unit, kept, turns = asker.unit, [1, 30, *range(40, 64)], 0
     assert unit.next_deadline() is None
     asker.delete(*(index for index in range(64) if index not in kept))
@@ -189,7 +200,7 @@ def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_req
 def filled() -> Asker:
     """Full but for the dead rows of a large block: too few of them for it to be moved by itself."""
     asker, nbytes = Asker(StorageUnit("u0", capacity_bytes=64 * 256 * KIB)), 256 * KIB
-    asker.put(range(64), Piece(dense_layout("uint8", 1, (nbytes,)), 64, np.zeros(64 * nbytes, np.uint8)))
+    asker.put(range(64), WireColumn(dense_layout("uint8", 1, (nbytes,)), 64, np.zeros(64 * nbytes, np.uint8)))
     asker.delete(*range(16))
     assert asker.unit.next_deadline() is None
     return asker

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena, refused
 from transfer_queue.protocol import Done
-from transfer_queue.storage.pieces import Piece, dense_layout
 from transfer_queue.storage.shm.messages import EndSession, Read
-from transfer_queue.storage.shm.uncommitted import Uncommitted, UncommittedWrite
+from transfer_queue.storage.shm.session_memory import Uncommitted, UncommittedWrite
 from transfer_queue.storage.shm.unit import UnitReply
+from transfer_queue.storage.wire_columns import WireColumn, dense_layout
 
 BYTE = dense_layout("uint8", 1, ())
 
@@ -22,17 +22,17 @@ def ints(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def piece(*values: int) -> Piece:
-    return Piece(BYTE, len(values), np.array(values, np.uint8))
+def wire(*values: int) -> WireColumn:
+    return WireColumn(BYTE, len(values), np.array(values, np.uint8))
 
 
 def write(values: dict[int, int], field: str = "a") -> UncommittedWrite:
-    return UncommittedWrite(ints(*values), [(field, slice(0, len(values)), piece(*values.values()))])
+    return UncommittedWrite(ints(*values), [(field, slice(0, len(values)), wire(*values.values()))])
 
 
 def values_of(found: UncommittedWrite | None) -> dict[tuple[str, int], int]:
     values = {}
-    for name, at, rows in [] if found is None else found.parts:
+    for name, at, rows in [] if found is None else found.columns:
         values.update(zip([(name, index) for index in found.indexes[at].tolist()], rows.data.tolist(), strict=True))
     return values
 
@@ -88,7 +88,7 @@ def test_a_reader_that_misses_values_takes_the_writes_that_hold_one_of_them_and_
 def test_cleared_samples_are_forgotten_and_a_write_of_nothing_else_with_them(uncommitted):
     uncommitted.add("me", 1, write({1: 10, 2: 20, 3: 30}))
     uncommitted.add("other", 1, write({2: 40}))
-    uncommitted.forget(ints(2, 9))
+    uncommitted.delete(ints(2, 9))
     assert (uncommitted.nbytes, uncommitted.take("other", 1)) == (2, None)
     assert values_of(uncommitted.take("me", 1)) == {("a", 1): 10, ("a", 3): 30}
 
@@ -103,7 +103,7 @@ def test_a_write_without_some_samples_has_all_others_and_none_of_these(fields, g
     """Columns may fill any positions of a write, in any order."""
     indexes = ints(7, 3, 5, 1, 0, 9)
     parts = [
-        (name, slice(0, len(at)) if runs else ints(*at), piece(*[10 * n + ord(name) - 96 for n in range(len(at))]))
+        (name, slice(0, len(at)) if runs else ints(*at), wire(*[10 * n + ord(name) - 96 for n in range(len(at))]))
         for name, at in fields.items()
     ]
     whole = UncommittedWrite(indexes, parts)

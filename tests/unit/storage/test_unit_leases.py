@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena, refused, row_layout
-from transfer_queue.storage.pieces import ragged_layout
-from transfer_queue.storage.shm.messages import Columns, Deleted, Leased, Part, Write, Written, pack_indexes
+from transfer_queue.storage.shm.messages import ColumnHeader, Columns, Deleted, Leased, Write, Written, pack_indexes
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
+from transfer_queue.storage.wire_columns import ragged_layout
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def test_a_lease_is_cut_up_by_its_write_and_the_rest_of_it_is_free_again(me, uni
     me.view(at, 10)[:] = 5
     me.view(at + 4 * PAGE, PAGE + 1)[:] = 6
     parts = [
-        Part("b", row_layout(PAGE + 1), 1, offset=at + 4 * PAGE, nbytes=PAGE + 1),
-        Part("a", row_layout(10), 1, offset=at, nbytes=10),
+        ColumnHeader("b", row_layout(PAGE + 1), 1, offset=at + 4 * PAGE, nbytes=PAGE + 1),
+        ColumnHeader("a", row_layout(10), 1, offset=at, nbytes=10),
     ]
     write = Write(me.number(), indexes_of([7]), Columns(parts, lease=lease), commit=True)
     assert me.one(write) == Written(write.id)
@@ -151,8 +151,8 @@ def test_a_lease_is_cut_up_by_its_write_and_the_rest_of_it_is_free_again(me, uni
     assert of_arena(unit) == (0, 0, 0)
 
 
-def part(offset: int, nbytes: int, rows: int = 1, **more) -> Part:
-    return Part("a", row_layout(nbytes), rows, offset=offset, nbytes=nbytes * rows, **more)
+def part(offset: int, nbytes: int, rows: int = 1, **more) -> ColumnHeader:
+    return ColumnHeader("a", row_layout(nbytes), rows, offset=offset, nbytes=nbytes * rows, **more)
 
 
 BAD_PARTS = {
@@ -163,13 +163,13 @@ BAD_PARTS = {
     "overlapping within a page": lambda at: [part(at, 10), part(at + 16, 10)],
     "the same twice": lambda at: [part(at, PAGE), part(at, PAGE)],
     "not on a page": lambda at: [part(at + 8, PAGE)],
-    "of no bytes": lambda at: [Part("a", row_layout(0), 1, offset=at, nbytes=0)],
-    "of fewer than no bytes": lambda at: [Part("a", row_layout(8), 1, offset=at, nbytes=-PAGE), part(at, PAGE)],
-    "of another size than its rows": lambda at: [Part("a", row_layout(8), 3, offset=at, nbytes=8)],
+    "of no bytes": lambda at: [ColumnHeader("a", row_layout(0), 1, offset=at, nbytes=0)],
+    "of fewer than no bytes": lambda at: [ColumnHeader("a", row_layout(8), 1, offset=at, nbytes=-PAGE), part(at, PAGE)],
+    "of another size than its rows": lambda at: [ColumnHeader("a", row_layout(8), 3, offset=at, nbytes=8)],
     "of rows that the write does not name": lambda at: [part(at, 8, rows=5)],
-    "of no rows": lambda at: [Part("a", row_layout(8), 0, offset=at, nbytes=8)],
-    "of rows out of order": lambda at: [part(at, PAGE, picks=0)],
-    "whose shapes are missing": lambda at: [Part("a", ragged_layout("uint8", 1, 1), 1, offset=at, nbytes=8)],
+    "of no rows": lambda at: [ColumnHeader("a", row_layout(8), 0, offset=at, nbytes=8)],
+    "of rows out of order": lambda at: [part(at, PAGE, selection=0)],
+    "whose shapes are missing": lambda at: [ColumnHeader("a", ragged_layout("uint8", 1, 1), 1, offset=at, nbytes=8)],
     "at positions of no table": lambda at: [part(at, 8, positions=3)],
 }
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena
-from transfer_queue.storage.pieces import Piece
 from transfer_queue.storage.shm.messages import EndSession, Leased, Read, Written
+from transfer_queue.storage.wire_columns import WireColumn
 
 
 @pytest.fixture
@@ -29,16 +29,16 @@ def writer(unit) -> ArenaClient:
     return ArenaClient(unit, "writer")
 
 
-def bytes_of(piece: Piece) -> bytes:
-    rows = np.arange(piece.rows) if piece.picks is None else piece.picks
-    return piece.data.reshape(-1, piece.layout.row_nbytes)[rows].tobytes()
+def bytes_of(wire: WireColumn) -> bytes:
+    rows = np.arange(wire.rows) if wire.selection is None else wire.selection
+    return wire.data.reshape(-1, wire.layout.row_nbytes)[rows].tobytes()
 
 
-def pinned(client: ArenaClient, indexes: list[int]) -> tuple[int, list[Piece]]:
+def pinned(client: ArenaClient, indexes: list[int]) -> tuple[int, list[WireColumn]]:
     """(call, what it pinned)"""
-    answer, pieces = client.read(indexes)
+    answer, wires = client.read(indexes)
     assert answer.pinned
-    return answer.id, pieces
+    return answer.id, wires
 
 
 def row(value: int, nbytes: int = PAGE) -> bytes:
@@ -56,11 +56,11 @@ CHANGES = {
 @pytest.mark.parametrize(("change", "freed_pages"), CHANGES.values(), ids=CHANGES)
 def test_pinned_bytes_stay_while_the_sample_changes_and_are_recycled_after(me, writer, unit, change, freed_pages):
     writer.put({1: 1, 2: 2, 3: 3, 4: 4})
-    pin, (piece,) = pinned(me, [1, 2, 3, 4])
+    pin, (wire,) = pinned(me, [1, 2, 3, 4])
     change(writer)
     for n in range(10):  # whatever is free gets used
         writer.put({100 + n: 200}, 3 * PAGE)
-    assert bytes_of(piece) == b"".join(map(row, (1, 2, 3, 4)))
+    assert bytes_of(wire) == b"".join(map(row, (1, 2, 3, 4)))
     before = of_arena(unit)
     me.release(pin)
     assert of_arena(unit) == (before[0] - freed_pages, 0, 0)
@@ -77,19 +77,19 @@ def test_a_pin_counts_nothing_while_the_block_is_stored_anyway(me, writer, unit)
 def test_rows_are_pinned_where_they_lie_in_any_order_and_repeated(me, writer, unit):
     writer.put({n: n for n in range(8)}, 100)
     for order in ([0, 1, 2], [7, 3, 3, 0], [5], list(range(7, -1, -1))):
-        pin, (piece,) = pinned(me, order)
-        assert bytes_of(piece) == b"".join(row(n, 100) for n in order)
+        pin, (wire,) = pinned(me, order)
+        assert bytes_of(wire) == b"".join(row(n, 100) for n in order)
         me.release(pin)
     assert of_arena(unit) == (1, 0, 0)
 
 
 def test_two_readers_hold_the_same_block_each_on_its_own(me, writer, unit):
     writer.put({1: 1})
-    mine, (piece,) = pinned(me, [1])
+    mine, (wire,) = pinned(me, [1])
     theirs, _ = pinned(writer, [1])
     writer.delete(1)
     writer.release(theirs)
-    assert (of_arena(unit), bytes_of(piece)) == ((1, 0, 1), row(1))
+    assert (of_arena(unit), bytes_of(wire)) == ((1, 0, 1), row(1))
     me.release(mine)
     assert of_arena(unit) == (0, 0, 0)
 
@@ -112,8 +112,8 @@ def test_a_read_that_was_cancelled_pins_nothing_any_more(me, writer, unit):
 
 def test_a_client_without_a_mapping_is_answered_in_frames(me, writer, unit):
     writer.put({1: 1})
-    answer, (piece,) = me.read([1], mapped=False)
-    assert (answer.pinned, bytes_of(piece), of_arena(unit)) == (False, row(1), (1, 0, 0))
+    answer, (wire,) = me.read([1], mapped=False)
+    assert (answer.pinned, bytes_of(wire), of_arena(unit)) == (False, row(1), (1, 0, 0))
 
 
 def test_a_read_that_fails_pins_nothing(me, writer, unit):
@@ -142,7 +142,7 @@ class UnitMachine(RuleBasedStateMachine):
         self.stored: dict[int, int] = {}
         self.leases: list[tuple[str, int, int, int, int]] = []  # client, call, offset, pages, what fills it
         self.written: list[tuple[str, int, dict[int, int]]] = []  # client, call, values: not committed yet
-        self.pins: list[tuple[str, int, list[Piece], list[bytes]]] = []
+        self.pins: list[tuple[str, int, list[WireColumn], list[bytes]]] = []
         self.filler = 0
         self.next_client = 3
 
@@ -199,9 +199,9 @@ class UnitMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     def read(self, number: int, data: st.DataObject) -> None:
         client, wanted = self.client(number), data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1))
-        answer, pieces = client.read(wanted)
-        pinned = pieces if answer.pinned else []
-        self.pins.append((client.name, answer.id, pinned, [bytes_of(piece) for piece in pieces]))
+        answer, wires = client.read(wanted)
+        pinned = wires if answer.pinned else []
+        self.pins.append((client.name, answer.id, pinned, [bytes_of(wire) for wire in wires]))
 
     @rule(data=st.data())
     @precondition(lambda self: self.pins)
@@ -237,8 +237,8 @@ class UnitMachine(RuleBasedStateMachine):
     def leases_and_pins_are_as_their_owners_left_them(self) -> None:
         for name, _, offset, pages, value in self.leases:
             assert (self.clients[name].view(offset, pages * PAGE) == value).all()
-        for *_, pieces, before in self.pins:
-            assert [bytes_of(piece) for piece in pieces] == before[: len(pieces)]
+        for *_, wires, before in self.pins:
+            assert [bytes_of(wire) for wire in wires] == before[: len(wires)]
 
     @invariant()
     def what_is_committed_can_be_read(self) -> None:
@@ -249,7 +249,7 @@ class UnitMachine(RuleBasedStateMachine):
         pages = sum(lease[3] for lease in self.leases)
         stats = self.unit.stats()
         assert (stats.leased_nbytes, stats.values) == (pages * PAGE, len(self.stored))
-        assert stats.pins == sum(1 for *_, pieces, _ in self.pins if pieces)
+        assert stats.pins == sum(1 for *_, wires, _ in self.pins if wires)
         assert (stats.uncommitted_nbytes > 0) >= any(values for *_, values in self.written)
 
     def teardown(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.storage.pieces import ByteArray
+from transfer_queue.storage.wire_columns import ByteArray
 
 
 class FreeList:
@@ -44,7 +44,7 @@ class FreeList:
             self._insert(start + size, found - size)
         return start
 
-    def give(self, start: int, size: int) -> None:
+    def free(self, start: int, size: int) -> None:
         """Make a range free; it must not overlap a free one."""
         end = start + size
         before = self._starts.get(start)
@@ -133,7 +133,7 @@ class Arena:
             raise
         self._first: int = np.frombuffer(self._map, np.uint8, 1).__array_interface__["data"][0]
         self._cold, self._warm = FreeList(), FreeList()
-        self._cold.give(0, self.nbytes)
+        self._cold.free(0, self.nbytes)
         self._watches: dict[int, _Watch] = {}
         self._ended: deque[_Watch] = deque()
         self._now = 0.0
@@ -176,10 +176,10 @@ class Arena:
         at, made = start, []
         for begin, nbytes in ranges:
             end = begin + whole_pages(nbytes)
-            self._give(at, begin - at)
+            self._free(at, begin - at)
             made.append(self._extent(begin, end - begin)[:nbytes])
             at = end
-        self._give(at, start + watch.nbytes - at)
+        self._free(at, start + watch.nbytes - at)
         return made
 
     def offset_of(self, memory: ByteArray) -> int:
@@ -194,18 +194,18 @@ class Arena:
         plain: ByteArray = extent.view(np.ndarray)
         return plain
 
-    def _give(self, start: int, size: int) -> None:
+    def _free(self, start: int, size: int) -> None:
         if size:
             if not len(self._warm):
                 self._watched, self._idle_nbytes = self._now, size
-            self._warm.give(start, size)
+            self._warm.free(start, size)
 
     def _collect(self) -> None:
         while self._ended:
             watch = self._ended.popleft()
             if self._watches.get(watch.start) is watch:  # otherwise it was carved
                 del self._watches[watch.start]
-                self._give(watch.start, watch.nbytes)
+                self._free(watch.start, watch.nbytes)
 
     # ---- usage ----
 
@@ -238,7 +238,7 @@ class Arena:
         some = min(self._idle_nbytes, _TRIMMED_NBYTES)
         for start, size in self._warm.take_largest(some):
             self._map.madvise(mmap.MADV_REMOVE, start, size)
-            self._cold.give(start, size)
+            self._cold.free(start, size)
         self._idle_nbytes -= some
         if not self._idle_nbytes:  # otherwise the rest is due at once, after the waiting requests
             self._watched, self._idle_nbytes = now, self._warm.total

@@ -8,8 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.storage.pieces import Allocate, IntArray, Layout, Piece, Positions
-from transfer_queue.storage.selection import as_run, cut, distinct, gather, groups, heap, pick
+from transfer_queue.storage.wire_columns import (
+    Allocate,
+    IntArray,
+    Layout,
+    Positions,
+    WireColumn,
+    as_run,
+    cut,
+    distinct,
+    gather,
+    groups,
+    heap,
+    select,
+)
 
 _SMALL_NBYTES = 64 * 1024
 _MERGE_BLOCKS = 32
@@ -21,20 +33,20 @@ STEP_NBYTES = 2 * 1024 * 1024
 class _Block:
     """Rows as received. It never changes, because answers being sent share its memory."""
 
-    __slots__ = ("family", "first", "left", "live", "live_nbytes", "number", "piece", "row_nbytes", "slots", "stays")
+    __slots__ = ("column", "family", "first", "left", "live", "live_nbytes", "number", "row_nbytes", "slots", "stays")
 
-    def __init__(self, number: int, piece: Piece, slots: NDArray[np.int32], run: Positions) -> None:
+    def __init__(self, number: int, column: WireColumn, slots: NDArray[np.int32], run: Positions) -> None:
         """``run``: the slots as ``as_run`` returns them."""
         self.number = number
-        self.family = piece.layout.family if piece.nbytes < _SMALL_NBYTES else None
+        self.family = column.layout.family if column.nbytes < _SMALL_NBYTES else None
         """Small blocks of one family are merged; None: the block is not small."""
-        self.piece = piece
+        self.column = column
         self.slots = slots
         self.first = run.start if isinstance(run, slice) else None
         """The slot of row 0 if the slots are consecutive, else None."""
-        self.live = piece.rows
-        self.live_nbytes = piece.nbytes
-        self.row_nbytes = piece.nbytes / piece.rows
+        self.live = column.rows
+        self.live_nbytes = column.nbytes
+        self.row_nbytes = column.nbytes / column.rows
         """The mean over its rows."""
         self.left = 0
         """Rows before this one were moved elsewhere, or are dead."""
@@ -43,11 +55,11 @@ class _Block:
 
     @property
     def mostly_dead(self) -> bool:
-        return 2 * self.live < self.piece.rows or 2 * self.live_nbytes < self.piece.nbytes
+        return 2 * self.live < self.column.rows or 2 * self.live_nbytes < self.column.nbytes
 
 
 class FieldBlocks:
-    """Slots passed to a method must not repeat, except in ``add``, ``missing`` and ``pick``."""
+    """PageTable passed to a method must not repeat, except in ``add``, ``missing`` and ``select``."""
 
     def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
         """``allocate``: memory for blocks that are made from others here.
@@ -92,14 +104,14 @@ class FieldBlocks:
     def nbytes_of(self, slots: IntArray) -> int:
         """Bytes of the values of these slots, which must all have one."""
         rows = self._row_of[slots]
-        return sum(self._blocks[n].piece.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
+        return sum(self._blocks[n].column.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
 
-    def mean_nbytes_beside(self, slots: Sequence[int]) -> float:
+    def mean_nbytes_near(self, slots: Sequence[int]) -> float:
         """Mean bytes of a value in the blocks that hold these slots; 0 without any."""
         numbers = {self._block_of.item(slot) for slot in slots if slot >= 0} - {-1}
         return sum(self._blocks[number].row_nbytes for number in numbers) / max(len(numbers), 1)
 
-    def add(self, slots: IntArray, piece: Piece) -> IntArray:
+    def add(self, slots: IntArray, column: WireColumn) -> IntArray:
         """Row i becomes the value of ``slots[i]``; if a slot repeats, its last row counts.
 
         Returns the slots that had no value, each once.
@@ -111,35 +123,35 @@ class FieldBlocks:
             self.delete(distinct(slots[held]))
         else:
             fresh = slots if isinstance(run, slice) else distinct(slots)
-        block = self._insert(slots, run, piece)
+        block = self._insert(slots, run, column)
         if not isinstance(run, slice):  # a slice has no repeated slots
-            stale = np.flatnonzero(self._row_of[slots] != np.arange(piece.rows))
+            stale = np.flatnonzero(self._row_of[slots] != np.arange(column.rows))
             if len(stale):
                 self._kill(block, stale)
         if block.family is not None:
             self._merge_small(block.family)
         return fresh
 
-    def whole(self, run: slice) -> tuple[Piece, slice] | None:
+    def whole(self, run: slice) -> tuple[WireColumn, slice] | None:
         """Return the block without dead rows that holds these slots in order, and their rows in it; else None."""
         block = self._blocks.get(self._block_of.item(run.start))
-        if block is None or block.first is None or block.live < block.piece.rows:
+        if block is None or block.first is None or block.live < block.column.rows:
             return None
         rows = slice(run.start - block.first, run.stop - block.first)
-        return (block.piece, rows) if rows.stop <= block.piece.rows else None
+        return (block.column, rows) if rows.stop <= block.column.rows else None
 
-    def pick(self, slots: IntArray) -> list[tuple[Positions, Piece]]:
+    def select(self, slots: IntArray) -> list[tuple[Positions, WireColumn]]:
         """Return the values of these slots, which must all have one."""
         numbers, rows = self._block_of[slots], self._row_of[slots].astype(np.int64)
         if len(slots) == 1 or (numbers == numbers[0]).all():
-            return cut(self._blocks[int(numbers[0])].piece, as_run(rows))
+            return cut(self._blocks[int(numbers[0])].column, as_run(rows))
         found, which = np.unique(numbers, return_inverse=True)
-        return pick([self._blocks[n].piece for n in found.tolist()], which, rows)
+        return select([self._blocks[n].column for n in found.tolist()], which, rows)
 
-    def located(self, slots: IntArray) -> list[tuple[Piece, IntArray, IntArray]]:
+    def located(self, slots: IntArray) -> list[tuple[WireColumn, IntArray, IntArray]]:
         """(block, positions in ``slots``, their rows in the block) for every block that holds some of these slots."""
         rows = self._row_of[slots].astype(np.int64)
-        return [(self._blocks[number].piece, at, rows[at]) for number, at in groups(self._block_of[slots])]
+        return [(self._blocks[number].column, at, rows[at]) for number, at in groups(self._block_of[slots])]
 
     def delete(self, slots: IntArray) -> None:
         """Delete the values of these slots, which must all have one."""
@@ -159,7 +171,7 @@ class FieldBlocks:
             self._rewrite([block])
 
     def _with_dead_rows(self) -> list[_Block]:
-        return [block for block in self._blocks.values() if block.live < block.piece.rows]
+        return [block for block in self._blocks.values() if block.live < block.column.rows]
 
     def _compact(self, block: _Block) -> None:
         if block.live_nbytes <= self._step_nbytes:
@@ -175,34 +187,34 @@ class FieldBlocks:
         stays as it is until more of its rows die.
         """
         block = next(iter(self._moving.values()))
-        start, stop = block.left, self._step_end(block.piece, block.left)
+        start, stop = block.left, self._step_end(block.column, block.left)
         rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
         block.left = stop
         if not len(rows):
             return
         try:
-            piece = gather([(block.piece, as_run(rows))], self._allocate)
+            column = gather([(block.column, as_run(rows))], self._allocate)
         except MemoryError:
             del self._moving[block.number]
             block.stays = True
             return
         slots = block.slots[rows]
-        self._forget(block, rows)
+        self._mark_dead(block, rows)
         if not block.live:
             self._remove(block)
-        self._insert(slots, as_run(slots), piece)
+        self._insert(slots, as_run(slots), column)
 
-    def _step_end(self, piece: Piece, start: int) -> int:
+    def _step_end(self, column: WireColumn, start: int) -> int:
         """One past the last row of the step that begins at ``start``."""
-        if piece.layout.kind == "dense":
-            rows = self._step_nbytes // max(piece.layout.row_nbytes, 1)
+        if column.layout.kind == "dense":
+            rows = self._step_nbytes // max(column.layout.row_nbytes, 1)
         else:
-            end = piece.bounds[start] + self._step_nbytes
-            rows = int(np.searchsorted(piece.bounds, end, "right")) - 1 - start
-        return min(start + max(rows, 1), piece.rows)
+            end = column.bounds[start] + self._step_nbytes
+            rows = int(np.searchsorted(column.bounds, end, "right")) - 1 - start
+        return min(start + max(rows, 1), column.rows)
 
     def _kill(self, block: _Block, rows: NDArray[np.integer]) -> None:
-        self._forget(block, rows)
+        self._mark_dead(block, rows)
         if block.live == 0:
             self._remove(block)
             return
@@ -210,8 +222,8 @@ class FieldBlocks:
         if block.mostly_dead:
             self._compact(block)
 
-    def _forget(self, block: _Block, rows: NDArray[np.integer]) -> None:
-        nbytes = block.piece.rows_nbytes(rows)
+    def _mark_dead(self, block: _Block, rows: NDArray[np.integer]) -> None:
+        nbytes = block.column.rows_nbytes(rows)
         block.live -= len(rows)
         block.live_nbytes -= nbytes
         self.live_nbytes -= nbytes
@@ -223,14 +235,14 @@ class FieldBlocks:
         lives: NDArray[np.bool_] = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
         return lives
 
-    def _insert(self, slots: NDArray[np.integer], run: Positions, piece: Piece) -> _Block:
+    def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> _Block:
         number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
-        block = self._blocks[number] = _Block(number, piece, slots.astype(np.int32), run)
+        block = self._blocks[number] = _Block(number, column, slots.astype(np.int32), run)
         self._block_of[run] = number
-        self._row_of[run] = np.arange(piece.rows)
-        self.held_nbytes += piece.nbytes
-        self.live_nbytes += piece.nbytes
-        self.values += piece.rows
+        self._row_of[run] = np.arange(column.rows)
+        self.held_nbytes += column.nbytes
+        self.live_nbytes += column.nbytes
+        self.values += column.rows
         if block.family is not None:
             self._small.setdefault(block.family, {})[number] = block
         return block
@@ -239,7 +251,7 @@ class FieldBlocks:
         del self._blocks[block.number]
         self._moving.pop(block.number, None)
         self._free_numbers.append(block.number)
-        self.held_nbytes -= block.piece.nbytes
+        self.held_nbytes -= block.column.nbytes
         self.live_nbytes -= block.live_nbytes
         self.values -= block.live
         if block.family is not None:
@@ -258,18 +270,18 @@ class FieldBlocks:
 
         Without memory they stay as they are: the dead rows take room, but nothing is wrong.
         """
-        parts: list[tuple[Piece, Positions]] = []
+        selected: list[tuple[WireColumn, Positions]] = []
         slots = []
         for block in blocks:
-            every = slice(0, block.piece.rows)
+            every = slice(0, block.column.rows)
             rows = every if block.live == every.stop else np.flatnonzero(self._lives(block, every))
-            parts.append((block.piece, rows))
+            selected.append((block.column, rows))
             slots.append(block.slots[rows])
         try:
-            piece = gather(parts, self._allocate)
+            column = gather(selected, self._allocate)
         except MemoryError:
             return
         for block in blocks:
             self._remove(block)
         together = np.concatenate(slots)
-        self._insert(together, as_run(together), piece)
+        self._insert(together, as_run(together), column)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,8 @@ import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageFullError
 from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
-from transfer_queue.storage.base import DataParser, HasRows, InFront, Parts, Staged, StorageManager
-from transfer_queue.storage.pieces import IntArray, Piece, Positions
-from transfer_queue.storage.selection import as_run
-from transfer_queue.storage.shm.connection import SeenStats, Shares, UnitConnection, decide_paths, peers_of, shares_of
+from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, StorageManager
+from transfer_queue.storage.copying import AT_ONCE
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Columns,
@@ -24,6 +21,7 @@ from transfer_queue.storage.shm.messages import (
     Deleted,
     EndSession,
     EndWrite,
+    Expected,
     Leased,
     Read,
     Release,
@@ -35,18 +33,26 @@ from transfer_queue.storage.shm.messages import (
     encode_columns,
     pack_indexes,
 )
-from transfer_queue.storage.shm.read import Reading
 from transfer_queue.storage.shm.unit import INLINE_NBYTES
-from transfer_queue.storage.shm.write import Sources, UnitWrite
-from transfer_queue.storage.spans import AT_ONCE
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.storage.shm.unit_client import (
+    MemoryColumns,
+    ReadResult,
+    SeenStats,
+    Shares,
+    UnitConnection,
+    UnitWrite,
+    decide_paths,
+    shares_of,
+)
+from transfer_queue.storage.wire_columns import IntArray, WireColumn, as_run, count_of
+from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-class SharedMemoryManager(StorageManager, InFront):
+class SharedMemoryManager(StorageManager):
     """``config``: ``units`` [{name, address}] in the order that all processes share, ``allow_pickle``, ``layout``,
     ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides), ``arena``
     (False: don't map the units' memory, send frames), ``inline_nbytes`` (writes up to this size travel as frames).
@@ -54,10 +60,10 @@ class SharedMemoryManager(StorageManager, InFront):
 
     def __init__(self, session: Session, config: Mapping[str, Any]) -> None:
         super().__init__(session, config)
-        peers = peers_of(config)
-        if not peers:
+        if not config["units"]:
             raise ConfigError("SimpleStorage has no storage units: start at least one")
-        self._units = [UnitConnection(peer, bool(config.get("arena", True))) for peer in peers]
+        shared = bool(config.get("arena", True))
+        self._units = [UnitConnection(Peer(unit["name"], unit["address"]), shared) for unit in config["units"]]
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
@@ -66,46 +72,59 @@ class SharedMemoryManager(StorageManager, InFront):
 
     @property
     def is_in_front(self) -> bool:
-        """Whether the only unit shares the controller's process. See ``InFront``."""
+        """Whether the only unit shares the controller's process: a put and a get are then one message each."""
         return len(self._units) == 1 and self._units[0].peer.address == self.session.controller.address
 
     # ---- one message to the front ----
 
-    def sources(self, data: TensorDict) -> Sources:
+    def prepare(self, data: TensorDict) -> MemoryColumns:
+        """Return every column, ready to be written; nothing is copied yet. Raises ValueError for unsupported values."""
         from transfer_queue.storage import columns
 
-        return columns.sources(data, self._allow_pickle)
+        return columns.prepare(data, self._allow_pickle)
 
-    async def staged(self, call: int, sources: Sources, count: int, replaced: Sequence[int]) -> Staged:
+    async def encode_write(
+        self, call: int, columns: MemoryColumns, count: int, replaced: Sequence[int]
+    ) -> tuple[bytes, list[Any]]:
+        """Wait for room, copy large columns into the arena, and return the write's encoded columns and frames.
+
+        ``call`` leases that memory; if the write fails, ``release`` must follow. ``replaced``: samples with values that
+        the write replaces.
+        """
         await decide_paths(self._units, [0])
-        write = UnitWrite(self._units[0], slice(0, count), count, sources, self._inline_nbytes)
+        write = UnitWrite(self._units[0], slice(0, count), count, columns, self._inline_nbytes)
         packed = pack_indexes(_as_indexes(replaced)) if len(replaced) else b""
         await self._lease([(call, write, packed)], self._put_timeout_s)
-        columns, frames = self._columns([write])[0]
-        return Staged(encode_columns(columns), frames)
+        packed_columns, frames = self._packed([write])[0]
+        return encode_columns(packed_columns), frames
 
-    async def opened(self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int) -> TensorDict:
-        reading = Reading(self.session, sorted(set(fields)))
+    async def decode_read(
+        self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int
+    ) -> TensorDict:
+        """Return the values that arrived with a batch of ``count`` samples."""
+        result = ReadResult(self.session, sorted(set(fields)))
         try:
-            reading.add(self._units[0], slice(0, count), decode_answer(header, Rows), frames)
-            values = self._unpacked(reading, count, self._layout)
-            await reading.close()
+            result.add(self._units[0], slice(0, count), decode_answer(header, Rows), frames)
+            values = self._unpacked(result, count, self._layout)
+            await result.close()
         except BaseException:
-            await reading.close()
+            await result.close()
             raise
         return values
 
-    async def closed(self, call: int) -> None:
+    async def release(self, call: int) -> None:
+        """Release the memory that this call pinned or leased."""
         await self.session.post(self._units[0].peer, Release(self.session.number(), [call]))
 
     async def decide_mapping(self) -> bool:
+        """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
         await decide_paths(self._units, [0])
         return self._units[0].arena is not None
 
     # ---- several steps ----
 
-    async def write(self, call: int, indexes: Sequence[int], sources: Sources) -> None:
-        await self._write(call, _as_indexes(indexes), sources, commit=False)
+    async def write(self, call: int, indexes: Sequence[int], columns: MemoryColumns) -> None:
+        await self._write(call, _as_indexes(indexes), columns, commit=False)
 
     async def commit(self, call: int, indexes: Sequence[int]) -> None:
         await self._ask_shares(indexes, lambda unit, own: Commit(self.session.number(), [call]), Done)
@@ -115,26 +134,16 @@ class SharedMemoryManager(StorageManager, InFront):
             await self.session.post(self._units[unit].peer, Cancel(self.session.number(), call))
 
     async def end_write(self, client: str, call: int, published: bool) -> None:
-        """See ``StorageManager.end_write``."""
-        asks = [(unit.peer, EndWrite(self.session.number(), client, call, published), ()) for unit in self._units]
-        for answer in await self.session.call_many(asks, self._timeout_s):
-            decode_answer(answer.header, Done)
+        await self._ask_all(lambda: EndWrite(self.session.number(), client, call, published), Done)
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:
-        """See ``StorageManager.end_session``."""
-        asks = [(unit.peer, EndSession(self.session.number(), client, list(published)), ()) for unit in self._units]
-        for answer in await self.session.call_many(asks, self._timeout_s):
-            decode_answer(answer.header, Done)
+        await self._ask_all(lambda: EndSession(self.session.number(), client, list(published)), Done)
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``; readers see the values at once."""
         from transfer_queue.storage import columns
 
-        if data_parser is not None:
-            from transfer_queue.storage.parsing import parsed
-
-            # A parser may be slow (fetching from a URL), so it must not block the event loop.
-            data = parsed(data, data_parser) if is_blocking() else await asyncio.to_thread(parsed, data, data_parser)
+        data = await columns.parsed_rows(data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
         rows = columns.num_rows(data)
         if rows != len(indexes):
@@ -142,7 +151,7 @@ class SharedMemoryManager(StorageManager, InFront):
                 f"put of {rows} rows for {len(indexes)} samples: data and metadata must have the same number of rows. "
                 f"Nothing was stored."
             )
-        await self._write(self.session.number(), indexes, self.sources(data), commit=True)
+        await self._write(self.session.number(), indexes, self.prepare(data), commit=True)
         return data
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
@@ -152,44 +161,44 @@ class SharedMemoryManager(StorageManager, InFront):
         await self.clear_rows(metadata.global_indexes)
 
     async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
-        from transfer_queue.storage import columns
+        from transfer_queue.storage import batches
 
         layout = layout or self._layout
-        columns.check_layout(layout)
+        batches.check_layout(layout)
         wanted, names = _as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
-            return columns.unpack({}, len(wanted), layout, self._allow_pickle)
-        reading = Reading(self.session, names)
+            return batches.unpack({}, len(wanted), layout, self._allow_pickle)
+        result = ReadResult(self.session, names)
         try:
-            await self._read(wanted, names, reading)
-            values = self._unpacked(reading, len(wanted), layout)
-            await reading.close()
+            await self._read(wanted, names, result)
+            values = self._unpacked(result, len(wanted), layout)
+            await result.close()
         except BaseException:  # not "finally", which a Ctrl-C would end before its work is done
-            await reading.close()
+            await result.close()
             raise
         return values
 
-    def _unpacked(self, reading: Reading, count: int, layout: str) -> TensorDict:
-        from transfer_queue.storage import columns
+    def _unpacked(self, result: ReadResult, count: int, layout: str) -> TensorDict:
+        from transfer_queue.storage import batches
 
         with self.session.using_memory():
-            return columns.unpack(reading.parts, count, layout, self._allow_pickle)
+            return batches.unpack(result.columns, count, layout, self._allow_pickle)
 
     @asynccontextmanager
-    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, Parts]]:
+    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         names = sorted(set(fields))
-        reading = Reading(self.session, names)
+        result = ReadResult(self.session, names)
         try:
-            await self._read(_as_indexes(indexes), names, reading)
-            yield reading.parts
+            await self._read(_as_indexes(indexes), names, result)
+            yield result.columns
         finally:
-            await reading.close()
+            await result.close()
 
-    async def store(self, indexes: Sequence[int], pieces: Mapping[str, Piece]) -> None:
-        from transfer_queue.storage.sources import BytesSource
+    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> None:
+        from transfer_queue.storage.columns import BytesColumn
 
-        sources = {name: BytesSource(piece) for name, piece in pieces.items()}
-        await self._write(self.session.number(), _as_indexes(indexes), sources, commit=True)
+        prepared = {name: BytesColumn(column) for name, column in columns.items()}
+        await self._write(self.session.number(), _as_indexes(indexes), prepared, commit=True)
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         names = None if fields is None else sorted(set(fields))
@@ -197,12 +206,8 @@ class SharedMemoryManager(StorageManager, InFront):
 
     async def stats(self) -> list[SeenStats]:
         """Statistics of every unit, in the order of the configuration, with the ``path`` of this client's values."""
-        asks = [(unit.peer, AskUnitStats(self.session.number()), ()) for unit in self._units]
-        answers = await self.session.call_many(asks, self._timeout_s)
-        return [
-            unit.stats(decode_answer(answer.header, UnitStats))
-            for unit, answer in zip(self._units, answers, strict=True)
-        ]
+        answers = await self._ask_all(lambda: AskUnitStats(self.session.number()), UnitStats)
+        return [unit.stats(stats) for unit, stats in zip(self._units, answers, strict=True)]
 
     async def close(self) -> None:
         for unit in self._units:
@@ -212,6 +217,11 @@ class SharedMemoryManager(StorageManager, InFront):
 
     def _shares(self, indexes: IntArray) -> Shares:
         return shares_of(indexes, len(self._units))
+
+    async def _ask_all(self, request: Callable[[], Request], kind: type[Expected]) -> list[Expected]:
+        """Send a request to every unit. Returns the answers in their order."""
+        asks = [(unit.peer, request(), ()) for unit in self._units]
+        return [decode_answer(answer.header, kind) for answer in await self.session.call_many(asks, self._timeout_s)]
 
     async def _ask_shares(self, indexes: Sequence[int], request: Any, kind: Any) -> None:
         """Send a request to every unit that holds some of these samples. ``request`` is called with the unit and its
@@ -224,7 +234,7 @@ class SharedMemoryManager(StorageManager, InFront):
         for answer in await self.session.call_many(calls, self._timeout_s) if calls else ():
             decode_answer(answer.header, kind)
 
-    async def _read(self, wanted: IntArray, names: list[str], reading: Reading) -> None:
+    async def _read(self, wanted: IntArray, names: list[str], result: ReadResult) -> None:
         shares = self._shares(wanted)
         await decide_paths(self._units, [unit for unit, _ in shares])
         calls = []
@@ -235,22 +245,22 @@ class SharedMemoryManager(StorageManager, InFront):
         try:
             answers = await self.session.call_many(calls, self._timeout_s)
             for (unit, at), answer in zip(shares, answers, strict=True):
-                reading.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
+                result.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
         except BaseException:  # unread answers may have pinned memory, too
             for peer, read, _ in calls:
                 await self.session.post(peer, Release(self.session.number(), [read.id]))
             raise
 
-    async def _write(self, call: int, indexes: IntArray, sources: Sources, commit: bool) -> None:
-        if not sources or not len(indexes):
+    async def _write(self, call: int, indexes: IntArray, columns: MemoryColumns, commit: bool) -> None:
+        if not columns or not len(indexes):
             return
         shares = self._shares(indexes)
         await decide_paths(self._units, [unit for unit, _ in shares])
         if len(shares) == 1:
-            await self._write_shares(call, indexes, shares, sources, self._put_timeout_s, commit)
+            await self._write_shares(call, indexes, shares, columns, self._put_timeout_s, commit)
             return
         try:
-            await self._write_to_several(call, indexes, shares, sources)
+            await self._write_to_several(call, indexes, shares, columns)
         except BaseException:
             if commit:  # else the caller aborts
                 await self.abort(call, indexes.tolist())
@@ -258,30 +268,30 @@ class SharedMemoryManager(StorageManager, InFront):
         if commit:
             await self.commit(call, indexes.tolist())
 
-    async def _write_to_several(self, call: int, indexes: IntArray, shares: Shares, sources: Sources) -> None:
+    async def _write_to_several(self, call: int, indexes: IntArray, shares: Shares, columns: MemoryColumns) -> None:
         try:
-            await self._write_shares(call, indexes, shares, sources, 0.0, commit=False)
+            await self._write_shares(call, indexes, shares, columns, 0.0, commit=False)
         except StorageFullError:
             # One after the other, in the order that all clients share, and from the beginning: else two writes could
             # each hold what the other waits for.
             await self._ask_shares(indexes.tolist(), lambda unit, own: Cancel(self.session.number(), call), Done)
             for share in shares:
-                await self._write_shares(call, indexes, [share], sources, self._put_timeout_s, commit=False)
+                await self._write_shares(call, indexes, [share], columns, self._put_timeout_s, commit=False)
 
     async def _write_shares(
-        self, call: int, indexes: IntArray, shares: Shares, sources: Sources, wait_s: float, commit: bool
+        self, call: int, indexes: IntArray, shares: Shares, columns: MemoryColumns, wait_s: float, commit: bool
     ) -> None:
         """``wait_s``: for room, at each of the units."""
         writes = [
-            UnitWrite(self._units[unit], as_run(at), _count(at), sources, self._inline_nbytes) for unit, at in shares
+            UnitWrite(self._units[unit], as_run(at), count_of(at), columns, self._inline_nbytes) for unit, at in shares
         ]
         packed = [pack_indexes(indexes[at]) for _, at in shares]
         try:
             numbers = [self.session.number() for _ in writes]
             await self._lease(list(zip(numbers, writes, packed, strict=True)), wait_s)
             messages = [
-                (write.connection.peer, Write(call, own, columns, wait_s, commit), frames)
-                for write, own, (columns, frames) in zip(writes, packed, self._columns(writes), strict=True)
+                (write.connection.peer, Write(call, own, to_store, wait_s, commit), frames)
+                for write, own, (to_store, frames) in zip(writes, packed, self._packed(writes), strict=True)
             ]
             for answer in await self.session.call_many(messages, self._timeout_s + wait_s):
                 decode_answer(answer.header, Written)
@@ -306,22 +316,18 @@ class SharedMemoryManager(StorageManager, InFront):
             if write.lease_call:
                 await self.session.post(write.connection.peer, Release(self.session.number(), [write.lease_call]))
 
-    def _columns(self, writes: Sequence[UnitWrite]) -> list[tuple[Columns, list[Any]]]:
+    def _packed(self, writes: Sequence[UnitWrite]) -> list[tuple[Columns, list[Any]]]:
         """Copies into the arenas the columns that lie there; of all units together, which takes less time."""
-        pieces: dict[str, Piece] = {}
+        whole: dict[str, WireColumn] = {}
         if not any(write.lease_call for write in writes):
-            return [write.columns(pieces, AT_ONCE) for write in writes]
+            return [write.packed(whole, AT_ONCE) for write in writes]
         from transfer_queue.storage.copying import Copies
 
         with self.session.using_memory():
             copies = Copies(into_mapped=True)
-            made = [write.columns(pieces, copies) for write in writes]
+            made = [write.packed(whole, copies) for write in writes]
             copies.finish()
         return made
-
-
-def _count(at: Positions) -> int:
-    return at.stop - at.start if isinstance(at, slice) else len(at)
 
 
 def _as_indexes(indexes: Sequence[int]) -> IntArray:

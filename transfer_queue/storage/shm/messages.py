@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a client and a storage unit. Columns are frames after the header, or in the arena."""
+"""Messages between a client and a storage unit, and how wire columns are packed into them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.protocol import Done, Failed, Reply, Request
-from transfer_queue.storage.pieces import IntArray, Layout, Piece, Positions
+from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
 
-FieldParts: TypeAlias = list[tuple[str, Positions, Piece]]
+FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 """(field, which of the message's indexes its rows belong to, the rows)."""
+Located: TypeAlias = list[tuple[str, WireColumn, Positions, Positions]]
+"""(field, block, positions in the batch, their row indices in the block)."""
 
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 Call = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A column, or some rows of one. Its rows are those from ``start`` on, or those in table ``positions``.
+class ColumnHeader(msgspec.Struct, frozen=True, array_like=True):
+    """A wire column, or some rows of one. Its rows are those from ``start`` on, or those in table ``positions``.
 
-    Its values are the next frame, or ``nbytes`` of the arena from ``offset`` on. Table ``picks`` selects rows of the
-    latter if they are not contiguous. Row shapes or offsets are one more frame.
+    Its values are the next frame, or ``nbytes`` of the arena from ``offset`` on. Table ``selection`` selects rows of
+    the latter if they are not contiguous. Row shapes or offsets are one more frame.
     """
 
     field: str
@@ -34,13 +37,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     positions: int = -1
     offset: int = -1
     nbytes: int = 0
-    picks: int = -1
+    selection: int = -1
 
 
 class Columns(msgspec.Struct, frozen=True, array_like=True):
-    """What a write stores. Parts with an offset lie in the memory that call ``lease`` leased (0: none)."""
+    """What a write stores. Columns with an offset lie in the memory that call ``lease`` leased (0: none)."""
 
-    parts: list[Part]
+    headers: list[ColumnHeader]
     tables: list[bytes] = []
     lease: Call = 0
 
@@ -96,7 +99,7 @@ class Read(Request, frozen=True):
 class Rows(Reply, frozen=True):
     """Every requested field. ``pinned``: some values lie in the arena, and stay there until the call is released."""
 
-    parts: list[Part]
+    headers: list[ColumnHeader]
     tables: list[bytes] = []  # noqa: RUF012 (msgspec copies it)
     pinned: bool = False
 
@@ -205,3 +208,158 @@ def unpack_indexes(packed: bytes) -> IntArray:
     if len(packed) % 8:
         raise ProtocolError(f"{len(packed)} bytes of indexes are no whole number of int64")
     return np.frombuffer(packed, np.int64)
+
+
+View = Callable[[int, int], ByteArray]
+"""Returns memory of the arena: (offset, nbytes)."""
+
+
+class Packer:
+    """Collects the contents of a message. Fields with the same row indices share one table."""
+
+    def __init__(self) -> None:
+        self.headers: list[ColumnHeader] = []
+        self.tables: list[bytes] = []
+        self.frames: list[Any] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, field: str, positions: Positions, column: WireColumn) -> None:
+        """Add a wire column with its bytes in the message."""
+        self._add(field, positions, column, -1, 0)
+        self.frames.append(column.data)
+        self._add_row_meta(column)
+
+    def add_at(self, field: str, positions: Positions, column: WireColumn, offset: int) -> None:
+        """Add a wire column with its bytes in the arena."""
+        self._add(field, positions, column, offset, column.data.nbytes)
+        self._add_row_meta(column)
+
+    def _add(self, field: str, positions: Positions, column: WireColumn, offset: int, nbytes: int) -> None:
+        start, table = (positions.start, -1) if isinstance(positions, slice) else (0, self._table(positions))
+        selection = -1 if column.selection is None else self._table(column.selection)
+        self.headers.append(ColumnHeader(field, column.layout, column.rows, start, table, offset, nbytes, selection))
+
+    def _add_row_meta(self, column: WireColumn) -> None:
+        if column.row_meta is not None:
+            self.frames.append(column.row_meta_frame)
+
+    def _table(self, numbers: IntArray) -> int:
+        packed = pack_indexes(numbers)
+        number = self._numbers.setdefault(packed, len(self.tables))
+        if number == len(self.tables):
+            self.tables.append(packed)
+        return number
+
+
+def unpack_columns(
+    headers: Sequence[ColumnHeader],
+    tables: Sequence[bytes],
+    frames: Sequence[Any],
+    count: int,
+    view: View | None = None,
+) -> FieldColumns:
+    """The inverse; positions must be below ``count``.
+
+    Raises:
+        ProtocolError: frames are missing or too many, a position is out of range, or the arena is not mapped.
+    """
+    expected = sum((header.offset < 0) + (header.layout.kind != "dense") for header in headers)
+    if expected != len(frames):
+        raise ProtocolError(f"{len(headers)} parts need {expected} frames, {len(frames)} came")
+    remaining = iter(frames)
+    return [
+        (header.field, _positions(header, tables, count), _column(header, tables, remaining, view))
+        for header in headers
+    ]
+
+
+def _column(header: ColumnHeader, tables: Sequence[bytes], frames: Any, view: View | None) -> WireColumn:
+    if header.offset < 0:
+        data = np.frombuffer(next(frames), np.uint8)
+    elif view is None:
+        raise ProtocolError(f"field {header.field!r} lies in an arena that is not mapped here")
+    else:
+        data = view(header.offset, header.nbytes)
+    row_meta = None if header.layout.kind == "dense" else next(frames)
+    selection = None if header.selection < 0 else _table(header, tables, header.selection)
+    return WireColumn.received(header.layout, header.rows, data, row_meta, selection)
+
+
+def _table(header: ColumnHeader, tables: Sequence[bytes], number: int) -> IntArray:
+    if number >= len(tables):
+        raise ProtocolError(f"a part of field {header.field!r} names table {number} of {len(tables)}")
+    return unpack_indexes(tables[number])
+
+
+def _positions(header: ColumnHeader, tables: Sequence[bytes], count: int) -> Positions:
+    if header.rows < 1:
+        raise ProtocolError(f"a part of field {header.field!r} has {header.rows} rows")
+    if header.positions < 0:
+        if header.start < 0 or header.start + header.rows > count:
+            raise ProtocolError(
+                f"rows {header.start} … {header.start + header.rows} of field {header.field!r}, but {count} indexes"
+            )
+        return slice(header.start, header.start + header.rows)
+    positions = _table(header, tables, header.positions)
+    if len(positions) != header.rows or positions.min() < 0 or positions.max() >= count:
+        raise ProtocolError(f"positions of field {header.field!r} don't fit {header.rows} rows and {count} indexes")
+    return positions
+
+
+OffsetOf = Callable[[ByteArray], int]
+"""Returns the arena offset of this memory, or -1 if it lies elsewhere."""
+
+
+class RowsAnswer(NamedTuple):
+    """``pinned`` must not be reused before the reader releases the call."""
+
+    answer: Rows
+    frames: list[Any]
+    pinned: list[ByteArray]
+
+
+def answer_in_frames(call: int, columns: FieldColumns) -> RowsAnswer:
+    """Send everything in the message."""
+    packer = Packer()
+    for each in columns:
+        packer.add(*each)
+    return RowsAnswer(Rows(call, packer.headers, packer.tables), packer.frames, [])
+
+
+def answer_in_place(call: int, located: Located, offset_of: OffsetOf) -> RowsAnswer:
+    """Answer with extents. Rows of blocks in the arena are not copied here: the reader copies them once."""
+    packer, pinned = Packer(), []
+    rest: dict[str, list[tuple[WireColumn, IntArray, IntArray]]] = {}
+    for field, column, at, rows in located:
+        offset = offset_of(column.data) if column.data.nbytes else -1
+        run = as_run(rows)
+        chosen = _chosen(column, run) if offset >= 0 or isinstance(rows, slice) else None
+        if chosen is None:
+            assert not isinstance(at, slice)
+            assert not isinstance(rows, slice)
+            rest.setdefault(field, []).append((column, at, rows))
+        elif offset < 0:
+            packer.add(field, at, chosen)
+        else:
+            start = column.start_of(run.start) if isinstance(run, slice) else 0
+            packer.add_at(field, as_run(at), chosen, offset + start)
+            pinned.append(column.data)
+    for field, blocks in rest.items():
+        which = np.repeat(np.arange(len(blocks)), [len(at) for _, at, _ in blocks])
+        at, rows = (np.concatenate([block[n] for block in blocks]) for n in (1, 2))
+        order = np.argsort(at, kind="stable")
+        for where, rows_together in select([column for column, _, _ in blocks], which[order], rows[order]):
+            packer.add(field, as_run(at[order][where]), rows_together)
+    return RowsAnswer(Rows(call, packer.headers, packer.tables, bool(pinned)), packer.frames, pinned)
+
+
+def _chosen(column: WireColumn, rows: Positions) -> WireColumn | None:
+    """Select these rows of a block in place; None if they must be copied together here."""
+    if isinstance(rows, slice):
+        return column.slice(rows.start, rows.stop)
+    if column.layout.kind == "objects":
+        return None  # readers decode objects from one contiguous buffer
+    if column.layout.kind == "dense":
+        return WireColumn(column.layout, len(rows), column.data, selection=rows)
+    assert column.row_meta is not None
+    return WireColumn(column.layout, len(rows), column.data, column.row_meta[rows], selection=column.bounds[rows])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from transfer_queue.errors import (
@@ -20,12 +21,8 @@ from transfer_queue.errors import (
     to_wire,
 )
 from transfer_queue.protocol import Done, Failed, Reply, Request
-from transfer_queue.storage.pieces import ByteArray, IntArray
-from transfer_queue.storage.selection import heap
-from transfer_queue.storage.shm.answers import answer_in_frames, answer_in_place
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
-from transfer_queue.storage.shm.blocks import BlockStore
-from transfer_queue.storage.shm.leases import Leases
+from transfer_queue.storage.shm.block_store import BlockStore
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Columns,
@@ -34,7 +31,6 @@ from transfer_queue.storage.shm.messages import (
     Deleted,
     EndSession,
     EndWrite,
-    FieldParts,
     Lease,
     Leased,
     Read,
@@ -42,10 +38,13 @@ from transfer_queue.storage.shm.messages import (
     UnitStats,
     Write,
     Written,
+    answer_in_frames,
+    answer_in_place,
+    unpack_columns,
     unpack_indexes,
 )
-from transfer_queue.storage.shm.parts import unpack_parts
-from transfer_queue.storage.shm.uncommitted import Uncommitted, UncommittedWrite
+from transfer_queue.storage.shm.session_memory import Leases, Uncommitted, UncommittedWrite
+from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
 from transfer_queue.utils.wait_queue import WaitQueue
 
 INLINE_NBYTES = 64 * 1024
@@ -236,9 +235,9 @@ class StorageUnit:
     def _rows(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> UnitReply:
         arena = self._arena if request.mapped else None
         if arena is None or self._store.likely_nbytes(indexes, fields) <= self._inline_nbytes:
-            parts = self._store.read(indexes, fields)
-            if arena is None or sum(piece.nbytes for _, _, piece in parts) <= self._inline_nbytes:
-                answer, frames, _ = answer_in_frames(request.id, parts)
+            stored = self._store.read(indexes, fields)
+            if arena is None or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes:
+                answer, frames, _ = answer_in_frames(request.id, stored)
                 return UnitReply(client, answer, frames)
         located = self._store.locate(indexes, fields)
         answer, frames, pinned = answer_in_place(request.id, located, arena.offset_of)
@@ -260,11 +259,13 @@ class StorageUnit:
         held = self._leases.leased(client, request.id)
         if held is not None:  # a retry of the same call
             return [UnitReply(client, Leased(request.id, self._arena.offset_of(held)))]
-        grant = partial(self._grant, client, request.id, request.nbytes)
+        allocate = partial(self._allocate_lease, client, request.id, request.nbytes)
         indexes = unpack_indexes(request.indexes)
-        return self._wait_for_room(client, request.id, indexes, request.fields, request.nbytes, request.wait_s, grant)
+        return self._wait_for_room(
+            client, request.id, indexes, request.fields, request.nbytes, request.wait_s, allocate
+        )
 
-    def _grant(self, client: str, call: int, nbytes: int) -> list[UnitReply]:
+    def _allocate_lease(self, client: str, call: int, nbytes: int) -> list[UnitReply]:
         assert self._arena is not None
         extent = self._arena.allocate(nbytes)
         if extent is None:
@@ -279,36 +280,39 @@ class StorageUnit:
         lease = self._leases.take(client, columns.lease) if columns.lease else None
         if columns.lease:
             # The lease ends whether or not the write succeeds, and may have been larger than what is kept.
-            kept = self._answered(client, request.id, lambda: self._keep(client, request, frames, lease))
+            kept = self._answered(
+                client, request.id, lambda: self._keep(client, request, self._unpacked(request, frames, lease))
+            )
             return kept + self._admit()
+        # Unpacked before it may wait: a malformed write must fail in its own turn, not in that of whoever makes room.
+        write = self._unpacked(request, frames, None)
         if self._capacity is None:
-            return self._keep(client, request, frames, None)
-        indexes, fields = unpack_indexes(request.indexes), [part.field for part in columns.parts]
-        nbytes = sum(memoryview(frame).nbytes for frame in frames)
-        keep = partial(self._keep, client, request, frames, None)
-        return self._wait_for_room(client, request.id, indexes, fields, nbytes, request.wait_s, keep)
+            return self._keep(client, request, write)
+        fields, nbytes = [header.field for header in columns.headers], sum(memoryview(frame).nbytes for frame in frames)
+        keep = partial(self._keep, client, request, write)
+        return self._wait_for_room(client, request.id, write.indexes, fields, nbytes, request.wait_s, keep)
 
-    def _keep(self, client: str, request: Write, frames: list[memoryview], lease: ByteArray | None) -> list[UnitReply]:
-        indexes = unpack_indexes(request.indexes)
-        parts = self._parts(request.columns, len(indexes), frames, lease)
+    def _keep(self, client: str, request: Write, write: UncommittedWrite) -> list[UnitReply]:
         if request.commit:
-            self._store.write(indexes, parts)
+            self._store.write(*write)
         else:
-            self._uncommitted.add(client, request.id, UncommittedWrite(indexes, parts))
+            self._uncommitted.add(client, request.id, write)
         self._squeeze()
         return [UnitReply(client, Written(request.id))]
 
-    def _parts(self, columns: Columns, count: int, frames: list[memoryview], lease: ByteArray | None) -> FieldParts:
-        if any(part.picks >= 0 for part in columns.parts):
+    def _unpacked(self, request: Write, frames: list[memoryview], lease: ByteArray | None) -> UncommittedWrite:
+        columns, indexes = request.columns, unpack_indexes(request.indexes)
+        if any(header.selection >= 0 for header in columns.headers):
             raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if not columns.lease else self._carved(columns, lease)
-        return unpack_parts(columns.parts, columns.tables, frames, count, view)
+        stored = unpack_columns(columns.headers, columns.tables, frames, len(indexes), view)
+        return UncommittedWrite(indexes, stored)
 
     def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
-        """Carve the parts' memory out of the lease."""
+        """Carve the columns' memory out of the lease."""
         if extent is None or self._arena is None:
             raise ProtocolError(f"a write names lease {columns.lease}, which this client does not hold.")
-        ranges = sorted((part.offset, part.nbytes) for part in columns.parts if part.offset >= 0)
+        ranges = sorted((header.offset, header.nbytes) for header in columns.headers if header.offset >= 0)
         at, stop = self._arena.offset_of(extent), self._arena.offset_of(extent) + len(extent)
         for offset, nbytes in ranges:
             if nbytes < 1 or offset < at or offset % PAGE_NBYTES or offset + nbytes > stop:
@@ -341,7 +345,7 @@ class StorageUnit:
         indexes = unpack_indexes(request.indexes)
         answers = [UnitReply(client, Deleted(request.id, self._store.delete(indexes, request.fields)))]
         if request.fields is None:
-            self._uncommitted.forget(indexes)
+            self._uncommitted.delete(indexes)
             # Writes for these samples that still wait for room are pointless now.
             error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
             lost = self._remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
@@ -349,10 +353,7 @@ class StorageUnit:
         return answers + self._admit()
 
     def _stats(self, client: str, request: AskUnitStats, frames: list[memoryview]) -> list[UnitReply]:
-        stats = self.stats()
-        return [
-            UnitReply(client, UnitStats(request.id, *[getattr(stats, name) for name in stats.__struct_fields__[1:]]))
-        ]
+        return [UnitReply(client, msgspec.structs.replace(self.stats(), id=request.id))]
 
     def _check_alive(self, client: str) -> None:
         if self._uncommitted.has_ended(client):

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report on a running queue: two snapshots of its statistics give rates, and rich draws the tables."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_tq.checks import counted
+from transfer_queue import TransferQueueClient
+from transfer_queue.errors import TransferQueueError
+
+Numbers = dict[str, Any]
+Holdings = dict[str, int]
+"""What a client holds, by kind."""
+_NOTHING: Holdings = dict.fromkeys(
+    ("connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"), 0
+)
+
+_UNITS_TIMEOUT_S = 5.0
+
+_SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in flight", "consumed", "per s", "dropped")
+_WAITING = ("waits", "partition", "for", "wants", "ready", "lacks")
+_HOLDERS = ("holds", "reserved", "leases", "pins", "freezes", "leaves")
+_CLIENTS = (
+    "client", "connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"
+)  # fmt: skip
+_UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "leased", "uncommitted", "pins", "puts waiting")
+_LEFT = {"partition", "", "task", "waits", "lacks", "unit", "holds", "client"}
+_LONG = {"", "lacks"}
+_RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HOLDERS[1:], *_CLIENTS[2:]}
+"""Columns that are hidden while they are empty."""
+_FILE_WIDTH = 160
+_ALARMS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSnapshot:
+    """Statistics of the controller and of each storage unit, as plain data."""
+
+    stats: Numbers
+    units: list[Numbers]
+    taken_at: float
+    """Monotonic seconds."""
+    units_error: str | None = None
+    """Why ``units`` is empty although units may exist."""
+
+
+async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
+    """Ask the controller and every storage unit once. It changes nothing in the queue."""
+    stats = await client.async_get_stats()
+    stats["clients"] = others(stats)
+    del stats["asked_by"]
+    units: list[Numbers] = []
+    error = None
+    try:
+        answers = await asyncio.wait_for(client.async_get_storage_stats(), _UNITS_TIMEOUT_S)
+        # "path" describes this client's own route for values, and it moves none.
+        units = [{name: number for name, number in unit.items() if name != "path"} for unit in answers]
+    except asyncio.TimeoutError:
+        error = f"no answer from every unit within {_UNITS_TIMEOUT_S:g} s"
+    except TransferQueueError as failure:  # the controller's numbers are still useful
+        error = str(failure)
+    return QueueSnapshot(stats, units, time.monotonic(), error)
+
+
+def others(stats: Numbers) -> dict[str, Holdings]:
+    """What each client of the queue holds, without the client that asked for these statistics."""
+    return {name: {**_NOTHING, **held} for name, held in stats["clients"].items() if name != stats["asked_by"]}
+
+
+def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None = None) -> Numbers:
+    """What ``--json`` prints: the statistics of ``now``, and rates for partitions that ``before`` also has.
+
+    ``put_per_s``: samples that became readable. ``consumed_per_s``, per task: samples that it consumed, or that were
+    cleared before it could. Both are None without an earlier value.
+    """
+    partitions = {}
+    for name, partition in now.stats["partitions"].items():
+        earlier = None if before is None else before.stats["partitions"].get(name)
+        seconds = 0.0 if before is None else now.taken_at - before.taken_at
+        partitions[name] = _with_rates(partition, earlier, seconds)
+    return {
+        "address": address, **now.stats, "partitions": partitions, "units": now.units, "units_error": now.units_error
+    }  # fmt: skip
+
+
+def _with_rates(partition: Numbers, earlier: Numbers | None, seconds: float) -> Numbers:
+    known = earlier or {"tasks": {}}
+    tasks = {}
+    for name, task in partition["tasks"].items():
+        was = known["tasks"].get(name)
+        done_before = None if was is None else _done(known, was)
+        tasks[name] = {**task, "consumed_per_s": _rate(_done(partition, task), done_before, seconds)}
+    put_per_s = _rate(partition["published"], known.get("published"), seconds)
+    return {**partition, "put_per_s": put_per_s, "tasks": tasks}
+
+
+def _done(partition: Numbers, task: Numbers) -> int:
+    """Samples that the task is done with. Unlike "samples" and "consumed", clearing does not lower it."""
+    return int(partition["published"] - (partition["samples"] - task["consumed"]))
+
+
+def _rate(now: int, before: int | None, seconds: float) -> float | None:
+    if before is None or now < before or seconds <= 0:  # a new partition with this name, or a reset
+        return None
+    return (now - before) / seconds
+
+
+# ---- tables ----
+
+
+def show(what: RenderableType) -> None:
+    """Print it to stdout."""
+    console = Console()
+    if not console.is_terminal:  # rich assumes 80 columns for a file
+        console.width = _FILE_WIDTH
+    console.print(what)
+
+
+def clients_table(clients: dict[str, Holdings]) -> RenderableType:
+    """What each client holds, whether it is anything or not."""
+    return _table(_CLIENTS, [_holder_row(name, held, _CLIENTS) for name, held in clients.items()])
+
+
+def tables(report: Numbers) -> RenderableType:
+    """One screen: a headline, samples by partition and task, waiting requests, holders, storage units, alarms."""
+    parts: list[RenderableType] = [_headline(report), _table(_SAMPLES, list(_sample_rows(report["partitions"])))]
+    if report["waiting"]:
+        parts.append(_table(_WAITING, [_waiting_row(each) for each in report["waiting"]]))
+    holders = [_holder_row(name, held, _HOLDERS) for name, held in report["clients"].items() if _holds(held)]
+    if holders:
+        parts.append(_table(_HOLDERS, holders))
+    if report["units"]:
+        parts.append(_table(_UNITS, [_unit_row(unit) for unit in report["units"]]))
+    if report["units_error"]:
+        parts.append(Text(f"storage: {report['units_error']}", style="red"))
+    if report["alarms"]:
+        parts.append(Text("\n".join(_alarm(each) for each in report["alarms"][-_ALARMS_SHOWN:]), style="red"))
+    return Group(*(line for part in parts for line in (part, Text())))
+
+
+def _headline(report: Numbers) -> Text:
+    partitions = report["partitions"].values()
+    samples = sum(partition["samples"] for partition in partitions)
+    limit = "" if report["capacity"] is None else f" of {report['capacity']:,}"
+    held = sum(unit["held_nbytes"] for unit in report["units"])
+    return Text(
+        f"{report['address']}: {samples:,}{limit} samples in {counted(len(partitions), 'partition')}, {_bytes(held)} "
+        f"held, {counted(len(report['waiting']), 'request')} waiting"
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    empty = {name for at, name in enumerate(columns) if all(str(row[at]) in ("", "0", "0 B") for row in rows)}
+    shown = [at for at, name in enumerate(columns) if name not in _RARE & empty]
+    for name in (columns[at] for at in shown):
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name not in _LONG)
+    for row in rows:
+        table.add_row(*(_plain(row[at]) for at in shown))
+    return table
+
+
+def _plain(cell: str | Text) -> Text:
+    """Keep names literal. Rich would read ``val[hard]`` as markup."""
+    return Text(cell) if isinstance(cell, str) else cell
+
+
+def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
+    for name, partition in partitions.items():
+        declared = "" if partition["num_samples"] is None else f" of {partition['num_samples']:,}"
+        first: list[str | Text] = [
+            name, _state(partition), f"{partition['samples']:,}{declared}", _per_s(partition["put_per_s"])
+        ]  # fmt: skip
+        for number, (task, numbers) in enumerate(partition["tasks"].items()):
+            yield [*(["", "", "", ""] if number else first), task, *_task_row(numbers)]
+        if not partition["tasks"]:
+            yield [*first, Text("no reader", style="dim"), "", "", "", "", ""]
+
+
+def _state(partition: Numbers) -> str | Text:
+    if partition.get("abandoned"):
+        return Text(f"producers of {partition['abandoned']!r} died", style="red")
+    if partition["sealed"]:
+        return "sealed"
+    return f"{partition['held']:,} coming" if partition["held"] else "open"
+
+
+def _task_row(task: Numbers) -> list[str | Text]:
+    ready: Sequence[str] = [f"{count:,}" for count in task["ready"].values()]
+    if len(ready) > 1:  # the task reads several sets of fields
+        ready = [f"{count:,} ({fields})" for fields, count in task["ready"].items()]
+    return [
+        "\n".join(ready) or "0",
+        f"{task['in_flight']:,}",
+        f"{task['consumed']:,}" + (" (all)" if task["ended"] else ""),
+        _per_s(task["consumed_per_s"]),
+        Text(f"{task['dropped']:,}", style="yellow" if task["dropped"] else ""),
+    ]
+
+
+def _waiting_row(waiting: Numbers) -> list[str | Text]:
+    waiter = f"a put of {waiting['client']}" if waiting["writer"] else f"task {waiting['task']}"
+    lacking = ", ".join(f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items())
+    if waiting["writer"]:
+        lacking = "space: clear samples"
+    elif not lacking:
+        lacking = waiting.get("refused") or "samples"
+    ready = waiting.get("ready")
+    return [
+        waiter, waiting["partition"] or "", f"{waiting['waited_s']:.1f} s", _wanted(waiting),
+        "" if ready is None else f"{ready:,}", lacking,
+    ]  # fmt: skip
+
+
+def _wanted(waiting: Numbers) -> str:
+    """Samples, or bytes of a put that a storage unit has no room for."""
+    if waiting.get("wanted_nbytes") is not None:
+        return _bytes(waiting["wanted_nbytes"])
+    wanted = waiting.get("wanted")
+    return "?" if wanted is None else f"{wanted:,}"
+
+
+def _holds(held: Holdings) -> bool:
+    return any(held[what] for what in _HOLDERS[1:])
+
+
+def _holder_row(name: str, held: Holdings, columns: Sequence[str]) -> list[str | Text]:
+    return [name, *(f"{held[what]:,}" for what in columns[1:])]
+
+
+def _alarm(alarm: Numbers) -> str:
+    return f"{alarm['what']} held the server for {alarm['held_s']:.1f} s, seen {alarm['seen_s_ago']:.0f} s ago."
+
+
+def _unit_row(unit: Numbers) -> list[str | Text]:
+    capacity = unit["capacity_bytes"]
+    puts = f"{unit['parked']:,} ({_bytes(unit['parked_nbytes'])})" if unit["parked"] else "0"
+    return [
+        unit["unit"], f"{unit['samples']:,}", _bytes(unit["live_nbytes"]), _bytes(unit["held_nbytes"]),
+        "no limit" if capacity is None else _bytes(capacity), _bytes(unit["arena_nbytes"]),
+        _bytes(unit["recyclable_nbytes"]), _bytes(unit["leased_nbytes"]), _bytes(unit["uncommitted_nbytes"]),
+        f"{unit['pins']:,}", puts,
+    ]  # fmt: skip
+
+
+def _per_s(per_s: float | None) -> str:
+    if per_s is None:
+        return ""
+    return f"{per_s:,.0f}" if per_s >= 10 or not per_s else f"{per_s:.1f}"
+
+
+def _bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One field of one partition on disk: rows of the same layout form a block, in any order of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transfer_queue.checkpoint.files import (
+    BlockFiles,
+    DataFile,
+    FieldFiles,
+    GrowingArray,
+    GrowingFile,
+    SavedFile,
+    write_array,
+)
+from transfer_queue.errors import CheckpointError, ProtocolError
+from transfer_queue.storage.base import PlacedColumns
+from transfer_queue.storage.copying import copy_rows, copy_spans
+from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, Positions, WireColumn, running_sum
+
+INT64 = np.dtype("<i8")
+_BYTES = np.dtype(np.uint8)
+_NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"})
+_NUMPY |= {f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)}
+READ_NBYTES = 32 * 1024 * 1024
+"""Bytes of values handled at a time."""
+
+
+def dtype_of(layout: Layout) -> np.dtype[Any]:
+    """The dtype of the elements in a .npy file."""
+    unsigned = f"u{layout.itemsize}" if layout.itemsize in (1, 2, 4, 8) else f"V{layout.itemsize}"
+    dtype: np.dtype[Any] = np.dtype(layout.dtype if layout.dtype in _NUMPY else unsigned).newbyteorder("<")
+    return dtype
+
+
+class FieldWriter:
+    """Writes one field. ``ragged``: the tensors are known to differ in shape, so none is written as dense."""
+
+    def __init__(self, directory: Path, name: str, stem: str, ragged: bool) -> None:
+        self.name = name
+        self._directory = directory
+        self._stem = stem
+        self._ragged = ragged
+        self._dense: dict[Layout, Layout] = {}
+        self._blocks: dict[Layout, _BlockWriter] = {}
+
+    def add(self, samples: IntArray, placed: PlacedColumns) -> None:
+        """Add values of these samples; positions refer to ``samples``."""
+        by_block: dict[Layout, list[tuple[Positions, WireColumn]]] = {}
+        for positions, column in placed:
+            by_block.setdefault(self._layout_for(column.layout), []).append((positions, column))
+        for layout, own in by_block.items():
+            where, column = joined(own, layout)
+            self._block(layout).add(samples[where], column)
+
+    def _layout_for(self, layout: Layout) -> Layout:
+        """The first dense shape of a family stays dense; all other shapes become ragged."""
+        if layout.kind != "dense" or not layout.shape:
+            return layout
+        first = layout.family if self._ragged else self._dense.setdefault(layout.family, layout)
+        return layout if layout == first else layout.family
+
+    def _block(self, layout: Layout) -> _BlockWriter:
+        if layout not in self._blocks:
+            stem = f"{self._stem}.{len(self._blocks)}" if self._blocks else self._stem
+            self._blocks[layout] = _BlockWriter(self._directory, stem, layout)
+        return self._blocks[layout]
+
+    def close(self, all_samples: IntArray) -> FieldFiles:
+        return FieldFiles(self.name, [block.close(all_samples) for block in self._blocks.values()])
+
+    def discard(self) -> None:
+        for block in self._blocks.values():
+            block.discard()
+
+
+class _BlockWriter:
+    def __init__(self, directory: Path, stem: str, layout: Layout) -> None:
+        self._directory, self._stem, self._layout = directory, stem, layout
+        self._samples: list[IntArray] = []
+        self._row_meta: list[IntArray] = []
+        self._values: GrowingFile
+        if layout.kind == "objects":
+            self._values = GrowingFile(directory / f"{stem}.msgpack")
+        elif layout.kind == "dense":
+            self._values = GrowingArray(directory / f"{stem}.npy", dtype_of(layout), layout.shape)
+        else:
+            self._values = GrowingArray(directory / f"{stem}.values.npy", dtype_of(layout))
+
+    def add(self, samples: IntArray, column: WireColumn) -> None:
+        self._samples.append(samples)
+        self._values.write(column.data)
+        if self._layout.kind == "objects":
+            self._row_meta.append(np.diff(column.bounds))
+        elif column.row_meta is not None:
+            self._row_meta.append(column.row_meta)
+
+    def close(self, all_samples: IntArray) -> BlockFiles:
+        samples, offsets, shapes = np.concatenate(self._samples), None, None
+        count = len(samples)
+        if self._layout.kind != "dense":
+            row_meta = np.concatenate(self._row_meta)
+            sizes = row_meta if row_meta.ndim == 1 else row_meta.prod(axis=1)
+            offsets = self._write("offsets", running_sum(sizes))
+            shapes = self._write("shapes", row_meta) if row_meta.ndim == 2 and row_meta.shape[1] > 1 else None
+            count = int(sizes.sum())
+        values = self._values.finish(count) if isinstance(self._values, GrowingArray) else self._values.close()
+        own = None if np.array_equal(samples, all_samples) else self._write("samples", samples)
+        return BlockFiles(self._layout, len(samples), values, offsets, shapes, own)
+
+    def _write(self, what: str, array: IntArray) -> DataFile:
+        return write_array(self._directory / f"{self._stem}.{what}.npy", array.astype(INT64, copy=False))
+
+    def discard(self) -> None:
+        self._values.discard()
+
+
+def joined(placed: PlacedColumns, layout: Layout) -> tuple[IntArray, WireColumn]:
+    """Join the rows, by ascending position, into one wire column of this layout. Returns (positions, column)."""
+    if layout.kind == "ragged":
+        placed = [(positions, column.as_ragged()) for positions, column in placed]
+    given = [np.arange(at.start, at.stop) if isinstance(at, slice) else at for at, _ in placed]
+    where = np.concatenate(given)
+    if len(placed) == 1 and placed[0][1].selection is None and (np.diff(where) > 0).all():
+        return where, placed[0][1]
+    order = np.argsort(where, kind="stable")
+    rank = np.empty(len(where), np.int64)
+    rank[order] = np.arange(len(where))
+    ranks = np.split(rank, np.cumsum([len(each) for each in given])[:-1])
+    columns = [column for _, column in placed]
+    return where[order], (_dense if layout.kind == "dense" else _spread)(columns, ranks, layout)
+
+
+def _dense(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
+    count = sum(map(len, ranks))
+    data = np.empty(count * layout.row_nbytes, np.uint8)
+    for column, rank in zip(columns, ranks, strict=True):
+        if data.nbytes:
+            copy_rows(data, rank, column.data, column.selection, layout.row_nbytes)
+    return WireColumn(layout, count, data)
+
+
+def _spread(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
+    """Join ragged rows or objects."""
+    count = sum(map(len, ranks))
+    shapes = np.empty((count, len(layout.shape)), np.int64)
+    sizes = np.empty(count, np.int64)
+    own = [_sizes(column, layout) for column in columns]
+    for column, rank, each in zip(columns, ranks, own, strict=True):
+        sizes[rank] = each
+        if column.row_meta is not None and layout.kind == "ragged":
+            shapes[rank] = column.row_meta
+    bounds = running_sum(sizes)
+    data = np.empty(int(bounds[-1]), np.uint8)
+    for column, rank, each in zip(columns, ranks, own, strict=True):
+        copy_spans(data, bounds[rank], column.data, column.starts, each)
+    return WireColumn(layout, count, data, bounds if layout.kind == "objects" else shapes)
+
+
+def _sizes(column: WireColumn, layout: Layout) -> IntArray:
+    """Bytes of each row."""
+    if layout.kind == "objects":
+        return np.diff(column.bounds)
+    assert column.row_meta is not None
+    sizes: IntArray = column.row_meta.prod(axis=1) * layout.itemsize
+    return sizes
+
+
+class BlockReader:
+    """Reads one block of a checkpoint: which samples it has, then its rows."""
+
+    def __init__(self, directory: Path, block: BlockFiles, all_samples: IntArray) -> None:
+        self._block = block
+        self._values = SavedFile(directory, block.values)
+        self.samples = all_samples
+        if block.samples is not None:
+            self.samples = SavedFile(directory, block.samples).array(INT64, (block.rows,))
+        if len(self.samples) != block.rows:
+            raise CheckpointError(f"{self._values.path} has {block.rows} rows for {len(self.samples)} samples.")
+        self._offsets = self._shapes = None
+        if block.layout.kind != "dense":
+            if block.offsets is None:
+                raise CheckpointError(f"nothing says where the rows of {self._values.path} begin.")
+            self._offsets = SavedFile(directory, block.offsets).array(INT64, (block.rows + 1,))
+            if self._offsets[0] or (np.diff(self._offsets) < 0).any():
+                raise CheckpointError(f"the rows of {self._values.path} don't follow each other.")
+        if block.shapes is not None:
+            self._shapes = SavedFile(directory, block.shapes).array(INT64, (block.rows, len(block.layout.shape)))
+        self._skip = self._header()
+
+    def chunks(self) -> Iterator[tuple[IntArray, WireColumn]]:
+        """Yield (samples, their rows), a few MiB at a time."""
+        layout = self._block.layout
+        if self._offsets is None:
+            edges = np.arange(self._block.rows + 1) * layout.row_nbytes
+        else:
+            edges = self._offsets * (layout.itemsize if layout.kind == "ragged" else 1)
+        cuts = _cuts(edges)
+        sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
+        for (start, stop), data in zip(cuts, self._values.chunks(sizes, self._skip), strict=True):
+            try:
+                column = WireColumn.received(layout, stop - start, data, self._row_meta(start, stop))
+            except ProtocolError as error:
+                raise CheckpointError(f"{self._values.path} contradicts itself: {error}.") from error
+            yield self.samples[start:stop], column
+
+    def _header(self) -> int:
+        """The size of the header before the values. Raises CheckpointError if the rows don't add up to the file."""
+        layout, block, nbytes = self._block.layout, self._block, 0
+        end = block.rows if self._offsets is None else int(self._offsets[-1])
+        if layout.kind != "objects":
+            shape = (end, *layout.shape) if layout.kind == "dense" else (end,)
+            nbytes = self._values.header(dtype_of(layout), shape)
+        entry = {"dense": layout.row_nbytes, "ragged": layout.itemsize, "objects": 1}[layout.kind]
+        if nbytes + end * entry != block.values.nbytes:
+            raise CheckpointError(f"{self._values.path} has other rows than its list says.")
+        return nbytes
+
+    def _row_meta(self, start: int, stop: int) -> IntArray | None:
+        if self._offsets is None:
+            return None
+        if self._block.layout == OBJECTS:
+            edges: IntArray = self._offsets[start : stop + 1] - self._offsets[start]
+            return edges
+        shapes = np.diff(self._offsets[start : stop + 1]) if self._shapes is None else self._shapes[start:stop]
+        row_meta: IntArray = np.ascontiguousarray(shapes).reshape(-1)
+        return row_meta
+
+
+def _cuts(edges: IntArray) -> list[tuple[int, int]]:
+    """Split the rows into runs of about ``READ_NBYTES``, at least one row each."""
+    cuts, start, count = [], 0, len(edges) - 1
+    while start < count:
+        stop = int(np.searchsorted(edges, edges[start] + READ_NBYTES, side="right")) - 1
+        stop = min(max(stop, start + 1), count)
+        cuts.append((start, stop))
+        start = stop
+    return cuts

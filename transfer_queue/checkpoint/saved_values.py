@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of a checkpoint: saved from the storage to files, and loaded from files into a storage."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.checkpoint.field_files import INT64, READ_NBYTES, BlockReader, FieldWriter
+from transfer_queue.checkpoint.files import (
+    FORMAT,
+    STORAGE,
+    VALUES,
+    DataFile,
+    PartitionFiles,
+    SavedFile,
+    ValueFiles,
+    plain,
+    write_array,
+    write_bytes,
+)
+from transfer_queue.control.saved import SavedPartition, SavedQueue, rows_with
+from transfer_queue.errors import CheckpointError
+from transfer_queue.storage.base import PlacedColumns, StorageManager
+from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn
+from transfer_queue.transport.modes import is_blocking
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_FIRST_ROWS = 64
+_MOST_ROWS = 1 << 16
+
+
+async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run blocking file work in a thread if an event loop is running. A cancelled caller waits for its end."""
+    if is_blocking():
+        return function(*args, **kwargs)
+    running = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        # The caller discards the files next, so the thread must have finished with them.
+        await asyncio.wait([running])
+        raise
+
+
+# ---- saving ----
+
+
+async def save_values(storage: StorageManager, saved: SavedQueue, root: Path) -> None:
+    """Save the stored values of the saved samples. They must not be cleared or replaced meanwhile."""
+    await off_loop(root.mkdir)
+    partitions = []
+    for number, partition in enumerate(saved.partitions):
+        partitions.append(await _save_partition(storage, partition, root, f"{number:04}-{_plain(partition.name)}"))
+    manifest = msgspec.json.format(msgspec.json.encode(ValueFiles(FORMAT, partitions)), indent=1)
+    await off_loop(write_bytes, root / VALUES, manifest)
+
+
+def _plain(name: str) -> str:
+    """Make a recognisable part of a file name; it is never converted back."""
+    return re.sub(r"[^A-Za-z0-9@=+_-]", "_", name)[:80]
+
+
+async def _save_partition(storage: StorageManager, saved: SavedPartition, root: Path, name: str) -> PartitionFiles:
+    directory = root / name
+    await off_loop(directory.mkdir)
+    samples, rows = rows_with(saved)
+    ragged = {each.name: each.shape is None for each in saved.fields}
+    writers = {
+        field: FieldWriter(directory, field, f"{number:02}-{_plain(field)}", ragged[field])
+        for number, field in enumerate(rows)
+    }
+    try:
+        await _copy(storage, samples, rows, writers)
+        files = [await off_loop(writer.close, samples) for writer in writers.values()]
+        own = await off_loop(write_array, directory / "samples.npy", samples.astype(INT64, copy=False))
+    finally:
+        for writer in writers.values():
+            writer.discard()
+    return PartitionFiles(saved.name, name, own, files)
+
+
+async def _copy(
+    storage: StorageManager, samples: IntArray, rows: dict[str, IntArray], writers: dict[str, FieldWriter]
+) -> None:
+    has = np.zeros((len(rows), len(samples)), np.bool_)
+    for number, own in enumerate(rows.values()):
+        has[number, own] = True
+    names, start, step = list(rows), 0, _FIRST_ROWS
+    while start < len(samples) and names:
+        stop = min(len(samples), start + step)
+        async with _read(storage, samples[start:stop], names, has[:, start:stop]) as placed:
+            nbytes = sum(column.nbytes for each in placed.values() for _, column in each)
+            for field, each in placed.items():
+                await off_loop(writers[field].add, samples[start:stop], each)
+        # As many rows as take about READ_NBYTES.
+        step = int(min(_MOST_ROWS, max(1, (stop - start) * READ_NBYTES / max(nbytes, 1)), 4 * step))
+        start = stop
+
+
+@asynccontextmanager
+async def _read(
+    storage: StorageManager, samples: IntArray, names: list[str], has: NDArray[np.bool_]
+) -> AsyncIterator[dict[str, PlacedColumns]]:
+    """Read all fields of a sample in one request, so that its row is consistent despite concurrent writes."""
+    found: dict[str, list[tuple[Positions, WireColumn]]] = {}
+    async with AsyncExitStack() as stack:
+        for pattern, where in _patterns(has):
+            fields = [names[number] for number in pattern]
+            stored = await stack.enter_async_context(storage.stored(samples[where].tolist(), fields))
+            for field, placed in stored.items():
+                found.setdefault(field, []).extend((where[at], column) for at, column in placed)
+        yield dict(found)
+
+
+def _patterns(has: NDArray[np.bool_]) -> Iterator[tuple[list[int], IntArray]]:
+    """Yield (fields, samples with exactly these fields), except for samples without fields."""
+    if has.all():
+        yield list(range(len(has))), np.arange(has.shape[1])
+        return
+    patterns, which = np.unique(has, axis=1, return_inverse=True)
+    for number in range(patterns.shape[1]):
+        fields = patterns[:, number].nonzero()[0].tolist()
+        if fields:
+            yield fields, (which.reshape(-1) == number).nonzero()[0]
+
+
+# ---- loading ----
+
+
+class SavedValues:
+    """The values of a checkpoint, checked against the saved samples."""
+
+    def __init__(self, root: Path, expected: DataFile, saved: SavedQueue) -> None:
+        """Open and check the files.
+
+        Raises:
+            CheckpointError: files are missing, changed, or of a newer version, or hold other samples.
+        """
+        manifest = _decoded(SavedFile(root, expected).whole())
+        if [each.name for each in manifest.partitions] != [each.name for each in saved.partitions]:
+            raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
+        self._blocks: list[tuple[str, BlockReader]] = []
+        for partition, state in zip(manifest.partitions, saved.partitions, strict=True):
+            self._blocks += _blocks(root / plain(partition.directory), partition, state)
+
+    async def put(self, storage: StorageManager, shift: int) -> None:
+        """Store everything, with ``shift`` added to every sample's index."""
+        for field, block in self._blocks:
+            chunks = block.chunks()
+            while (chunk := await off_loop(_next, chunks)) is not None:
+                samples, column = chunk
+                await storage.store((samples + shift).tolist(), {field: column})
+
+
+def _next(chunks: Iterator[tuple[IntArray, WireColumn]]) -> tuple[IntArray, WireColumn] | None:
+    return next(chunks, None)
+
+
+def _blocks(directory: Path, partition: PartitionFiles, saved: SavedPartition) -> list[tuple[str, BlockReader]]:
+    samples, rows = rows_with(saved)
+    found = SavedFile(directory, partition.samples).array(INT64, (len(samples),))
+    if not np.array_equal(found, samples) or {field.name for field in partition.fields} != set(rows):
+        raise CheckpointError(f"partition {saved.name!r}: the values are of other samples or fields than its state.")
+    blocks = []
+    for field in partition.fields:
+        own = [BlockReader(directory, block, samples) for block in field.blocks]
+        held = np.sort(np.concatenate([block.samples for block in own])) if own else np.empty(0, np.int64)
+        if not np.array_equal(held, samples[rows[field.name]]):
+            raise CheckpointError(f"partition {saved.name!r}: the values of field {field.name!r} are not all there.")
+        blocks += [(field.name, block) for block in own]
+    return blocks
+
+
+def _decoded(data: bytes) -> ValueFiles:
+    try:
+        manifest = msgspec.json.decode(data, type=ValueFiles)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{STORAGE}/{VALUES} can't be read: {error}.") from error
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{STORAGE}/{VALUES} has format {manifest.format}, this version reads {FORMAT}.")
+    return manifest

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and tags of one partition's samples.
+
+Keys are in many small dicts: a single dict of a million keys would block all clients each time it grows. Tags are
+packed: a dict for each sample would take most of the controller's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.control.rows import Rows, RowTable
+from transfer_queue.protocol import Indexes, Tags
+
+_BLOCK = 4096
+"""Consecutive indexes with their keys in one dict."""
+_SHARDS = 64
+
+
+class KeyMap:
+    """key <-> global index, both ways."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[str, int]] = []  # key -> index, by the key's hash
+        self._blocks: dict[int, dict[int, str]] = {}  # index -> key, by the index's block, in order of insertion
+        self._size = 0
+        self._watches: list[dict[int, str]] = []
+
+    def __len__(self) -> int:
+        return self._size
+
+    def bind(self, key: str, index: int) -> None:
+        """Name a sample. The key must be unknown, and the sample newer than those named before."""
+        if not self._shards:
+            self._shards = [{} for _ in range(_SHARDS)]
+        self._shards[hash(key) % _SHARDS][key] = index
+        block = self._blocks.get(index // _BLOCK)
+        if block is None:
+            block = self._blocks[index // _BLOCK] = {}
+        block[index] = key
+        self._size += 1
+
+    def index_of(self, key: str) -> int | None:
+        return self._shards[hash(key) % _SHARDS].get(key) if self._shards else None
+
+    def key_of(self, index: int) -> str | None:
+        block = self._blocks.get(index // _BLOCK)
+        return None if block is None else block.get(index)
+
+    def unbind(self, indexes: Iterable[int]) -> None:
+        """Delete the keys of these samples."""
+        for index in indexes:
+            block = self._blocks.get(index // _BLOCK)
+            key = None if block is None else block.pop(index, None)
+            if block is None or key is None:
+                continue
+            if not block:
+                del self._blocks[index // _BLOCK]
+            del self._shards[hash(key) % _SHARDS][key]
+            self._size -= 1
+            for watch in self._watches:
+                watch[index] = key
+
+    def watch(self) -> dict[int, str]:
+        """Start to keep the keys of samples that are deleted, for ``names_of``."""
+        self._watches.append({})
+        return self._watches[-1]
+
+    def unwatch(self, watch: dict[int, str]) -> None:
+        self._watches = [each for each in self._watches if each is not watch]
+
+    def names_of(self, indexes: Indexes, gone: dict[int, str]) -> tuple[list[str], list[int]]:
+        """(keys, their indexes): those of these samples that had a key when ``gone`` began."""
+        if not self._size and not gone:
+            return [], []
+        named = [(gone.get(i) if (key := self.key_of(i)) is None else key, i) for i in indexes.tolist()]
+        return [key for key, _ in named if key is not None], [i for key, i in named if key is not None]
+
+    def shrink(self, count: int) -> bool:
+        """Free up to ``count`` keys of a deleted partition, the last ones first. Returns whether there are more."""
+        for _ in range(min(count, self._size)):
+            number = next(reversed(self._blocks))
+            _, key = self._blocks[number].popitem()
+            del self._shards[hash(key) % _SHARDS][key]
+            if not self._blocks[number]:
+                del self._blocks[number]
+            self._size -= 1
+        return bool(self._size)
+
+    def page(self, after: str | None, limit: int) -> tuple[list[tuple[str, int]], bool]:
+        """The first keys after this one with their indexes, and whether there are more.
+
+        If the key was deleted, the page starts at the beginning.
+        """
+        last = None if after is None else self.index_of(after)
+        found: list[tuple[str, int]] = []
+        for number, block in self._blocks.items():
+            if last is not None and number < last // _BLOCK:
+                continue
+            for index, key in block.items():
+                if last is not None and index <= last:
+                    continue
+                if len(found) == limit:
+                    return found, True
+                found.append((key, index))
+        return found, False
+
+    def is_ascending(self) -> bool:
+        """Whether all keys are in the order of their samples, and known both ways; for tests."""
+        named = list(self.items())
+        ascending = all(before < after for (_, before), (_, after) in pairwise(named))
+        both_ways = all(self.index_of(key) == index for key, index in named)
+        return ascending and both_ways and len(named) == self._size == sum(map(len, self._shards))
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        return ((key, index) for block in self._blocks.values() for index, key in block.items())
+
+    def mapping(self) -> dict[str, int]:
+        """A copy: key -> index."""
+        return dict(self.items())
+
+
+_COLUMN = "tags"
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Tags)
+_list_decoder = msgspec.msgpack.Decoder(list[Tags])
+
+
+class TagStore(Mapping[int, Tags]):
+    """Global index -> tags, for samples with tags, in a column of the partition's table. Reads return copies."""
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._num_freed = 0
+        self._watches: list[dict[int, bytes | None]] = []
+
+    def put(self, row: int, tags: Tags, merge: bool) -> None:
+        """Set the row's tags; ``merge`` keeps other existing tags."""
+        if not self._table.has_column(_COLUMN):
+            self._table.add_column(_COLUMN, np.object_, None)
+        column = self._table.column(_COLUMN)
+        for watch in self._watches:
+            watch.setdefault(self._table.column("index").item(row), column[row])
+        if merge and column[row]:
+            tags = {**_decoder.decode(column[row]), **tags}
+        column[row] = _encoder.encode(tags) if tags else None
+
+    def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
+        """The tags of those samples that have some; ``rows`` are the samples' rows."""
+        if not self._table.has_column(_COLUMN):
+            return {}
+        packed = self._table.column(_COLUMN)[rows].tolist()
+        return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
+
+    def tagged(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """[len(rows)] Which of these rows have tags."""
+        if not self._table.has_column(_COLUMN):
+            return np.zeros(len(rows), dtype=np.bool_)
+        return self._table.column(_COLUMN)[rows].astype(np.bool_)
+
+    def has_any(self) -> bool:
+        """Whether any sample has had tags."""
+        return self._table.has_column(_COLUMN)
+
+    def shrink(self, count: int) -> bool:
+        """Free the tags of up to ``count`` rows, the last ones first. Returns whether there are more."""
+        if not self._table.has_column(_COLUMN):
+            return False
+        column = self._table.column(_COLUMN)
+        self._num_freed = min(len(column), self._num_freed + count)
+        column[len(column) - self._num_freed :][:count] = None
+        return self._num_freed < len(column)
+
+    def watch(self) -> dict[int, bytes | None]:
+        """Start to keep tags as they were before a change, for ``save``."""
+        self._watches.append({})
+        return self._watches[-1]
+
+    def unwatch(self, watch: dict[int, bytes | None]) -> None:
+        self._watches = [each for each in self._watches if each is not watch]
+
+    def save(self, indexes: Indexes, before: Mapping[int, bytes | None]) -> tuple[list[int], list[bytes]]:
+        """Which of these samples had tags when ``before`` began, by their position; and the tags, packed."""
+        if not self._table.has_column(_COLUMN):
+            return [], []
+        rows, found = self._table.find(indexes)
+        column = self._table.column(_COLUMN)[rows] if self._table.size else np.empty(len(rows), dtype=np.object_)
+        column[~found] = None
+        packed = column.tolist()
+        if before:
+            packed = [before.get(i, own) for i, own in zip(indexes.tolist(), packed, strict=True)]
+        return [at for at, own in enumerate(packed) if own], [own for own in packed if own]
+
+    def load(self, rows: Rows, packed: Sequence[bytes]) -> None:
+        """Set the tags of these rows, which must have none. Raises msgspec.DecodeError for bytes that aren't tags."""
+        if not len(packed):
+            return
+        _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # a msgpack array of them
+        if not self._table.has_column(_COLUMN):
+            self._table.add_column(_COLUMN, np.object_, None)
+        column = self._table.column(_COLUMN)
+        for row, own in zip(rows.tolist(), packed, strict=True):
+            column[row] = own
+
+    def delete(self, rows: Rows) -> None:
+        """Delete the tags of these rows."""
+        if not self._table.has_column(_COLUMN):
+            return
+        column = self._table.column(_COLUMN)
+        for watch in self._watches:
+            for index, own in zip(self._table.column("index")[rows].tolist(), column[rows].tolist(), strict=True):
+                if own:
+                    watch.setdefault(index, own)
+        column[rows] = None
+
+    def __getitem__(self, index: int) -> Tags:
+        wanted = np.array([index], dtype=np.int64)
+        rows, found = self._table.find(wanted)
+        return self.of(wanted[found], rows[found])[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._table.column("index")[self._rows()].tolist())
+
+    def __len__(self) -> int:
+        return len(self._rows())
+
+    def _rows(self) -> Rows:
+        if not self._table.has_column(_COLUMN):
+            return np.empty(0, dtype=np.intp)
+        return self._table.column(_COLUMN).nonzero()[0]

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds batches: from the wire columns of a read, or from what a put's data_parser returns. Runs in clients only."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+
+from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError
+from transfer_queue.storage import recycling
+from transfer_queue.storage.assembling import Jagged, batch, object_column
+from transfer_queue.storage.base import DataParser, PlacedColumns
+from transfer_queue.storage.columns import named_columns, num_rows, prepare_column, values_of
+from transfer_queue.storage.copying import AT_ONCE, Copies, Copy, copy_rows, copy_spans
+from transfer_queue.storage.objects import decode_rows
+from transfer_queue.storage.tensors import (
+    are_alike,
+    dtype_of,
+    from_bytes,
+    join_rows,
+    rows_of,
+)
+from transfer_queue.storage.wire_columns import OBJECTS, ByteArray, IntArray, WireColumn, running_sum
+
+LAYOUTS = ("jagged", "dense")
+
+
+def unpack(
+    placed: Mapping[str, PlacedColumns], count: int, layout: str = "jagged", allow_pickle: bool = False
+) -> TensorDict:
+    """Make one batch of ``count`` rows in fresh memory, columns sorted by name.
+
+    Args:
+        placed: Per field, wire columns with the rows of the batch that they fill; each row exactly once.
+        layout: "jagged": every tensor column is nested, unless its rows are 0-dim. "dense": only where shapes differ.
+    """
+    check_layout(layout)
+    copies = Copies()
+    options = _Options(layout, Jagged(), copies)
+    columns = {name: _column(name, placed[name], count, allow_pickle, options) for name in sorted(placed)}
+    copies.finish()
+    return batch(columns, count)
+
+
+def relaid(data: TensorDict, layout: str) -> TensorDict:
+    """Return the same batch with its tensor columns in this layout and its columns sorted by name."""
+    check_layout(layout)
+    count, columns, options = num_rows(data), {}, _Options(layout, Jagged())
+    for name, column in sorted(named_columns(data)):
+        if (
+            isinstance(column, torch.Tensor)
+            and count
+            and (column.is_nested or (layout == "jagged" and column.ndim > 1))
+        ):
+            column = _of_wire(prepare_column(name, column, count, False).wire_column(), options)
+        columns[name] = column
+    return batch(columns, count)
+
+
+def check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
+
+
+def column_of(values: Sequence[Any]) -> Any:
+    """Make a column from one value per row: tensors of one dtype and rank are joined, anything else stays objects."""
+    if are_alike(values):
+        return _of_wire(join_rows(values), _Options("jagged", Jagged()))
+    if any(map(is_tensor_collection, set(map(type, values)))):
+        # NonTensorStack would take a TensorDict for one of its own members.
+        return NonTensorStack(*(NonTensorData(data=value) for value in values))
+    return object_column(values)
+
+
+class _Options(NamedTuple):
+    """How the columns of one batch are made."""
+
+    layout: str
+    jagged: Jagged
+    copy: Copy = AT_ONCE
+
+
+def _of_wire(wire: WireColumn, options: _Options) -> Any:
+    return _column("", [(slice(0, wire.rows), wire)], wire.rows, False, options)
+
+
+def _column(name: str, placed: PlacedColumns, count: int, allow_pickle: bool, options: _Options) -> Any:
+    rows = sum(wire.rows for _, wire in placed)
+    if rows != count:
+        raise ProtocolError(f"storage answered {rows} rows of field {name!r}, {count} were asked for")
+    first = placed[0][1].layout
+    if first.kind == "dense" and (len(placed) == 1 or all(wire.layout == first for _, wire in placed)):
+        shape = (count, *first.shape)
+        if options.layout == "dense" or not first.shape:
+            return _dense(placed, shape, options)
+        return options.jagged.even(_dense(placed, (count * shape[1], *shape[2:]), options), count, shape[1])
+    if first.kind != "objects" and len({wire.layout.family for _, wire in placed}) == 1:
+        return _ragged(placed, count, options)
+    values: list[Any] = [None] * count
+    for positions, wire in placed:
+        where = range(count)[positions] if isinstance(positions, slice) else positions.tolist()
+        decoded = decode_rows(wire, name, allow_pickle) if wire.layout == OBJECTS else rows_of(wire)
+        for position, value in zip(where, decoded, strict=True):
+            values[position] = value
+    return _of_values(values, options)
+
+
+def _of_values(values: Sequence[Any], options: _Options) -> Any:
+    column = column_of(values)
+    if options.layout == "dense" and isinstance(column, torch.Tensor) and column.is_nested:
+        return _of_wire(join_rows(values), options._replace(copy=AT_ONCE))
+    return column
+
+
+def _dense(placed: PlacedColumns, shape: Sequence[int], options: _Options) -> torch.Tensor:
+    layout, row_nbytes = placed[0][1].layout, placed[0][1].layout.row_nbytes
+    out = recycling.empty(math.prod(shape) * layout.itemsize)
+    for positions, wire in placed if out.nbytes else ():
+        copy_rows(out, positions, wire.data, wire.selection, row_nbytes, options.copy)
+    return from_bytes(out, dtype_of(layout.dtype), shape)
+
+
+def _ragged(placed: PlacedColumns, count: int, options: _Options) -> Any:
+    wire = placed[0][1]
+    first = wire.layout
+    if len(placed) == 1 and (whole := _whole(placed, count, options)) is not None:
+        return _shaped(whole, dtype_of(first.dtype), _shapes_of(wire), wire.bounds, options, wire.extremes)
+    shapes = np.empty((count, len(first.shape)), np.int64)
+    ragged = [(positions, wire.as_ragged()) for positions, wire in placed]
+    for positions, wire in ragged:
+        assert wire.row_meta is not None
+        shapes[positions] = wire.row_meta
+    sizes = shapes.prod(axis=1) * first.itemsize
+    bounds = running_sum(sizes)
+    out = recycling.empty(int(bounds[-1]))
+    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
+    by = options.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
+    for positions, wire in ragged:
+        copy_spans(out, bounds[:-1][positions], wire.data, wire.starts, sizes[positions], by)
+    return _shaped(out, dtype_of(first.dtype), shapes, bounds, options)
+
+
+def _whole(placed: PlacedColumns, count: int, options: _Options) -> ByteArray | None:
+    """Copy a batch that one wire column holds in its order; None if rows must be selected or reordered."""
+    positions, wire = placed[0]
+    in_order = isinstance(positions, slice) and positions == slice(0, count)
+    if wire.layout.kind != "ragged" or wire.selection is not None or not in_order:
+        return None
+    out = recycling.empty(wire.data.nbytes)
+    # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
+    shapes = _shapes_of(wire)
+    (options.copy if shapes.shape[1] < 2 or (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE)(out, wire.data)
+    return out
+
+
+def _shapes_of(wire: WireColumn) -> IntArray:
+    assert wire.row_meta is not None
+    return wire.row_meta
+
+
+def _shaped(
+    out: Any,
+    dtype: torch.dtype,
+    shapes: IntArray,
+    bounds: IntArray,
+    options: _Options,
+    extremes: tuple[int, int] | None = None,
+) -> Any:
+    """Make the most regular tensor that these contiguous rows allow. ``extremes``: of ``shapes``, if known."""
+    if options.layout == "jagged" and shapes.shape[1] == 1:
+        flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
+        return options.jagged(flat, bounds // dtype.itemsize, extremes)
+    same = (shapes == shapes[0]).all(axis=0)
+    if options.layout == "dense" and same.all():
+        return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
+    if same[1:].all():
+        lengths = shapes[:, 0]
+        values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
+        return options.jagged(values, running_sum(lengths))
+    edges = bounds.tolist()
+    rows = [
+        from_bytes(out[start:stop], dtype, shape)
+        for (start, stop), shape in zip(pairwise(edges), shapes.tolist(), strict=True)
+    ]
+    return _strided(rows)
+
+
+def _strided(rows: Sequence[torch.Tensor]) -> Any:
+    _warn_of_nested_tensors_once()
+    try:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.strided)
+    except RuntimeError:
+        # Not implemented for this dtype (float8, uint16, …).
+        return NonTensorStack(*rows)
+
+
+@functools.cache
+def _warn_of_nested_tensors_once() -> None:
+    # torch warns once per process that nested tensors are a prototype; users can't act on it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)
+
+
+def parsed(data: TensorDict, parser: DataParser) -> TensorDict:
+    """Apply ``parser`` to ``data``. Dense columns are passed as one tensor, nested and object columns as lists.
+
+    Raises:
+        RuntimeError: the parser isn't callable, raised, or returned other fields or another number of rows.
+    """
+    if not callable(parser):
+        raise InvalidRequestError(f"data_parser is not callable: it is a {type(parser).__name__}")
+    count = num_rows(data)
+    given = {name: _plain(column, count) for name, column in named_columns(data)}
+    names = sorted(given)
+    try:
+        made = parser(given)
+    except Exception as error:  # user code may raise anything, and the error must name it
+        raise InvalidRequestError(f"data_parser raised {type(error).__name__}: {error}. Nothing was stored.") from error
+    if not isinstance(made, dict):
+        raise InvalidRequestError(f"data_parser returned a {type(made).__name__}, not a dict. Nothing was stored.")
+    if sorted(made, key=str) != names:
+        raise InvalidRequestError(
+            f"data_parser changed the fields from {names} to {sorted(made, key=str)}: it must return the same keys. "
+            f"Nothing was stored."
+        )
+    for name, column in made.items():
+        _check_count(name, column, count)
+    return TensorDict({name: _returned(column) for name, column in made.items()}, batch_size=[count])
+
+
+def _plain(column: Any, count: int) -> Any:
+    if isinstance(column, torch.Tensor):
+        return list(column.unbind()) if column.is_nested else column
+    return values_of(column, count)
+
+
+def _check_count(name: str, column: Any, count: int) -> None:
+    sized = isinstance(column, (torch.Tensor, np.ndarray)) and column.ndim > 0
+    rows = len(column) if sized or isinstance(column, (list, tuple)) else None
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        rows = column.size(0)
+    if rows != count:
+        raise InvalidRequestError(
+            f"data_parser changed the count of field {name!r}: {count} rows went in, "
+            f"{'a ' + type(column).__name__ if rows is None else rows} came out. Nothing was stored."
+        )
+
+
+def _returned(column: Any) -> Any:
+    if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
+        return torch.from_numpy(column)
+    return column if isinstance(column, torch.Tensor) else column_of(values_of(column, len(column)))

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one storage unit holds: blocks of columns by (index, field). It has no socket and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.errors import StorageKeyNotFoundError
+from transfer_queue.storage.shm.field_blocks import STEP_NBYTES, FieldBlocks
+from transfer_queue.storage.shm.messages import FieldColumns, Located
+from transfer_queue.storage.wire_columns import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
+
+
+class BlockStore:
+    """Keeps values as received, one block per field and write.
+
+    A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
+    """
+
+    def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
+        """``allocate``: memory for blocks that are made from others here.
+        ``step_nbytes``: how much is moved at once.
+        """
+        self._allocate = allocate
+        self._step_nbytes = step_nbytes
+        self._table = PageTable()
+        self._fields: dict[str, FieldBlocks] = {}
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of the values that can still be read."""
+        return sum(field.live_nbytes for field in self._fields.values())
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all buffers, including dead rows."""
+        return sum(field.held_nbytes for field in self._fields.values())
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(field.num_blocks for field in self._fields.values())
+
+    @property
+    def num_values(self) -> int:
+        return sum(field.values for field in self._fields.values())
+
+    @property
+    def num_samples(self) -> int:
+        """Indexes with at least one field. It looks at every slot: use it for statistics only."""
+        held = np.zeros(self._table.capacity, np.bool_)
+        for field in self._fields.values():
+            present = field.present_slots()
+            held[: len(present)] |= present[: len(held)]
+        return int(held.sum())
+
+    def write(self, indexes: IntArray, columns: FieldColumns) -> None:
+        """Store these values, replacing existing ones. It keeps the memory of the columns and copies nothing."""
+        slots = self._claim(indexes, columns)
+        for name, positions, column in columns:
+            mine = slots if _is_all(positions, len(slots)) else slots[positions]
+            self._table.keep(self._fields[name].add(mine, column))
+
+    def _claim(self, indexes: IntArray, columns: FieldColumns) -> IntArray:
+        # An index without any value must not get a page, because nothing would ever release it.
+        if any(_is_all(positions, len(indexes)) for _, positions, _ in columns):
+            self._table.claim(indexes)
+        else:
+            covered = np.zeros(len(indexes), np.bool_)
+            for _, positions, _ in columns:
+                covered[positions] = True
+            self._table.claim(indexes[covered])
+        for name, _, _ in columns:
+            self._fields.setdefault(name, FieldBlocks(self._allocate, self._step_nbytes))
+        for field in self._fields.values():
+            field.grow(self._table.capacity)
+        return self._table.find(indexes)
+
+    def read(self, indexes: IntArray, fields: Sequence[str]) -> FieldColumns:
+        """Return these fields of all these indexes, which may repeat and come in any order.
+
+        Raises:
+            StorageKeyNotFoundError: a value was cleared or never written.
+        """
+        if not len(indexes):
+            return []
+        columns: FieldColumns = []
+        for name, field, slots, whole in self._found(indexes, fields):
+            if whole is None:
+                columns += [(name, at, column) for at, column in field.select(slots)]
+            else:
+                column, rows = whole
+                columns.append((name, slice(0, len(slots)), column.slice(rows.start, rows.stop)))
+        return columns
+
+    def locate(self, indexes: IntArray, fields: Sequence[str]) -> Located:
+        """Return where ``read`` finds the values. Slices mean that one block without dead rows holds all of a field.
+
+        Raises:
+            StorageKeyNotFoundError: as ``read`` does.
+        """
+        located: Located = []
+        for name, field, slots, whole in self._found(indexes, fields):
+            if whole is None:
+                located += [(name, *block) for block in field.located(slots)]
+            else:
+                column, rows = whole
+                located.append((name, column, slice(0, len(slots)), rows))
+        return located
+
+    def _found(
+        self, indexes: IntArray, fields: Sequence[str]
+    ) -> Iterator[tuple[str, FieldBlocks, IntArray, tuple[WireColumn, slice] | None]]:
+        """(field name, blocks, slots, (block, rows) if one block without dead rows holds all slots in order)."""
+        slots = self._table.find(indexes)
+        run = as_run(slots)
+        known = run if isinstance(run, slice) and run.start >= 0 and len(slots) else None
+        for name in fields:
+            field = self._fields.get(name)
+            whole = None if field is None or known is None else field.whole(known)
+            if whole is None:
+                missing = indexes if field is None else indexes[field.missing(slots)]
+                if len(missing):
+                    raise StorageKeyNotFoundError(
+                        f"no value of field {name!r} for sample {missing[0]} ({len(missing)} of the {len(indexes)} "
+                        f"samples asked for lack it here): it was cleared, or never put. Fetch metadata anew."
+                    )
+            if field is not None:
+                yield name, field, slots, whole
+
+    def lacking(self, indexes: IntArray, fields: Iterable[str]) -> dict[str, IntArray]:
+        """By field, which of the indexes have no value."""
+        slots = self._table.find(indexes)
+        held = {name: self._fields.get(name) for name in fields}
+        return {name: indexes if field is None else indexes[field.missing(slots)] for name, field in held.items()}
+
+    def likely_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> float:
+        """Estimate the bytes of these fields from the blocks that hold the first and the last index."""
+        if not len(indexes):
+            return 0.0
+        ends = [self._table.find_one(int(indexes[at])) for at in (0, -1)]
+        held = [self._fields[name] for name in fields if name in self._fields]
+        return len(indexes) * sum(field.mean_nbytes_near(ends) for field in held)
+
+    def delete(self, indexes: IntArray, fields: Iterable[str] | None = None) -> int:
+        """Delete these fields (None: all) of these indexes, skipping unknown ones. Returns the number of values
+        deleted.
+        """
+        slots = distinct(self._table.find(indexes))
+        deleted = 0
+        for name in list(self._fields if fields is None else fields):
+            field = self._fields.get(name)
+            if field is None:
+                continue
+            mine = slots[~field.missing(slots)]
+            if not len(mine):
+                continue
+            field.delete(mine)
+            self._table.release(mine)
+            deleted += len(mine)
+            if not field.values:
+                del self._fields[name]
+        return deleted
+
+    def replaced_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> int:
+        """Bytes that a write of these fields of these indexes would free."""
+        slots = distinct(self._table.find(indexes))
+        held = [self._fields[name] for name in set(fields) if name in self._fields]
+        return sum(field.nbytes_of(slots[~field.missing(slots)]) for field in held)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether ``move`` has work to do."""
+        return any(field.is_moving for field in self._fields.values())
+
+    def move(self) -> None:
+        """Make one step towards at most half of the held bytes being dead."""
+        for field in self._fields.values():
+            if field.is_moving:
+                field.move()
+                return
+
+    def pack(self) -> None:
+        """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""
+        if self.held_nbytes > self.live_nbytes:
+            for field in self._fields.values():
+                field.pack()
+
+    def squeeze(self) -> None:
+        """Compact all blocks with dead rows now."""
+        if self.held_nbytes > self.live_nbytes:
+            for field in self._fields.values():
+                field.squeeze()
+
+
+def _is_all(positions: Positions, count: int) -> bool:
+    return isinstance(positions, slice) and positions.start == 0 and positions.stop == count
+
+
+_PAGE_BITS = 6  # at most the run that routing keeps together, so a full page costs one dictionary entry
+_PAGE = 1 << _PAGE_BITS
+
+
+class PageTable:
+    """Indexes only grow, so an array over all of them would grow forever. Pages bound the tables by what is kept."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pages: dict[int, int] = {}
+        self._free: list[int] = []
+        self._names: list[int] = []
+        self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    @property
+    def capacity(self) -> int:
+        """The length that tables need: one more than the largest slot used so far, rounded up."""
+        return len(self._kept) << _PAGE_BITS
+
+    def find(self, indexes: IntArray) -> IntArray:
+        """The slot of each index, -1 if its page is unknown."""
+        name = _one_page(indexes)
+        if name is not None:
+            page = self._pages.get(name, -1)
+            return indexes - ((name - page) << _PAGE_BITS) if page >= 0 else np.full(len(indexes), -1, np.int64)
+        names = indexes >> _PAGE_BITS
+        if len(names) and isinstance(as_run(indexes), slice):  # most puts
+            own = range(names.item(0), names.item(-1) + 1)
+            pages = self._pages_of(own)[names - own.start]
+        elif 4 * len(cuts := np.flatnonzero(names[1:] != names[:-1]) + 1) < len(names):  # mostly neighbours
+            first = np.concatenate((np.zeros(1, np.int64), cuts))
+            pages = np.repeat(self._pages_of(names[first].tolist()), np.diff(np.append(first, len(names))))
+        else:
+            names, inverse = np.unique(names, return_inverse=True)
+            pages = self._pages_of(names.tolist())[inverse]
+        return np.where(pages < 0, -1, (pages << _PAGE_BITS) | (indexes & (_PAGE - 1)))
+
+    def _pages_of(self, names: Iterable[int]) -> IntArray:
+        return np.array([self._pages.get(name, -1) for name in names], np.int64)
+
+    def find_one(self, index: int) -> int:
+        """``find`` for a single index."""
+        page = self._pages.get(index >> _PAGE_BITS, -1)
+        return -1 if page < 0 else (page << _PAGE_BITS) | (index & (_PAGE - 1))
+
+    def claim(self, indexes: IntArray) -> None:
+        """Give these indexes slots. ``keep`` must follow, because a page without values would never be released."""
+        one = _one_page(indexes)
+        for name in dict.fromkeys((indexes >> _PAGE_BITS).tolist()) if one is None else (one,):
+            if name not in self._pages:
+                self._pages[name] = page = self._free.pop() if self._free else len(self._names)
+                self._names[page : page + 1] = [name]
+                if page >= len(self._kept):
+                    self._kept = np.append(self._kept, np.zeros(max(16, len(self._kept)), np.int64))
+
+    def keep(self, slots: IntArray) -> None:
+        """Add one value to each of these slots."""
+        page = _one_page(slots)
+        if page is None:
+            np.add.at(self._kept, slots >> _PAGE_BITS, 1)
+        else:
+            self._kept[page] += len(slots)
+
+    def release(self, slots: IntArray) -> None:
+        """Remove one value from each of these slots; pages without any are recycled."""
+        pages = slots >> _PAGE_BITS
+        np.subtract.at(self._kept, pages, 1)
+        for page in np.unique(pages[self._kept[pages] == 0]).tolist():
+            del self._pages[self._names[page]]
+            self._free.append(page)
+        if not self._pages:
+            self._reset()
+
+
+def _one_page(numbers: IntArray) -> int | None:
+    """The page that all numbers are on; None if there are several pages or no numbers."""
+    if len(numbers) == 1:  # most small requests
+        return int(numbers[0]) >> _PAGE_BITS
+    if len(numbers) == 0:
+        return None
+    pages = numbers >> _PAGE_BITS
+    return int(pages[0]) if (pages == pages[0]).all() else None

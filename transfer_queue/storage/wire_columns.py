@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wire columns: one field of some rows as plain bytes, cut and selected by rows. Uses no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transfer_queue.errors import ProtocolError
+from transfer_queue.storage.copying import copy_rows, copy_spans
+
+IntArray: TypeAlias = NDArray[np.int64]
+ByteArray: TypeAlias = NDArray[np.uint8]
+Positions: TypeAlias = slice | IntArray
+"""Rows of a batch, in order: a slice with both ends for consecutive rows, otherwise an array."""
+Allocate: TypeAlias = Callable[[int], ByteArray]
+"""Allocates this many bytes with undefined contents."""
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """How the rows of a wire column are laid out.
+
+    ``shape`` is the shape of one row: complete for dense, ``-1`` per dim for ragged, empty for objects.
+    """
+
+    kind: Literal["dense", "ragged", "objects"]
+    dtype: str = ""
+    itemsize: int = 1
+    shape: tuple[int, ...] = ()
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row; dense only."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def family(self) -> Layout:
+        """The ragged layout of this dtype and rank. Wire columns of one family can be joined."""
+        return ragged_layout(self.dtype, self.itemsize, len(self.shape)) if self.shape else self
+
+
+OBJECTS = Layout("objects")
+
+
+def dense_layout(dtype: str, itemsize: int, shape: Sequence[int]) -> Layout:
+    return Layout("dense", dtype, itemsize, tuple(shape))
+
+
+def ragged_layout(dtype: str, itemsize: int, ndim: int) -> Layout:
+    return Layout("ragged", dtype, itemsize, (-1,) * ndim)
+
+
+class WireColumn:
+    """A wire column. ``data`` holds the rows back to back.
+
+    ``row_meta`` is [rows, ndim] shapes (ragged) or [rows + 1] offsets (objects).
+    ``selection`` selects rows from a larger block: row indices (dense) or start bytes (ragged), in order.
+    It never changes after construction, because slices share its memory.
+    """
+
+    __slots__ = ("_bounds", "_extremes", "data", "layout", "row_meta", "rows", "selection")
+
+    def __init__(
+        self,
+        layout: Layout,
+        rows: int,
+        data: ByteArray,
+        row_meta: IntArray | None = None,
+        bounds: IntArray | None = None,
+        selection: IntArray | None = None,
+    ) -> None:
+        self.layout = layout
+        self.rows = rows
+        self.data = data
+        self.row_meta = row_meta
+        self._bounds = bounds
+        self._extremes: tuple[int, int] | None = None
+        self.selection = selection
+
+    @classmethod
+    def received(
+        cls, layout: Layout, rows: int, data: ByteArray, row_meta: Any = None, selection: IntArray | None = None
+    ) -> WireColumn:
+        """Check and build the wire column that a sender described; ``row_meta`` is the received buffer.
+
+        Raises:
+            ProtocolError: lengths, shapes and offsets contradict each other.
+        """
+        flat = None if row_meta is None else _row_meta(layout, rows, row_meta)
+        column = cls(layout, rows, data, flat, selection=selection)
+        if selection is None:
+            _check(column)
+        else:
+            _check_selection(column, selection)
+        return column
+
+    @property
+    def row_meta_frame(self) -> IntArray | None:
+        """``row_meta`` as a message frame."""
+        return None if self.row_meta is None else np.ascontiguousarray(self.row_meta).reshape(-1)
+
+    @property
+    def nbytes(self) -> int:
+        if self.row_meta is None:
+            return self.data.nbytes
+        # The closing offset of objects is not counted, so that the rows add up to the whole.
+        return self.data.nbytes + self.row_meta.nbytes - (8 if self.row_meta.ndim == 1 else 0)
+
+    @property
+    def bounds(self) -> IntArray:
+        """[rows + 1] row boundaries in ``data``; ragged and objects only."""
+        if self._bounds is None:
+            assert self.row_meta is not None
+            if self.layout.kind == "ragged":
+                one_dim = self.row_meta.shape[1] == 1
+                self._bounds = running_sum(self.row_meta[:, 0] if one_dim else self.row_meta.prod(axis=1))
+                self._bounds *= self.layout.itemsize
+            else:
+                self._bounds = self.row_meta if self.row_meta[0] == 0 else self.row_meta - self.row_meta[0]
+        return self._bounds
+
+    @property
+    def extremes(self) -> tuple[int, int]:
+        """The smallest and the largest number in ``row_meta``; only for ragged columns with rows."""
+        if self._extremes is None:
+            assert self.row_meta is not None
+            self._extremes = int(self.row_meta.min()), int(self.row_meta.max())
+        return self._extremes
+
+    @property
+    def starts(self) -> IntArray:
+        """[rows] byte offsets in ``data`` where each row begins."""
+        if self.layout.kind == "dense":
+            return (np.arange(self.rows) if self.selection is None else self.selection) * self.layout.row_nbytes
+        return self.bounds[:-1] if self.selection is None else self.selection
+
+    def start_of(self, row: int) -> int:
+        """The byte of ``data`` where this row begins and the previous one ends."""
+        return row * self.layout.row_nbytes if self.layout.kind == "dense" else int(self.bounds[row])
+
+    def rows_nbytes(self, rows: NDArray[np.integer]) -> int:
+        """Bytes that only these rows take."""
+        if self.layout.kind == "dense":
+            return len(rows) * self.layout.row_nbytes
+        assert self.row_meta is not None
+        meta_nbytes = 8 if self.row_meta.ndim == 1 else 8 * self.row_meta.shape[1]
+        return int((self.bounds[rows + 1] - self.bounds[rows]).sum()) + len(rows) * meta_nbytes
+
+    def as_ragged(self) -> WireColumn:
+        """The same rows with explicit shapes; objects stay as they are."""
+        if self.layout.kind != "dense":
+            return self
+        shapes = np.broadcast_to(np.array(self.layout.shape, np.int64), (self.rows, len(self.layout.shape)))
+        starts = None if self.selection is None else self.starts
+        bounds = np.arange(self.rows + 1) * self.layout.row_nbytes
+        return WireColumn(self.layout.family, self.rows, self.data, shapes, bounds, starts)
+
+    def slice(self, start: int, stop: int) -> WireColumn:
+        """Rows start … stop - 1, sharing memory."""
+        if start == 0 and stop == self.rows:
+            return self
+        if self.layout.kind == "dense":
+            size = self.layout.row_nbytes
+            return WireColumn(self.layout, stop - start, self.data[start * size : stop * size])
+        assert self.row_meta is not None
+        bounds = self.bounds[start : stop + 1]
+        row_meta = self.row_meta[start : stop + (self.layout.kind == "objects")]
+        return WireColumn(self.layout, stop - start, self.data[bounds[0] : bounds[-1]], row_meta, bounds - bounds[0])
+
+
+def running_sum(numbers: NDArray[np.int64]) -> IntArray:
+    """[n + 1] prefix sums, from 0 to the total."""
+    sums = np.empty(len(numbers) + 1, np.int64)
+    sums[0] = 0
+    numbers.cumsum(out=sums[1:])
+    return sums
+
+
+def _row_meta(layout: Layout, rows: int, buffer: Any) -> IntArray:
+    try:
+        flat: IntArray = np.frombuffer(buffer, np.int64)
+    except ValueError as error:
+        raise ProtocolError(f"the offsets of a {layout.kind} column are no whole number of int64: {error}") from error
+    expected = rows + 1 if layout.kind == "objects" else rows * len(layout.shape)
+    if len(flat) != expected:
+        raise ProtocolError(f"a {layout.kind} column of {rows} rows came with {len(flat)} offsets, expected {expected}")
+    return flat if layout.kind == "objects" else flat.reshape(rows, len(layout.shape))
+
+
+def _check(column: WireColumn) -> None:
+    """Refuse a column that would make a later copy read or write outside its buffer."""
+    layout, have = column.layout, column.data.nbytes
+    if layout.kind == "dense":
+        expected = column.rows * layout.row_nbytes
+        if min(layout.shape, default=0) < 0 or have != expected:
+            raise ProtocolError(f"a dense column of {column.rows} rows has {have} bytes, its layout says {expected}")
+        return
+    row_meta = column.row_meta
+    assert row_meta is not None
+    # In floats, because an int64 product may wrap around to a plausible value.
+    if layout.kind == "ragged" and row_meta.size:
+        least, most = column.extremes
+        if row_meta.shape[1] > 1:
+            most = row_meta.astype(np.float64).prod(axis=1).max()
+        if least < 0 or most * layout.itemsize > have:
+            raise ProtocolError(f"row shapes of a ragged column don't fit its {have} bytes")
+    sizes_ok = layout.kind == "ragged" or bool((np.diff(row_meta) >= 0).all())
+    if not sizes_ok or column.bounds[-1] != have:
+        raise ProtocolError(f"a {layout.kind} column has {have} bytes, its rows end at {column.bounds[-1]}")
+
+
+def _check_selection(column: WireColumn, selection: IntArray) -> None:
+    """The same for selected rows of a larger block."""
+    have, first, last = column.data.nbytes, int(selection.min()), int(selection.max())
+    if len(selection) != column.rows:
+        raise ProtocolError(f"{len(selection)} places of {column.rows} rows")
+    if column.layout.kind == "dense":
+        ends = (last + 1) * column.layout.row_nbytes
+    else:
+        assert column.row_meta is not None
+        sizes = column.row_meta.astype(np.float64).prod(axis=1) * column.layout.itemsize
+        ends = int((selection + sizes).max()) if column.row_meta.min() >= 0 else -1
+    if first < 0 or not 0 <= ends <= have:
+        raise ProtocolError(f"rows of a {column.layout.kind} column reach from {first} to byte {ends} of {have}")
+
+
+SLICE_NBYTES = 64 * 1024
+"""Runs of rows at least this long are sent in place. Shorter runs are copied together, because a frame costs more."""
+
+
+def as_run(positions: Positions | NDArray[Any]) -> Positions:
+    """Return the same positions, as a slice if they are consecutive."""
+    if isinstance(positions, slice):
+        return positions
+    count = len(positions)
+    if count == 0:
+        return slice(0, 0)
+    first = int(positions[0])
+    if int(positions[-1]) - first == count - 1 and (count < 3 or _is_ascending_by_one(positions)):
+        return slice(first, first + count)
+    return positions
+
+
+def count_of(positions: Positions) -> int:
+    return positions.stop - positions.start if isinstance(positions, slice) else len(positions)
+
+
+def _is_ascending_by_one(numbers: NDArray[Any]) -> bool:
+    # np.diff(...) and .all() take twice as long for a few hundred numbers.
+    return int(np.count_nonzero(numbers[1:] - numbers[:-1] == 1)) == len(numbers) - 1
+
+
+def distinct(numbers: IntArray) -> IntArray:
+    """Return each number once, ascending."""
+    ascending = len(numbers) < 2 or bool((numbers[1:] > numbers[:-1]).all())
+    return numbers if ascending else np.unique(numbers)
+
+
+def heap(nbytes: int) -> ByteArray:
+    """Allocate memory of this process."""
+    return np.empty(nbytes, np.uint8)
+
+
+def gather(selected: Sequence[tuple[WireColumn, Positions]], allocate: Allocate = heap) -> WireColumn:
+    """Copy these rows of these wire columns, all of one family, into one new wire column, in this order."""
+    layout = selected[0][0].layout
+    if any(column.layout != layout for column, _ in selected):
+        selected, layout = [(column.as_ragged(), rows) for column, rows in selected], layout.family
+    counts = [count_of(rows) for _, rows in selected]
+    total = sum(counts)
+    if layout.kind == "dense":
+        return WireColumn(layout, total, _gather_dense(selected, counts, allocate(total * layout.row_nbytes)))
+    starts, sizes = zip(*(_spans(column, rows) for column, rows in selected), strict=True)
+    bounds = running_sum(np.concatenate(sizes))
+    data = allocate(int(bounds[-1]))
+    at = 0
+    for (column, _), count, start, size in zip(selected, counts, starts, sizes, strict=True):
+        copy_spans(data, bounds[at : at + count], column.data, start, size)
+        at += count
+    if layout.kind == "objects":
+        return WireColumn(layout, total, data, bounds, bounds)
+    shapes = np.concatenate([column.row_meta[rows] for column, rows in selected if column.row_meta is not None])
+    return WireColumn(layout, total, data, shapes, bounds)
+
+
+def _spans(column: WireColumn, rows: Positions) -> tuple[IntArray, IntArray]:
+    """Return where these rows begin in the column, and their sizes."""
+    starts = column.bounds[:-1][rows]
+    return starts, column.bounds[1:][rows] - starts
+
+
+def _gather_dense(selected: Sequence[tuple[WireColumn, Positions]], counts: Sequence[int], out: ByteArray) -> ByteArray:
+    if out.nbytes == 0:
+        return out
+    at, row_nbytes = 0, selected[0][0].layout.row_nbytes
+    for (column, rows), count in zip(selected, counts, strict=True):
+        if isinstance(rows, slice):
+            copy_rows(out, slice(at, at + count), column.slice(rows.start, rows.stop).data, None, row_nbytes)
+        else:
+            copy_rows(out, slice(at, at + count), column.data, rows, row_nbytes)
+        at += count
+    return out
+
+
+def select(columns: Sequence[WireColumn], which: IntArray, rows: IntArray) -> list[tuple[Positions, WireColumn]]:
+    """Select row ``rows[i]`` of ``columns[which[i]]`` for every i. Returns columns and the positions they fill.
+
+    Long runs of one column are slices that share its memory. All other rows are copied together, by family.
+    """
+    if len(rows) == 0:
+        return []
+    cuts = np.flatnonzero((np.diff(which) != 0) | (np.diff(rows) != 1)) + 1
+    starts, stops = np.append(0, cuts), np.append(cuts, len(rows))
+    if len(starts) == 1:
+        return [(slice(0, len(rows)), columns[which[0]].slice(int(rows[0]), int(rows[-1]) + 1))]
+    row_nbytes = np.array([column.nbytes / max(column.rows, 1) for column in columns])
+    lengths = stops - starts
+    is_long = lengths * row_nbytes[which[starts]] >= SLICE_NBYTES
+    placed: list[tuple[Positions, WireColumn]] = []
+    for start, stop in zip(starts[is_long].tolist(), stops[is_long].tolist(), strict=True):
+        first = int(rows[start])
+        placed.append((slice(start, stop), columns[which[start]].slice(first, first + stop - start)))
+    if not is_long.all():
+        short = np.flatnonzero(np.repeat(~is_long, lengths))
+        placed += _copied(columns, which[short], rows[short], short)
+    return placed
+
+
+def cut(column: WireColumn, at: Positions) -> list[tuple[Positions, WireColumn]]:
+    """``select`` from one wire column."""
+    if isinstance(at, slice):
+        return [(slice(0, at.stop - at.start), column.slice(at.start, at.stop))]
+    return select([column], np.zeros(len(at), np.int64), at)
+
+
+def groups(labels: NDArray[Any]) -> list[tuple[int, IntArray]]:
+    """Return (label, positions with this label), labels and positions ascending."""
+    if len(labels) == 0:
+        return []
+    if len(labels) == 1 or (labels == labels[0]).all():
+        return [(int(labels[0]), np.arange(len(labels)))]
+    order = np.argsort(labels, kind="stable")
+    cuts = np.flatnonzero(np.diff(labels[order])) + 1
+    return [(int(labels[own[0]]), own) for own in np.split(order, cuts)]
+
+
+def _copied(
+    columns: Sequence[WireColumn], which: IntArray, rows: IntArray, at: IntArray
+) -> list[tuple[Positions, WireColumn]]:
+    families: dict[Layout, list[tuple[WireColumn, IntArray, IntArray]]] = {}
+    for number, mine in groups(which):
+        families.setdefault(columns[number].layout.family, []).append((columns[number], rows[mine], at[mine]))
+    return [
+        (
+            as_run(np.concatenate([where for *_, where in each])),
+            gather([(column, chosen) for column, chosen, _ in each]),
+        )
+        for each in families.values()
+    ]
