@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of all tests: control planes that are checked when the test is over, and time for slow machines."""
+"""Of all tests: control planes that are checked when the test is over, time for slow machines, threads of torch."""
 
 from __future__ import annotations
 
@@ -28,6 +28,21 @@ def ctrl_c_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where models are trained: they are tiny, and threads of several processes would wait for each other."""
+    if request.path.parent.name not in ("lightning", "examples"):
+        yield
+        return
+    import torch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes that the test starts
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import psutil
 
@@ -15,7 +16,23 @@ _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver"
 
 def own_processes(pid: int | None = None, recursive: bool = True) -> list[psutil.Process]:
     """Living descendants of a process (None: this one)."""
-    return [child for child in psutil.Process(pid).children(recursive=recursive) if _counts(child)]
+    return [child for child in _children(psutil.Process(pid), recursive) if _counts(child)]
+
+
+def _children(parent: psutil.Process, recursive: bool) -> list[psutil.Process]:
+    """By the kernel's own lists, because psutil reads every process of the machine, and each test asks twice."""
+    try:
+        lists = [(thread / "children").read_text() for thread in Path(f"/proc/{parent.pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended, or this kernel keeps no lists
+        return parent.children(recursive=recursive) if parent.is_running() else []
+    found = []
+    for pid in " ".join(lists).split():
+        try:
+            child = psutil.Process(int(pid))
+        except psutil.NoSuchProcess:
+            continue
+        found += [child, *(_children(child, True) if recursive else [])]
+    return found
 
 
 def _counts(process: psutil.Process) -> bool:

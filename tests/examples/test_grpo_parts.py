@@ -176,12 +176,14 @@ def test_entropy_weight_rewards_indecision():
 
 
 def test_warm_up_with_one_seed_gives_one_policy_and_learns():
-    policies = []
-    for _ in range(2):
+    def warmed_up(steps: int) -> Policy:
         torch.manual_seed(0)
-        policies.append(Policy(SMALL))
-        untrained = accuracy(policies[-1], make_tasks("train", 100, seed=9))
-        warm_up(policies[-1], seed=0, config=WarmupConfig(steps=100, batch_size=64, learning_rate=3e-3))
-    first, second = (policy.state_dict() for policy in policies)
+        made = Policy(SMALL)
+        if steps:
+            warm_up(made, seed=0, config=WarmupConfig(steps=steps, batch_size=64, learning_rate=3e-3))
+        return made
+
+    first, second = (warmed_up(steps=5).state_dict() for _ in range(2))
     assert all(first[name].equal(second[name]) for name in first)
-    assert accuracy(policies[0], make_tasks("train", 100, seed=9)) > untrained
+    tasks = make_tasks("train", 100, seed=9)
+    assert accuracy(warmed_up(steps=100), tasks) > accuracy(warmed_up(steps=0), tasks)

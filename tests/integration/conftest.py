@@ -96,12 +96,12 @@ def start() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def fork() -> Iterator[Callable[..., Any]]:
-    """``fork(target, *args)``: a forked process, ended with the test."""
+    """``fork(target, *args, **kwargs)``: a forked process, ended with the test."""
     context = multiprocessing.get_context("fork")
     started = []
 
-    def run(target: Callable[..., None], *args: Any) -> Any:
-        process = context.Process(target=target, args=args)
+    def run(target: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
+        process = context.Process(target=target, args=args, kwargs=kwargs)
         process.start()
         started.append(process)
         return process

@@ -106,6 +106,7 @@ def test_memory_that_a_killed_writer_leased_is_given_back_and_nothing_of_its_put
     assert client.get_stats()["partitions"][name]["samples"] == 0
 
 
+@pytest.mark.parametrize("queue", ["each"], indirect=True)
 def test_memory_that_a_thread_writes_into_is_not_given_away_while_its_process_ends(client, queue, script):
     process = script(
         "import atexit, contextlib, sys, threading, torch, transfer_queue as tq\n"
@@ -123,13 +124,13 @@ def test_memory_that_a_thread_writes_into_is_not_given_away_while_its_process_en
         "    with contextlib.suppress(tq.TransferQueueError):\n"
         "        tq.get_client().put(data, partition_id='ending')\n"
         "threading.Thread(target=put, daemon=True).start()\n"
-        "assert copying.wait(30)\n"
+        "assert copying.wait(80)\n"
         "atexit.register(print, 'ending', flush=True)  # before the client's own\n",
     )
     assert process.stdout.readline() == "ending\n"
     for _ in range(20):
         assert summed("leased_nbytes") == ROWS * WIDTH * 4
-    _, errors = process.communicate("go on\n", timeout=60)
+    _, errors = process.communicate("go on\n", timeout=6 * WAIT_S)
     assert (process.returncode, errors) == (0, "")
     assert until(lambda: summed("leased_nbytes") == 0), units()
 
@@ -182,48 +183,28 @@ def test_workers_of_a_loader_read_from_the_arena_and_keep_nothing_pinned(client,
     assert until(lambda: summed("pins") == 0), units()
 
 
-def test_where_the_configuration_says_so_nothing_is_mapped(queue, script):
+@pytest.mark.parametrize("queue", ["one"], indirect=True)  # it isn't used
+def test_what_is_mapped_where_the_configuration_says_so_and_after_close(queue, script):
     process = script(
-        "import sys, torch, transfer_queue as tq\n"
-        "from pathlib import Path\n"
-        "from tensordict import TensorDict\n"
-        "from transfer_queue.transport.modes import run_blocking\n"
-        "tq.init({'server_processes': sys.argv[1], 'backend': {'SimpleStorage': {'arena': False}}})\n"
-        "client = tq.get_client()\n"
-        "data = TensorDict({'x': torch.arange(1 << 20).view(64, -1)}, batch_size=[64])\n"
-        "meta = client.put(data, partition_id='p')\n"
-        "assert torch.equal(client.get_data(meta)['x'].values().view(64, -1), data['x'])\n"
-        "units = run_blocking(client.storage_manager.stats())\n"
-        "assert {unit.arena_nbytes for unit in units} == {0}, units\n"
-        "assert {unit['path'] for unit in client.get_storage_stats()} == {'frames'}\n"
-        "assert 'transfer-queue-arena' not in Path('/proc/self/maps').read_text()\n"
-        "tq.close()\n",
-        queue.server_processes,
-        env={"TQ_ADDRESS": ""},
-    )
-    output = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-
-
-def test_after_close_this_process_maps_no_arena(queue, script):
-    process = script(
-        "import gc, sys, torch, transfer_queue as tq\n"
+        "import gc, torch, transfer_queue as tq\n"
         "from pathlib import Path\n"
         "from tensordict import TensorDict\n"
         "maps = lambda: 'transfer-queue-arena' in Path('/proc/self/maps').read_text()\n"
-        "tq.init({'server_processes': sys.argv[1]})\n"
-        "client = tq.get_client()\n"
-        "data = TensorDict({'x': torch.arange(1 << 20).view(64, -1)}, batch_size=[64])\n"
-        "meta = client.put(data, partition_id='p')\n"
-        "values = client.get_data(meta)['x'].values()\n"
-        "assert maps()\n"
-        "tq.close()\n"
-        "assert torch.equal(values.view(64, -1), data['x'])\n"
-        "del client\n"
-        "gc.collect()\n"
-        "assert not maps()\n",
-        queue.server_processes,
+        "data = TensorDict({'x': torch.arange(1 << 20).view(2048, -1)}, batch_size=[2048])\n"
+        "for processes in ('one', 'each'):\n"
+        "    for arena in (False, True):\n"
+        "        tq.init({'server_processes': processes, 'backend': {'SimpleStorage': {'arena': arena}}})\n"
+        "        client = tq.get_client()\n"
+        "        values = client.get_data(client.put(data, partition_id='p'))['x'].values()\n"
+        "        stats = client.get_storage_stats()\n"
+        "        assert {unit['path'] for unit in stats} == {'arena' if arena else 'frames'}, stats\n"
+        "        assert (sum(unit['arena_nbytes'] for unit in stats) > 0, maps()) == (arena, arena), stats\n"
+        "        tq.close()\n"
+        "        assert torch.equal(values.view(2048, -1), data['x'])\n"
+        "        del client\n"
+        "        gc.collect()\n"
+        "        assert not maps(), processes\n",
         env={"TQ_ADDRESS": ""},
     )
-    output = process.communicate(timeout=60)
+    output = process.communicate(timeout=8 * WAIT_S)
     assert process.returncode == 0, output

@@ -19,6 +19,8 @@ from benchmarks.versus.plot import draw
 from benchmarks.versus.table import markdown
 from tests.own_processes import own_processes
 
+FRESH_PROCESSES = {"alternatives", "startup"}
+"""Benchmarks that measure interpreters which they start anew: half a minute each."""
 PROMISED = {
     "alternatives": {"batches", "rows_per_batch", "batch_mib", "ahead", "cores", "load", "channels"},
     "balance": {"items", "parts", "equal_size_ms", "equal_size_spread", "any_size_ms", "any_size_spread"},
@@ -85,7 +87,9 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", PROMISED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in FRESH_PROCESSES else []) for name in PROMISED]
+)
 def test_a_benchmark_prints_one_json_line_with_the_promised_figures(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,8 @@ import transfer_queue as tq
 from tests.own_processes import SLOW, own_processes
 
 JOIN_S = 20.0 * SLOW
+SCRIPT_S = 80.0 * SLOW
+"""Importing torch takes a busy machine half a minute."""
 MAX_RSS_BYTES = 80e6
 
 
@@ -40,7 +42,7 @@ def servers() -> list[psutil.Process]:
 
 def finished(process: subprocess.Popen[str]) -> str:
     """What a script printed; it must have ended well and silently."""
-    output, errors = process.communicate(timeout=JOIN_S)
+    output, errors = process.communicate(timeout=SCRIPT_S)
     assert (process.returncode, errors) == (0, "")
     return output
 
@@ -146,14 +148,6 @@ def test_importing_the_package_loads_neither_torch_nor_lightning():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_what_one_process_writes_needs_no_close(start, script):
-    code = "import torch, transfer_queue as tq; tq.init(); tq.kv_put('k', 'p', {'x': torch.ones(2, 3)})"
-    assert (
-        finished(script(code + "; print(tq.kv_batch_get('k', 'p')['x'][0].tolist())"))
-        == "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]\n"
-    )
-
-
 CONTROLLERS = {  # how the servers are run, and how many processes of their own they have
     "all in a process": ("one", False, 1),
     "a process each": ("each", False, 3),
@@ -214,17 +208,24 @@ def test_a_process_finds_the_queue_by_tq_address_and_only_detaches(start, script
         "conf = tq.init(); assert len(conf.backend.SimpleStorage.zmq_info) == 1\n"
         "assert conf.controller.zmq_info.to_addr('request_handle_socket') == conf.address\n"
         "tq.kv_put('joined', 'p', {'x': torch.tensor(1)}); tq.close(); tq.close()\n"
+        "print(sorted(tq.kv_list()['p'])); tq.close()\n"
+        f"import os; del os.environ['TQ_ADDRESS']; tq.init({conf.address!r})\n"
         "print(sorted(tq.kv_list()['p'])); tq.close()"
     )
-    assert finished(script(code)) == "['joined']\n"
-    by_address = f"import transfer_queue as tq; tq.init({conf.address!r}); print(sorted(tq.kv_list()['p'])); tq.close()"
-    assert finished(script(by_address, env={"TQ_ADDRESS": ""})) == "['joined']\n"
+    assert finished(script(code)) == "['joined']\n['joined']\n"
     assert tq.kv_batch_get("joined", "p")["x"].tolist() == [1]
 
 
-def test_a_worker_that_only_calls_kv_functions_joins_by_itself(start, script):
+def put_a_tag() -> None:
+    tq.close()  # the client of its parent
+    tq.kv_put("k", "p", tag={"a": 1})
+
+
+def test_a_worker_that_only_calls_kv_functions_joins_by_itself(start, fork):
     start()
-    assert finished(script("import transfer_queue as tq; tq.kv_put('k', 'p', tag={'a': 1}); print(tq.kv_list())"))
+    worker = fork(put_a_tag)
+    worker.join(JOIN_S)
+    assert worker.exitcode == 0
     assert tq.kv_list() == {"p": {"k": {"a": 1}}}
 
 
@@ -266,23 +267,23 @@ def test_a_producer_that_ends_without_close_is_not_taken_for_dead(start, fork):
         client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
 
 
-def test_a_script_that_ends_without_close_is_not_taken_for_dead(start, script):
+def test_a_script_needs_no_close_and_is_not_taken_for_dead_at_its_end(start, script):
     start({"controller": {"producer_grace_s": 0.0}})
-    put = "tq.get_client().put({'a': torch.arange(1)}, partition_id='p')"
-    assert finished(script(f"import torch, transfer_queue as tq; {put}")) == ""
+    code = (
+        "import torch, transfer_queue as tq; tq.init()\n"
+        "tq.get_client().put({'a': torch.arange(1)}, partition_id='p')\n"
+        "tq.kv_put('k', 'keys', {'x': torch.ones(2, 3)}); print(tq.kv_batch_get('k', 'keys')['x'][0].tolist())"
+    )
+    assert finished(script(code)) == "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]\n"
     client = tq.get_client()
     assert client.get_meta(["a"], 1, "p", task_name="t").size == 1
     with pytest.raises(tq.BatchTimeoutError):
         client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
 
 
-@pytest.mark.parametrize("close", ["tq.close()", ""], ids=["closed", "not closed"])
-def test_a_queue_of_several_servers_ends_silently(script, close):
-    put = "tq.get_client().put({'a': torch.arange(200)}, partition_id='p')"
-    assert (
-        finished(script(f"import torch, transfer_queue as tq; tq.init({{'server_processes': 'each'}}); {put}; {close}"))
-        == ""
-    )
+def test_a_queue_of_several_servers_ends_silently_whether_it_is_closed_or_not(script):
+    use = "tq.init({'server_processes': 'each'}); tq.get_client().put({'a': torch.arange(200)}, partition_id='p')"
+    assert finished(script(f"import torch, transfer_queue as tq; {use}; tq.close(); {use}")) == ""
 
 
 def test_threads_share_one_client(start):

@@ -3,36 +3,47 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import transfer_queue as tq
+from tests.integration.noticing import ended
+from tests.own_processes import SLOW
 from transfer_queue.errors import ConfigError, QueueUnreachableError
 from transfer_queue.transport.tcp_wire import write_keys
 
-JOINED = """
-import sys, torch, transfer_queue as tq
-conf = tq.init({"address": sys.argv[1], "key_file": sys.argv[2]})
-client = tq.get_client()
-client.put({"x": torch.arange(64 * 1024).reshape(64, 1024)}, partition_id="from elsewhere")
-meta = client.get_meta(["y"], 4, "from here", task_name="t", timeout_s=30.0)
-print(client.get_data(meta)["y"].tolist(), client.get_storage_stats()[0]["path"], flush=True)
-tq.close()
-"""
+NUMBERS = np.arange(64 * 1024).reshape(64, 1024)
 
 
-def test_a_client_with_the_key_puts_and_gets_over_tcp(start, script):
+def join(address: str, key_file: str) -> tq.TransferQueueClient:
+    tq.close()  # the client of its parent
+    tq.init({"address": address, "key_file": key_file})
+    return tq.get_client()
+
+
+def put_and_get(address: str, key_file: str, pipe: Any) -> None:
+    client = join(address, key_file)
+    client.put({"x": torch.from_numpy(NUMBERS)}, partition_id="from elsewhere")
+    meta = client.get_meta(["y"], 4, "from here", task_name="t", timeout_s=30.0)
+    pipe.send((client.get_data(meta)["y"].tolist(), client.get_storage_stats()[0]["path"]))
+    tq.close()
+
+
+def test_a_client_with_the_key_puts_and_gets_over_tcp(start, fork):
     conf = start({"listen": "tcp://127.0.0.1:0"})
     client = tq.get_client()
     client.put({"y": torch.arange(4)}, partition_id="from here")
-    other = script(JOINED, conf.listen, conf.key_file, env={"TQ_ADDRESS": ""})
-    out, err = other.communicate(timeout=120)
-    assert (out, other.returncode) == ("[0, 1, 2, 3] frames\n", 0), err
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    assert ended(fork(put_and_get, conf.listen, conf.key_file, there)) == 0
+    assert here.recv() == ([0, 1, 2, 3], "frames")
     meta = client.get_meta(["x"], 64, "from elsewhere", task_name="t")
-    assert torch.equal(client.get_data(meta)["x"].to_padded_tensor(-1), torch.arange(64 * 1024).reshape(64, 1024))
+    assert torch.equal(client.get_data(meta)["x"].to_padded_tensor(-1), torch.from_numpy(NUMBERS))
 
 
 def test_the_file_of_the_keys_is_for_its_owner_alone(start, tmp_path):
@@ -41,14 +52,17 @@ def test_the_file_of_the_keys_is_for_its_owner_alone(start, tmp_path):
     assert (conf.key_file, file.stat().st_mode & 0o777) == (str(file), 0o600)
 
 
-def test_a_client_with_another_key_is_refused_and_the_queue_goes_on(start, script, tmp_path):
+def be_refused(address: str, key_file: str) -> None:
+    with pytest.raises(QueueUnreachableError):
+        join(address, key_file)
+
+
+def test_a_client_with_another_key_is_refused_and_the_queue_goes_on(start, fork, tmp_path):
     conf = start({"listen": "tcp://127.0.0.1:0"})
     write_keys(tmp_path / "wrong")
-    code = "import sys, transfer_queue as tq\ntq.init({'address': sys.argv[1], 'key_file': sys.argv[2]})"
-    other = script(code, conf.listen, str(tmp_path / "wrong"), env={"TQ_ADDRESS": ""})
-    _, err = other.communicate(timeout=120)
-    assert other.returncode == 1
-    assert QueueUnreachableError.__name__ in err
+    refused = fork(be_refused, conf.listen, str(tmp_path / "wrong"))
+    refused.join(60.0 * SLOW)
+    assert refused.exitcode == 0
     host, port = conf.listen.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(os.urandom(4096))

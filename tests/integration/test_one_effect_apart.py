@@ -36,7 +36,7 @@ def of(conf: Any, which: str) -> list[int]:
     return {"controller": [controller], "units": units, "all": [controller, *units]}[which]
 
 
-@pytest.mark.parametrize("which", ["controller", "all"])
+@pytest.mark.parametrize("which", ["controller", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "get_data"])
 def test_a_call_given_up_at_stopped_servers_had_one_effect_or_none(queue, name, verb, way, which):

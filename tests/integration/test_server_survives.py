@@ -21,6 +21,14 @@ HOSTILE = "tests.integration.hostile_samplers"
 CONF = {"controller": {"sampler_modules": [HOSTILE]}, "backend": {"SimpleStorage": {"put_timeout_s": 2.0}}}
 NUMBERS = [2**64 - 1, 2**63, 2**62, 2**53 + 1, -1, -(2**62), 2**70]
 METHODS = ["__init__", "check", "samples_needed", "has_cached_result", "sample", "forget", "tail", "clear_cache"]
+TELLING = {"sys.exit", "interrupt", "own base exception", "unprintable error", "text", "huge numbers"}
+"""Deeds of every method by default; in ``sample`` all of them."""
+MISDEEDS = [
+    pytest.param(deed, where, marks=[] if where == "sample" or deed in TELLING else [pytest.mark.slow])
+    for where in METHODS
+    for deed in DEEDS
+    if deed != "very many"
+]
 
 
 @pytest.fixture(autouse=True)
@@ -161,8 +169,7 @@ def test_what_is_nested_less_deep_goes_there_and_back(client, name, depth):
 # ---- samplers ----
 
 
-@pytest.mark.parametrize("where", METHODS)
-@pytest.mark.parametrize("deed", [deed for deed in DEEDS if deed not in ("very many",)])
+@pytest.mark.parametrize(("deed", "where"), MISDEEDS)
 def test_a_sampler_harms_nobody_but_those_who_chose_it(client, queue, name, deed, where):
     with contextlib.suppress(tq.TransferQueueError):
         client.register_task(f"of {name}", sampler=hostile(deed, where), tail="uneven_ok")

@@ -120,7 +120,12 @@ def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
 
 
 @pytest.mark.parametrize(
-    ("sent", "processes"), [(signal.SIGTERM, "one"), (signal.SIGKILL, "one"), (signal.SIGKILL, "each")]
+    ("sent", "processes"),
+    [
+        pytest.param(signal.SIGTERM, "one", marks=pytest.mark.slow),
+        (signal.SIGKILL, "one"),
+        pytest.param(signal.SIGKILL, "each", marks=pytest.mark.slow),
+    ],
 )
 def test_a_reader_that_is_killed_takes_its_workers_and_its_queue_along(script, sent, processes):
     process, family, directory = _begun(script, 2, processes)

@@ -41,7 +41,9 @@ def told(data: TensorDict) -> list[float]:
     return x[:, 0].tolist()
 
 
-@pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("fork", True), ("spawn", False)])
+@pytest.mark.parametrize(
+    ("method", "persistent"), [("fork", False), ("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow)]
+)
 def test_batches_that_are_held_stay_as_they_are_while_others_are_dropped(queue, client, name, method, persistent):
     produce(client, name)
     made = loader(queue, name, 2, method, micro=2, layout="dense", persistent_workers=persistent)

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from conftest import HERE, ROOT
 from omegaconf import OmegaConf
+from producing import fill
 from recorders import Recorder
 
+import transfer_queue as tq
 from lightning_tq import TQCLI, TQDataModule
 from lightning_tq.cli import main
 from lightning_tq.cli.trainer_cli import names_a_data_class
@@ -68,6 +70,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
     return write
 
 
+def without_producers() -> dict[str, Any]:
+    """Changes for a queue that has the data already."""
+    address = tq.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}).address
+    fill(tq.get_client(), "train@0", 12)
+    fill(tq.get_client(), "val@0", 4)
+    return {"data.producers": [], "data.queue": str(address)}
+
+
 def given(tmp_path: Path) -> list[str]:
     return [line.split('"')[1] for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
 
@@ -80,8 +90,10 @@ def test_a_file_may_be_run_twice_in_one_place(config: Callable[..., str], tmp_pa
 
 
 def test_validate_test_and_predict_read_their_streams(config: Callable[..., str], tmp_path: Path) -> None:
-    path = config({"model.init_args.log_dir": str(tmp_path)})
-    assert [main([command, "--config", path]) for command in ("validate", "test", "predict")] == [0, 0, 0]
+    logged = {"model.init_args.log_dir": str(tmp_path)}
+    assert main(["validate", "--config", config(logged)]) == 0
+    path = config({**logged, **without_producers()})
+    assert [main([command, "--config", path]) for command in ("test", "predict")] == [0, 0]
     assert given(tmp_path) == ["val", "test", "predict", "predict"]
 
 
@@ -129,7 +141,7 @@ def test_a_data_section_may_name_a_subclass(config: Callable[..., str], tmp_path
         "        super().setup(stage)\n"
         "        print('mine')\n"
     )
-    path = config()
+    path = config(without_producers())
     conf = OmegaConf.load(path)
     conf.data = {"class_path": "mydata.Mine", "init_args": conf.data}
     OmegaConf.save(conf, path)

@@ -215,10 +215,9 @@ def test_invalid_publish_arguments_are_refused() -> None:
         PublishWeights(dtype="int8")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # the ranks of test_staleness_guard and test_partition_switch publish, too
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [("ddp", 2), pytest.param("model_parallel", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("model_parallel", 4)])
 def test_sharded_weights_arrive_whole(run_ranks: Any, strategy: str, devices: int, tmp_path: Path) -> None:
     code, output, _ = run_ranks("callbacks_script.py", "weights", strategy, str(devices), "LOGS")
     assert code == 0, output

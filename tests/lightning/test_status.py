@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 from conftest import ROOT, stream
 from producing import FIELDS, rows
 from rich.console import Console
@@ -148,10 +149,10 @@ def test_silent_units_are_named_below_the_controllers_tables() -> None:
 # ---- the command ----
 
 
-def status(*args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def status(*args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "lightning_tq", "status", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
@@ -168,11 +169,10 @@ def test_json_holds_the_statistics_of_the_queue(queue: TQDataModule) -> None:
     reader.start()
     while not queue.client.get_stats()["waiting"]:
         pass
-    process = status(queue.address, "--json")
-    out, err = process.communicate(timeout=90)
+    ((code, out, err),) = run(["status", queue.address, "--json"])
     queue.client.clear_partition("train")
     reader.join()
-    assert (process.returncode, err) == (0, "")
+    assert (code, err) == (0, "")
     report = json.loads(out)
     train = report["partitions"]["train"]
     assert (report["address"], train["samples"], train["put_per_s"]) == (queue.address, 10, 0.0)
@@ -195,9 +195,8 @@ def _wait_for_rewards(client: tq.TransferQueueClient) -> None:
 
 def test_status_changes_nothing_and_leaves_no_client_behind(queue: TQDataModule) -> None:
     before = queue.client.get_stats()
-    process = status(env={"TQ_ADDRESS": queue.address})
-    out, err = process.communicate(timeout=90)
-    assert (process.returncode, err) == (0, "")
+    ((code, out, err),) = run(["status"], TQ_ADDRESS=queue.address)
+    assert (code, err) == (0, "")
     assert f"{queue.address}: 10 samples in 1 partition, " in out
     assert queue.client.get_stats() == before
     assert queue.client.get_meta(FIELDS, 10, "train", task_name="learn").size == 10

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import ROOT, stream
+from commands import run
+from conftest import stream
 from producing import rows
 from rich.console import Console
 
@@ -19,42 +18,11 @@ import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
 from lightning_tq.cli.queue_report import clients_table, others
-
-pytestmark = pytest.mark.timeout(120)
-
-COMMANDS = """
-import contextlib, io, json, sys
-from lightning_tq.cli import main
-
-said = []
-for command in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(command)
-    said.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(said))
-"""
-RESERVE = """
-import sys
-import transfer_queue as tq
+from tests.own_processes import SLOW
 from transfer_queue import protocol as p
 from transfer_queue.transport.modes import run_blocking
 
-tq.init(sys.argv[1])
-session = tq.get_client().session
-run_blocking(session.send(p.Reserve(session.number(), "train", 3, {}), p.Reserved))
-print(flush=True)
-sys.stdin.read()
-"""
-
-
-def run(*commands: list[str], **env: str) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each command, run one after the other in another process."""
-    process = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(commands)], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )  # fmt: skip
-    return [(code, out, err) for code, out, err in json.loads(process.stdout)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -65,14 +33,22 @@ def queue(data: Callable[..., TQDataModule]) -> TQDataModule:
     return dm
 
 
+def reserve_and_wait(address: str, pipe: Any) -> None:
+    tq.close()
+    tq.init(address)
+    session = tq.get_client().session
+    run_blocking(session.send(p.Reserve(session.number(), "train", 3, {}), p.Reserved))
+    pipe.send("reserved")
+    pipe.recv()
+
+
 def test_a_client_that_hangs_is_found_and_evicted(queue: TQDataModule) -> None:
-    writer = subprocess.Popen(
-        [sys.executable, "-c", RESERVE, queue.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    writer = context.Process(target=reserve_and_wait, args=(queue.address, there))
+    writer.start()
     try:
-        assert writer.stdout is not None
-        writer.stdout.readline()
+        assert here.poll(60.0 * SLOW)
         (name,) = [name for name, held in queue.client.get_stats()["clients"].items() if held.get("reserved")]
         listed, as_json, mistyped, evicted, again = run(
             ["clients"], ["clients", "--json", queue.address], ["evict", name[:-3]], ["evict", name],
@@ -90,7 +66,8 @@ def test_a_client_that_hangs_is_found_and_evicted(queue: TQDataModule) -> None:
         stats = queue.client.get_stats()
         assert (stats["partitions"]["train"]["held"], name in stats["clients"]) == (0, False)
     finally:
-        writer.communicate()
+        here.send("leave")
+        writer.join()
 
 
 def test_a_misspelt_task_is_forgotten(queue: TQDataModule) -> None:

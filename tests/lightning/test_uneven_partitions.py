@@ -58,7 +58,8 @@ def test_samples_that_fill_no_round_are_dropped_on_all_ranks(
     assert json.loads((tmp_path / "logs" / "open").read_text()) == [0, 0, 0]  # every rank's batches are acknowledged
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # two ranks that pad are those of test_ddp
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_padding_keeps_ranks_together_and_loses_nothing(run_ranks: Any, ranks: int) -> None:
     plan = {"train": [17, 1], "val": [5, 2], "stream": {"batch_size": 2, "tail": "pad"}, "trainer": {}}
     code, output, recorded = run_ranks("uneven_partitions_script.py", str(ranks), "LOGS", json.dumps(plan))

@@ -140,7 +140,7 @@ def test_what_is_no_message_of_ours_is_a_protocol_error(data):
         p.decode_message(data)
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=150, deadline=None, print_blob=True)
 @given(st.binary(max_size=60))
 def test_random_bytes_are_a_message_or_a_typed_error_and_nothing_else(data):
     with suppress(ProtocolError, InvalidRequestError):

@@ -101,7 +101,7 @@ def read(directory: Path, field: FieldFiles, samples: IntArray) -> dict[int, Row
     return found
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(
     chunks=st.lists(st.lists(rows(), min_size=1, max_size=8), min_size=1, max_size=4),
     ragged=st.lists(st.booleans(), min_size=1, max_size=5), gap=st.sampled_from([0, 0, 3]), hint=st.booleans(),

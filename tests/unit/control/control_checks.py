@@ -9,50 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from control_model import Entry, PartitionModel, ProducersModel, Sample
+from control_model import DP_SIZES, MAX_TOKENS, TASKS, Entry, PartitionModel, ProducersModel, Sample
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.control.state import PlaneConfig
 
 GRACE_S = 5.0
-MAX_TOKENS = 8
 SPECS = {name: p.FieldSpec("int64", (2,)) for name in ("a", "b")}
-
-
-@dataclass(frozen=True)
-class TaskPlan:
-    """How a task of the machine is registered and read. ``sizes``: the batch sizes it asks for."""
-
-    sampler: str | dict[str, Any] | None = None
-    dp_size: int | None = None
-    tail: str | None = None
-    sizes: tuple[int, ...] = (1, 2, 3)
-    finite: bool = False
-    exact: bool = True
-    """Any batch_size * dp_size ready samples make a round."""
-
-    @property
-    def policy(self) -> str:
-        return self.tail or ("uneven_ok" if (self.dp_size or 1) == 1 else "drop")
-
-
-def spec(name: str, **kwargs: Any) -> dict[str, Any]:
-    return {"class": name, "args": [], "kwargs": kwargs}
-
-
-TASKS = {
-    "plain": TaskPlan(),
-    "padded": TaskPlan(dp_size=2, tail="pad", sizes=(2,)),
-    "uneven": TaskPlan("SequentialSampler", dp_size=3, tail="uneven_ok", sizes=(1, 2)),
-    "ranks": TaskPlan("RankAwareSampler", dp_size=2),
-    "groups": TaskPlan(spec("GRPOGroupNSampler", n_samples_per_prompt=2), dp_size=2, sizes=(2,), exact=False),
-    "balanced": TaskPlan(spec("SeqlenBalancedSampler", dp_size=2), tail="pad", sizes=(1, 2)),
-    "tokens": TaskPlan(spec("TokenBudgetSampler", max_tokens=MAX_TOKENS), dp_size=2, sizes=(3,), exact=False),
-    "finite": TaskPlan(finite=True, sizes=(2,)),
-    "finite_ranks": TaskPlan(dp_size=2, finite=True, sizes=(2,)),
-}
-DP_SIZES = {name: 2 if name == "balanced" else plan.dp_size for name, plan in TASKS.items()}
 CLIENTS = ("anna", "bert", "carl")
 PARTITIONS = ("p", "q")
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a partition should be, in plain dicts and sets: the reference that the control plane is compared with."""
+"""What a partition should be, in plain dicts and sets: the reference that the control plane is compared with.
+And the tasks that read it.
+"""
 
 from __future__ import annotations
 
@@ -198,3 +200,41 @@ class ProducersModel:
     def clear(self) -> None:
         self.alive.clear()
         self.ends.clear()
+
+
+MAX_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """How a task of the machine is registered and read. ``sizes``: the batch sizes it asks for."""
+
+    sampler: str | dict[str, Any] | None = None
+    dp_size: int | None = None
+    tail: str | None = None
+    sizes: tuple[int, ...] = (1, 2, 3)
+    finite: bool = False
+    exact: bool = True
+    """Any batch_size * dp_size ready samples make a round."""
+
+    @property
+    def policy(self) -> str:
+        return self.tail or ("uneven_ok" if (self.dp_size or 1) == 1 else "drop")
+
+
+def spec(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"class": name, "args": [], "kwargs": kwargs}
+
+
+TASKS = {
+    "plain": TaskPlan(),
+    "padded": TaskPlan(dp_size=2, tail="pad", sizes=(2,)),
+    "uneven": TaskPlan("SequentialSampler", dp_size=3, tail="uneven_ok", sizes=(1, 2)),
+    "ranks": TaskPlan("RankAwareSampler", dp_size=2),
+    "groups": TaskPlan(spec("GRPOGroupNSampler", n_samples_per_prompt=2), dp_size=2, sizes=(2,), exact=False),
+    "balanced": TaskPlan(spec("SeqlenBalancedSampler", dp_size=2), tail="pad", sizes=(1, 2)),
+    "tokens": TaskPlan(spec("TokenBudgetSampler", max_tokens=MAX_TOKENS), dp_size=2, sizes=(3,), exact=False),
+    "finite": TaskPlan(finite=True, sizes=(2,)),
+    "finite_ranks": TaskPlan(dp_size=2, finite=True, sizes=(2,)),
+}
+DP_SIZES = {name: 2 if name == "balanced" else plan.dp_size for name, plan in TASKS.items()}

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from control_checks import CLIENTS, DP_SIZES, GRACE_S, PARTITIONS, SPECS, TASKS, CheckedPlane, TaskPlan
-from control_model import PartitionModel, View
+from control_checks import CLIENTS, GRACE_S, PARTITIONS, SPECS, CheckedPlane
+from control_model import DP_SIZES, TASKS, PartitionModel, TaskPlan, View
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -346,7 +346,7 @@ HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_t
 @pytest.mark.timeout(600)  # a run takes seconds; making a failure's steps few takes minutes
 class TestPlaneMachine(PlaneMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(
-        max_examples=200, stateful_step_count=50, deadline=None, print_blob=True, suppress_health_check=HEALTH
+        max_examples=100, stateful_step_count=50, deadline=None, print_blob=True, suppress_health_check=HEALTH
     )
 
 

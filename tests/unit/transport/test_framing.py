@@ -36,11 +36,11 @@ class Pipe:
     def recvmsg_into(self, buffers):
         buffers = list(buffers)
         assert len(buffers) <= 1024
-        data = given = self._give(sum(len(buffer) for buffer in buffers))
+        given, at = self._give(sum(len(buffer) for buffer in buffers)), 0
         for buffer in buffers:
-            part = data[: len(buffer)]
+            part = given[at : at + len(buffer)]
             buffer[: len(part)] = part
-            data = data[len(part) :]
+            at += len(part)
         return len(given), [], 0, None
 
     def _give(self, size: int) -> bytes:

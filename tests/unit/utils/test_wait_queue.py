@@ -72,7 +72,7 @@ def test_those_whose_deadline_has_come_are_removed_in_order_of_arrival():
 STEPS = st.lists(st.one_of(st.integers(0, 12), st.tuples(st.integers(0, 12))), max_size=60)
 
 
-@settings(max_examples=500, deadline=None, print_blob=True)
+@settings(max_examples=200, deadline=None, print_blob=True)
 @given(STEPS)
 def test_nobody_is_overtaken_by_more_than_its_own_size_and_nobody_that_may_go_waits(steps):
     """A number arrives, a tuple comes free; the room is 12 in all."""
@@ -99,7 +99,7 @@ def test_nobody_is_overtaken_by_more_than_its_own_size_and_nobody_that_may_go_wa
             assert item.size > free or not allowed
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=100, deadline=None, print_blob=True)
 @given(st.integers(1, 12), st.lists(st.integers(1, 4), min_size=60, max_size=60))
 def test_a_large_one_goes_though_small_ones_never_stop_coming(size, others):
     queue, large, busy = WaitQueue(), Item("large", size), 12
