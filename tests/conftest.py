@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         seconds = float(mark.args[0] if mark is not None else config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(seconds * SLOW), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives on, so that the many collections of garbage in the tests need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
