@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client.kv import batch_put
 
 WAIT_S = 20.0
 
@@ -81,7 +82,7 @@ def test_a_put_of_a_key_that_fails_does_not_take_it_from_another_writer(queue, n
         other = tq.TransferQueueClient("other", queue.controller.zmq_info)
         other.initialize_storage_manager("SimpleStorage", queue.backend.SimpleStorage)
         try:
-            asyncio.run(tq.kv.batch_put(other, ["k"], name, rows(x=torch.arange(1)), None, lambda columns: None))
+            asyncio.run(batch_put(other, ["k"], name, rows(x=torch.arange(1)), None, lambda columns: None))
         except RuntimeError:
             failed.set()
         other.close()
