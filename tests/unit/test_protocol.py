@@ -270,6 +270,12 @@ def test_an_integer_that_no_message_can_hold_is_refused_by_its_sender(value):
         p.encode_request(p.SetTags(1, {"p": {0: {"a": value}}}))
 
 
+@pytest.mark.parametrize("request_", [p.ClearPartition(1, "\ud800"), p.SetTags(1, {"p": {0: {"a": "\udfff"}}})])
+def test_a_text_that_is_no_unicode_is_refused_by_its_sender(request_):
+    with pytest.raises(UnsupportedValueError, match="no valid Unicode"):
+        p.encode_request(request_)
+
+
 def test_a_hello_of_another_version_is_refused_with_both_versions():
     p.check_version(p.Hello(1, 99, p.PROTOCOL_VERSION))
     with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 2"):

@@ -29,6 +29,8 @@ _NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "compl
 _NUMPY |= {f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)}
 READ_NBYTES = 32 * 1024 * 1024
 """Bytes of values handled at a time."""
+MOST_ROWS = 1 << 16
+"""Rows handled at a time, because a storage unit serves nobody else while it takes them: about 10 ms."""
 
 
 def dtype_of(layout: Layout) -> np.dtype[Any]:
@@ -233,11 +235,11 @@ class BlockReader:
 
 
 def _cuts(edges: IntArray) -> list[tuple[int, int]]:
-    """Split the rows into runs of about ``READ_NBYTES``, at least one row each."""
+    """Split the rows into runs of about ``READ_NBYTES``, of ``MOST_ROWS`` rows at most and one row at least."""
     cuts, start, count = [], 0, len(edges) - 1
     while start < count:
         stop = int(np.searchsorted(edges, edges[start] + READ_NBYTES, side="right")) - 1
-        stop = min(max(stop, start + 1), count)
+        stop = min(max(stop, start + 1), start + MOST_ROWS, count)
         cuts.append((start, stop))
         start = stop
     return cuts

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.checkpoint.field_files import INT64, READ_NBYTES, BlockReader, FieldWriter
+from transfer_queue.checkpoint.field_files import INT64, MOST_ROWS, READ_NBYTES, BlockReader, FieldWriter
 from transfer_queue.checkpoint.files import (
     FORMAT,
     STORAGE,
@@ -36,7 +36,6 @@ from transfer_queue.transport.modes import is_blocking
 P = ParamSpec("P")
 R = TypeVar("R")
 _FIRST_ROWS = 64
-_MOST_ROWS = 1 << 16
 
 
 async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -103,7 +102,7 @@ async def _copy(
             for field, each in placed.items():
                 await off_loop(writers[field].add, samples[start:stop], each)
         # As many rows as take about READ_NBYTES.
-        step = int(min(_MOST_ROWS, max(1, (stop - start) * READ_NBYTES / max(nbytes, 1)), 4 * step))
+        step = int(min(MOST_ROWS, max(1, (stop - start) * READ_NBYTES / max(nbytes, 1)), 4 * step))
         start = stop
 
 

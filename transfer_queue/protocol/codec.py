@@ -78,6 +78,8 @@ def encode(message: Any) -> bytes:
         raise UnsupportedValueError(_too_deep("a value")) from None
     except OverflowError as error:
         raise UnsupportedValueError(f"a number in a request needs more than 64 bits: {error}. Use a float.") from error
+    except UnicodeEncodeError as error:
+        raise UnsupportedValueError(f"a name or text in a request is no valid Unicode: {error}.") from error
 
 
 def encode_request(request: Any, received: Sequence[int] = ()) -> bytes:

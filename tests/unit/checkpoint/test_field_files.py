@@ -105,16 +105,25 @@ def read(directory: Path, field: FieldFiles, samples: IntArray) -> dict[int, Row
 @given(
     chunks=st.lists(st.lists(rows(), min_size=1, max_size=8), min_size=1, max_size=4),
     ragged=st.lists(st.booleans(), min_size=1, max_size=5), gap=st.sampled_from([0, 0, 3]), hint=st.booleans(),
-    handled=st.sampled_from([1, 7, 1 << 20]),
+    handled=st.sampled_from([1, 7, 1 << 20]), most_rows=st.sampled_from([1, 3, 1 << 16]),
 )  # fmt: skip
-def test_every_row_is_read_as_it_was_written(chunks, ragged, gap, hint, handled):
+def test_every_row_is_read_as_it_was_written(chunks, ragged, gap, hint, handled, most_rows):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
         patched.setattr(field_files, "READ_NBYTES", handled)
+        patched.setattr(field_files, "MOST_ROWS", most_rows)
         field, samples = write(Path(name), chunks, ragged, gap, hint)
         expected = [row for chunk in chunks for row in chunk]
         assert read(Path(name), field, samples) == dict(zip(samples.tolist(), expected, strict=True))
         kinds = {"objects" if row[0] == "objects" else (row[0], len(row[1])) for row in expected}
         assert len(field.blocks) <= 2 * len(kinds), "few files, however many wire columns there were"
+
+
+def test_a_chunk_has_no_more_rows_than_a_unit_takes_quickly(tmp_path):
+    count = 2 * field_files.MOST_ROWS + 1
+    values = np.arange(count, dtype="<i4")
+    field, samples = write(tmp_path, [[("int32", (), value.tobytes()) for value in values]], [False], 0, False)
+    chunks = [column.rows for block in field.blocks for _, column in BlockReader(tmp_path, block, samples).chunks()]
+    assert (max(chunks), sum(chunks)) == (field_files.MOST_ROWS, count)
 
 
 def test_rows_of_one_shape_are_one_array_in_the_order_of_the_samples(tmp_path):
