@@ -100,9 +100,11 @@ class Front:
         call = _Call(envelope)
         if envelope.request_id:
             self._calls[client, request.id] = call
-        return self._finish(
+        outgoing = self._finish(
             self._guarded(client, request.id, lambda: self._start(client, call, request, frames, now)), now
         )
+        outgoing.sort(key=lambda answer: answer.envelope is envelope)  # clients that waited are answered first
+        return outgoing
 
     def expire(self, now: float) -> Iterable[Outgoing]:
         self._now = now

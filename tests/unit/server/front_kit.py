@@ -75,8 +75,9 @@ class Client:
     def send(
         self, request: p.Request, frames: Sequence[Any] = (), received: Sequence[int] = (), now: float = 0.0
     ) -> list[Got]:
-        """All answers that this brings about."""
-        return self.send_raw(p.encode_request(request, received), frames, now)
+        """All answers that this brings about, its own first."""
+        answers = self.send_raw(p.encode_request(request, received), frames, now)
+        return sorted(answers, key=lambda answer: (answer.client, answer.reply.id) != (self.name, request.id))
 
     def send_raw(self, header: bytes, frames: Sequence[Any] = (), now: float = 0.0) -> list[Got]:
         envelope = Envelope(self.name, next(self._request_ids), "route")

@@ -23,6 +23,7 @@ from tests.unit.server.front_kit import (
 from transfer_queue import protocol as p
 from transfer_queue.server.front import Front
 from transfer_queue.storage.shm.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
+from transfer_queue.transport.base import Envelope
 
 
 def stored(samples: int, nbytes: int = NBYTES) -> Held:
@@ -73,6 +74,14 @@ def test_a_put_answers_the_fetch_that_waits_for_it_with_its_values(me, other):
     assert other.send(other.fetch(2, wait_s=5.0)) == []
     own, batch = me.put([7, 8])
     assert (own.client, batch.client, batch_of(batch)) == ("me", "other", {0: 7, 1: 8})
+
+
+def test_a_fetch_that_waited_is_answered_before_the_put_that_decides_it(me, other, front):
+    other.send(other.fetch(2, wait_s=5.0))
+    put, frames = me.a_put([7, 8])
+    views = [memoryview(each) for each in frames]
+    answers = front.handle(Envelope("me", 7, "route"), p.encode_request(put), views, 0.0)
+    assert [answer.envelope.client for answer in answers] == ["other", "me"]
 
 
 def test_a_put_by_key_answers_the_fetch_that_waits_for_it_with_the_new_values(me, other):
