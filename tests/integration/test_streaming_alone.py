@@ -133,3 +133,26 @@ def test_a_reader_that_is_killed_takes_its_workers_and_its_queue_along(script, s
     process.communicate(timeout=WAIT_S)
     _, alive = psutil.wait_procs(family, WAIT_S)
     assert (alive, directory.exists()) == ([], False)
+
+
+ORPHAN = """
+import multiprocessing, sys
+import transfer_queue as tq
+
+if __name__ == "__main__":
+    tq.init()
+    dataset = tq.StreamingDataset(None, 4, 4, ["x"], "p", "train", 0)
+    items = iter(tq.StreamingDataLoader(dataset, 1, worker_init_fn=lambda _: multiprocessing.parent_process().join()))
+    print("started", flush=True)
+    next(items)
+"""
+
+
+def test_a_worker_whose_reader_is_killed_before_it_reads_ends(script):
+    process = script(ORPHAN)
+    assert process.stdout.readline() == "started\n", process.communicate()
+    family = own_processes(process.pid)
+    assert len(family) == 2
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+    assert psutil.wait_procs(family, WAIT_S)[1] == []

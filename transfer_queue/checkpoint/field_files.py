@@ -29,7 +29,7 @@ _NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "compl
 _NUMPY |= {f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)}
 READ_NBYTES = 32 * 1024 * 1024
 """Bytes of values handled at a time."""
-MOST_ROWS = 1 << 16
+MOST_ROWS = 1 << 15
 """Rows handled at a time, because a storage unit serves nobody else while it takes them: about 10 ms."""
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -178,6 +179,7 @@ class StreamingDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is None:
             return self._items(self.origin())
+        _end_if_orphaned()
         if self.worker_cursor is not None:
             return self._bundles_for(self.worker_cursor, self.worker_cursor.join())
         return self._items(Origin(self.position, -1))  # workers of a plain DataLoader would each track another position
@@ -271,6 +273,13 @@ class StreamingDataset(IterableDataset[Any]):
 
 def _never() -> bool:
     return False
+
+
+def _end_if_orphaned() -> None:
+    """End this worker if its loader's process has ended already: torch would take another process for the loader's."""
+    loader = multiprocessing.parent_process()
+    if loader is not None and not loader.is_alive():
+        os._exit(1)
 
 
 def _end_of_worker(is_over: Callable[[], bool] | None) -> Callable[[], bool]:
