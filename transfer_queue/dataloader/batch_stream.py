@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ from transfer_queue.utils.logging_utils import get_logger
 logger = get_logger(__name__)
 
 Item = tuple[int, Any, BatchMeta]
-Pause = Callable[[float], bool]
 
 
 class Fetched(Protocol):
@@ -71,22 +69,12 @@ class BatchStream:
     the queue may answer two requests of one client in either order.
 
     Args:
-        make_fetcher: Called with ``pause(seconds) -> stop?``; returns the ``Fetch``.
         prefetch: Request a batch before the reader asks for it.
-        should_stop: Polled while waiting; True ends the stream.
     """
 
-    def __init__(
-        self,
-        make_fetcher: Callable[[Pause], Fetch],
-        first: int,
-        stride: int,
-        prefetch: bool,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._should_stop = should_stop
+    def __init__(self, fetch: Fetch, first: int, stride: int, prefetch: bool) -> None:
+        self._fetch = fetch
         self._indexes = iter(range(first, 1 << 62, stride))
-        self._fetch = make_fetcher(self._pause)
         self._prefetch = prefetch
         self._requested: tuple[int, Requested | None] | None = None
 
@@ -123,11 +111,6 @@ class BatchStream:
             return batch_index, self._fetch(batch_index)
         except Exception as error:  # any error must wait until the batch before this one is delivered
             return batch_index, _Failed(error)
-
-    def _pause(self, seconds: float) -> bool:
-        if seconds:
-            threading.Event().wait(seconds)
-        return self._should_stop()
 
 
 def _received(requested: Requested) -> Fetched | None:

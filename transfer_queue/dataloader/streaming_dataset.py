@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -213,13 +215,9 @@ class StreamingDataset(IterableDataset[Any]):
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, spec = self._own_client(), self._spec(start, stride)
-        stream = BatchStream(
-            lambda pause: BatchFetcher(client, spec, start.partition_id, pause),
-            start.batch_index + first,
-            stride,
-            self.prefetch,
-            _end_of_worker(is_over) if worker is not None else (self.should_stop or _never),
-        )
+        should_stop = _end_of_worker(is_over) if worker is not None else (self.should_stop or _never)
+        fetch = BatchFetcher(client, spec, start.partition_id, partial(_pause, should_stop))
+        stream = BatchStream(fetch, start.batch_index + first, stride, self.prefetch)
         with closing(iter(stream)) as batches:
             for batch_index, data, meta in batches:
                 rest = (
@@ -273,6 +271,13 @@ class StreamingDataset(IterableDataset[Any]):
 
 def _never() -> bool:
     return False
+
+
+def _pause(should_stop: Callable[[], bool], seconds: float) -> bool:
+    """Wait before a user's fetch function is called again. Returns True to stop."""
+    if seconds:
+        threading.Event().wait(seconds)
+    return should_stop()
 
 
 def _end_if_orphaned() -> None:

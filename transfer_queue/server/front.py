@@ -166,10 +166,10 @@ class Front:
         """Let the part that knows this request handle it."""
         request = step.request
         if self.unit is not None and self.unit.serves(request):
-            return [Answer(*reply) for reply in self.unit.handle(client, request, step.frames, now)]
+            return answers_of(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
-        answers = [Answer(*reply) for reply in self.plane.handle(client, request, now)]
+        answers = answers_of(self.plane.handle(client, request, now))
         if self._janitor is not None and isinstance(request, p.Reserve | p.CheckFields | p.ResolveKeys):
             self._janitor.started(client, request.id)
         elif self._janitor is not None and isinstance(request, p.Publish) and request.completes:

@@ -16,10 +16,6 @@ from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.errors import ClosedError, EndOfPartitionError
 
 
-def never() -> bool:
-    return False
-
-
 class Batch:
     """A number; counts those that are neither opened nor closed."""
 
@@ -70,6 +66,7 @@ class Source:
         park_at: int | None = None,
         unreadable: int | None = None,
         broken: tuple[int, BaseException, bool] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """``broken``: (index, error, whether it is the request that fails, rather than the wait)."""
         self.events: list[str] = []
@@ -77,20 +74,17 @@ class Source:
         self.park_at = park_at
         self.unreadable = unreadable
         self.broken = broken
-
-    def __call__(self, pause: Callable[[float], bool]) -> Callable[[int], Any]:
-        self.pause = pause
-        return self.request
+        self.should_stop = should_stop
 
     @property
     def num_requested(self) -> int:
         return sum(event.startswith("request") for event in self.events)
 
-    def request(self, index: int) -> Any:
+    def __call__(self, index: int) -> Any:
         self.events.append(f"request {index}")
         if self.broken is not None and self.broken[2] and index == self.broken[0]:
             raise self.broken[1]
-        return None if self.pause(0.0) else Requested(lambda: self.receive(index))
+        return None if self.should_stop() else Requested(lambda: self.receive(index))
 
     def receive(self, index: int) -> Any:
         if index > self.last:
@@ -98,7 +92,7 @@ class Source:
         if self.broken is not None and index == self.broken[0]:
             raise self.broken[1]
         if index == self.park_at:
-            while not self.pause(0.001):
+            while not self.should_stop():
                 pass
             return None
         return self.make(index)
@@ -122,27 +116,27 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_batches_come_in_order_and_end_with_the_partition(prefetch):
-    stream = BatchStream(Source(last=10), 1, 3, prefetch, never)
+    stream = BatchStream(Source(last=10), 1, 3, prefetch)
     assert list(stream) == [(index, index * 10, f"meta {index}") for index in (1, 4, 7, 10)]
 
 
 def test_without_prefetching_a_batch_is_requested_when_the_reader_asks_for_it():
     source = Source()
-    batches = iter(BatchStream(source, 0, 1, False, never))
+    batches = iter(BatchStream(source, 0, 1, False))
     assert (next(batches)[0], next(batches)[0]) == (0, 1)
     assert source.events == ["request 0", "open 0", "request 1", "open 1"]
 
 
 def test_the_next_batch_is_requested_before_a_batch_is_copied():
     source = Source()
-    batches = iter(BatchStream(source, 0, 1, True, never))
+    batches = iter(BatchStream(source, 0, 1, True))
     assert (next(batches)[0], next(batches)[0]) == (0, 1)
     assert source.events == ["request 0", "request 1", "open 0", "request 2", "open 1"]
     batches.close()
 
 
 def test_an_iterator_that_is_dropped_cancels_what_it_requested():
-    batches = iter(BatchStream(Source(), 0, 1, True, never))
+    batches = iter(BatchStream(Source(), 0, 1, True))
     next(batches)
     assert Requested.pending == 1
     del batches
@@ -152,7 +146,7 @@ def test_an_iterator_that_is_dropped_cancels_what_it_requested():
 @pytest.mark.parametrize("requesting", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("disk on fire"), ClosedError("this client was closed")])
 def test_an_error_comes_after_the_batches_before_it(requesting, error):
-    batches = iter(BatchStream(Source(broken=(2, error, requesting)), 0, 1, True, never))
+    batches = iter(BatchStream(Source(broken=(2, error, requesting)), 0, 1, True))
     assert [next(batches)[0], next(batches)[0]] == [0, 1]
     with pytest.raises(type(error)):
         next(batches)
@@ -160,7 +154,7 @@ def test_an_error_comes_after_the_batches_before_it(requesting, error):
 
 
 def test_ctrl_c_while_waiting_ends_the_stream():
-    batches = iter(BatchStream(Source(broken=(1, KeyboardInterrupt(), False)), 0, 1, True, never))
+    batches = iter(BatchStream(Source(broken=(1, KeyboardInterrupt(), False)), 0, 1, True))
     next(batches)
     with pytest.raises(KeyboardInterrupt):
         next(batches)
@@ -170,7 +164,7 @@ def test_ctrl_c_while_waiting_ends_the_stream():
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_stop_ends_a_stream_that_waits(prefetch):
     stopped = threading.Event()
-    batches = iter(BatchStream(Source(park_at=1), 0, 1, prefetch, stopped.is_set))
+    batches = iter(BatchStream(Source(park_at=1, should_stop=stopped.is_set), 0, 1, prefetch))
     assert next(batches)[0] == 0
     stopped.set()
     assert list(batches) == []
@@ -195,7 +189,7 @@ def test_a_batch_is_not_held_once_it_was_handed_out(prefetch):
         def make(self, index: int) -> Any:
             return Full(index)
 
-    batches = iter(BatchStream(Few(last=2), 0, 1, prefetch, never))
+    batches = iter(BatchStream(Few(last=2), 0, 1, prefetch))
     for _ in range(3):
         next(batches)
     assert list(batches) == []
@@ -217,7 +211,7 @@ def test_every_batch_comes_once_in_order_and_at_most_one_is_requested_ahead(pref
     )
     if end == "broken":
         source.last = 1 << 30
-    stream, taken = BatchStream(source, 0, stride, prefetch, never), list[Any]()
+    stream, taken = BatchStream(source, 0, stride, prefetch), list[Any]()
     batches = iter(stream)
 
     def read() -> None:

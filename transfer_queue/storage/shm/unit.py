@@ -284,7 +284,7 @@ class StorageUnit:
                 client, request.id, lambda: self._keep(client, request, self._unpacked(request, frames, lease))
             )
             return kept + self._admit()
-        # Unpacked before it may wait: a malformed write must fail in its own turn, not in that of whoever makes room.
+        # Unpacked before it may wait: a malformed write must fail in its own turn, not in that of another client.
         write = self._unpacked(request, frames, None)
         if self._capacity is None:
             return self._keep(client, request, write)
