@@ -138,7 +138,7 @@ class CheckedPlane:
     def on_reserve(self, client: str, request: Any, reply: Any, since: float) -> None:
         if isinstance(reply, p.Failed):
             return self.check_refused_writer(request, reply, since)
-        self.check_first_writer(request)
+        self.check_first_writer(request, request.count)
         indexes = p.unpack_indexes(reply.indexes).tolist()
         assert len(indexes) == request.count
         self.add(request.partition, client, indexes)
@@ -149,7 +149,7 @@ class CheckedPlane:
     def on_insert(self, client: str, request: Any, reply: Any, since: float) -> None:
         if isinstance(reply, p.Failed):
             return self.check_refused_writer(request, reply, since)
-        self.check_first_writer(request)
+        self.check_first_writer(request, request.count)
         indexes = p.unpack_indexes(reply.indexes).tolist()
         self.add(request.partition, client, indexes)
         self.model[request.partition].make_live(indexes)
@@ -167,7 +167,7 @@ class CheckedPlane:
         new = [key for key in request.keys if key not in known] if request.create else []
         assert set(found) == (set(request.keys) & set(known)) | set(new)
         if new:
-            self.check_first_writer(request)
+            self.check_first_writer(request, len(new))
             made = [found[key] for key in new]
             self.add(request.partition, client, made)
             self.model[request.partition].keys.update({key: found[key] for key in new})
@@ -224,12 +224,12 @@ class CheckedPlane:
         samples.update({index: Sample(client) for index in indexes})
         assert self.capacity is None or self.used() <= self.capacity
 
-    def check_first_writer(self, request: Any) -> None:
+    def check_first_writer(self, request: Any, count: int) -> None:
         """Those that came earlier and still wait may be overtaken by as much as they asked for themselves."""
         writers = [each for each in self.open.values() if isinstance(each, (p.Reserve, p.Insert, p.ResolveKeys))]
         for each in writers:
             if each.id < request.id:
-                self.overtaken[each.id] = self.overtaken.get(each.id, 0) + size_of(request)
+                self.overtaken[each.id] = self.overtaken.get(each.id, 0) + count
                 assert self.overtaken[each.id] <= size_of(each), "a writer was overtaken by too much"
 
     def check_refused_writer(self, request: Any, reply: p.Failed, since: float) -> None:
