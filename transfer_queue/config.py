@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ADDRESS_VARIABLE = "TQ_ADDRESS"
-_FREE_SECTIONS = ("zmq_info", "MooncakeStore", "Yuanrong", "RayStore")
+_FREE_SECTIONS = ("zmq_info", "ucx_env_vars")
 _TYPO_CUTOFF = 0.75
 _SHARE_OF_MACHINE = 2
 """By default the queue may use this fraction (one half) of the machine's memory."""
@@ -112,11 +112,82 @@ class SharedMemoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MooncakeOffloadConfig:
+    """Values that Mooncake itself keeps on disk. Its master and client take these as they are."""
+
+    enabled: bool = False
+    file_storage_path: str | None = None
+    """None: ``mooncake_offload`` in the system's temporary directory."""
+    local_buffer_size_bytes: int = 2 << 30
+    use_uring: bool = False
+    heartbeat_interval_seconds: int = 2
+    client_port: int = 42052
+    eviction_high_watermark_ratio: float = 0.9
+    eviction_ratio: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MooncakeConfig:
+    """Values in a Mooncake store."""
+
+    auto_init: bool = True
+    """True: the queue starts a master of its own, on free ports of this host. False: one runs at the addresses."""
+    metadata_server: str = "localhost:50050"
+    """Address of the metadata server, or ``P2PHANDSHAKE``."""
+    master_server_address: str = "localhost:50051"
+    local_hostname: str = ""
+    """The name by which other hosts reach this one. Empty: this host's own address."""
+    protocol: str = "tcp"
+    global_segment_size: int = 4 << 30
+    """Bytes of memory that each process of the queue contributes. Its values are lost when it ends."""
+    local_buffer_size: int = 1 << 30
+    """Bytes that a process may have under way."""
+    device_name: str = ""
+    hard_pin: bool | None = None
+    """True: values are never evicted. None: as long as ``offload`` is off."""
+    use_gdr: bool = False
+    gdr_staging_buffer_mb: int = 1024
+    offload: MooncakeOffloadConfig = field(default_factory=MooncakeOffloadConfig)
+    zmq_info: Any = None
+    """The addresses of the units, which hold references; filled by init()."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YuanrongConfig:
+    """Not available; the keys are known so that a configuration that has them still loads."""
+
+    auto_init: bool = True
+    worker_port: int = 31501
+    metastore_port: int = 2379
+    enable_yr_npu_transport: bool = False
+    ds_max_workers: int = 1
+    enable_rdma: bool = False
+    ucx_env_vars: dict[str, Any] = field(default_factory=dict)
+    worker_args: str = "--shared_memory_size_mb 8192"
+    zmq_info: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayStoreConfig:
+    """Values in Ray's object store."""
+
+    address: str | None = None
+    """The Ray cluster's address; filled by init()."""
+    actor: str | None = None
+    """The name of the actor that owns the values; filled by init()."""
+    zmq_info: Any = None
+    """The addresses of the units, which hold references; filled by init()."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BackendConfig:
-    """Where values are stored."""
+    """Where values are stored. A backend of one's own has a section of its own name, which is not checked."""
 
     storage_backend: str = "SimpleStorage"
     SimpleStorage: SharedMemoryConfig = field(default_factory=SharedMemoryConfig)
+    MooncakeStore: MooncakeConfig | None = None
+    Yuanrong: YuanrongConfig | None = None
+    RayStore: RayStoreConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,8 +285,9 @@ def _check_keys(given: Any, known: Mapping[str, Any], path: str) -> None:
 
     if not isinstance(given, DictConfig) or given._is_none() or given._is_missing():
         return
+    own = str(given.get("storage_backend")) if path == "backend" else ""
     for key in map(str, given):
-        if key in _FREE_SECTIONS:
+        if key in _FREE_SECTIONS or (key == own and key not in known):
             continue
         if key not in known:
             names = list(known)
@@ -261,10 +333,6 @@ def _check(config: FullConfig) -> None:
     storage.memory_bytes()
     if config.listen is not None and not config.listen.startswith("tcp://"):
         raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
-    if config.backend.storage_backend not in ("SimpleStorage", "AsyncSimpleStorageManager"):
-        raise ConfigError(
-            f"unknown storage backend {config.backend.storage_backend!r}; this version has 'SimpleStorage'."
-        )
     if config.metrics.enabled or storage.ssd_offload.enabled:
         raise ConfigError(
             "metrics.enabled and ssd_offload.enabled aren't available in this version; set them to false."

@@ -84,6 +84,14 @@ class ConfigError(TransferQueueError, ValueError):
     """The configuration has an unknown key or an impossible value."""
 
 
+class UnknownBackendError(ConfigError, AssertionError):
+    """No storage backend, or no client of one, has this name."""
+
+
+class BackendUnavailableError(ConfigError, ImportError):
+    """The chosen storage backend needs something that is not installed; the text says what."""
+
+
 class LaunchError(TransferQueueError, RuntimeError):
     """A server process did not start; the text contains its output."""
 

@@ -101,8 +101,8 @@ def _with_objects(plain: Mapping[str, Any]) -> Any:
     """The received configuration, with server infos as objects again."""
     conf = merge(plain)
     conf.controller.zmq_info = ZMQServerInfo.from_dict(conf.controller.zmq_info)
-    storage = conf.backend.SimpleStorage
-    storage.zmq_info = {name: ZMQServerInfo.from_dict(storage.zmq_info[name]) for name in storage.zmq_info}
+    for section in _sections_of(conf):
+        section.zmq_info = {name: ZMQServerInfo.from_dict(section.zmq_info[name]) for name in section.zmq_info}
     return conf
 
 
@@ -112,12 +112,19 @@ def _seen_from_here(conf: Any, joined: ZMQServerInfo) -> Any:
     if not address.startswith("tcp://"):
         return conf
     conf.address, conf.key_file, conf.controller.zmq_info = address, joined.key_file, joined
-    units = conf.backend.SimpleStorage.zmq_info
-    conf.backend.SimpleStorage.zmq_info = {
-        name: ZMQServerInfo(units[name].role, name, ports={"put_get_socket": address}, key_file=joined.key_file)
-        for name in units
-    }
+    for section in _sections_of(conf):
+        section.zmq_info = {
+            name: ZMQServerInfo(info.role, name, ports={"put_get_socket": address}, key_file=joined.key_file)
+            for name, info in section.zmq_info.items()
+        }
     return conf
+
+
+def _sections_of(conf: Any) -> list[Any]:
+    """The sections that name the units: of SimpleStorage, and of another backend that is chosen."""
+    backend = conf.backend
+    names = dict.fromkeys(("SimpleStorage", str(backend.storage_backend)))
+    return [backend[name] for name in names if name in backend and backend[name] and backend[name].get("zmq_info")]
 
 
 def close() -> None:

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,24 +29,9 @@ from transfer_queue.control.saved import SavedPartition, SavedQueue, rows_with
 from transfer_queue.errors import CheckpointError
 from transfer_queue.storage.base import PlacedColumns, StorageManager
 from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.modes import off_loop
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _FIRST_ROWS = 64
-
-
-async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run blocking file work in a thread if an event loop is running. A cancelled caller waits for its end."""
-    if is_blocking():
-        return function(*args, **kwargs)
-    running = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        # The caller discards the files next, so the thread must have finished with them.
-        await asyncio.wait([running])
-        raise
 
 
 # ---- saving ----

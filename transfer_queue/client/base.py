@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from transfer_queue import protocol as p
-from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
+from transfer_queue.errors import InvalidRequestError, UnknownPartitionError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
 from transfer_queue.storage.backends import create as create_storage
 from transfer_queue.storage.backends import storage_settings
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
@@ -86,16 +87,26 @@ class ClientBase:
         message = request(session.number(), *args)
         if self._storage is not None and self.front is not None:
             return await session.send(message, p.Cleared)
+        storage = self.storage_manager
+        by_field = storage.clears_by_field and request in (p.ClearSamples, p.ClearConsumed, p.ClearPartition)
+        fields = await self._fields_of(args[0]) if by_field else ()
         cleared = await session.send(message, p.Cleared, keep=True)
         try:
             indexes = p.unpack_indexes(cleared.indexes).tolist()
             if indexes:
-                await self.storage_manager.clear_rows(indexes)
+                await (storage.clear_data(RowsOf(indexes, fields)) if by_field else storage.clear_rows(indexes))
         except BaseException:
             await session.cancel(message.id)  # the controller has these values deleted
             raise
         session.done(session.controller, message.id)
         return cleared
+
+    async def _fields_of(self, partition: str) -> list[str]:
+        """The fields that the samples of this partition have, or at least the first of them."""
+        try:
+            return sorted((await self.session.ask(p.Describe, p.Batch, partition, None)).fields)
+        except UnknownPartitionError:
+            return []
 
     def close(self) -> None:
         """End the session; what was put stays, and so do values that were read. Idempotent."""

@@ -13,10 +13,10 @@ from transfer_queue import protocol as p
 from transfer_queue.checkpoint.directory import Staging
 from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, replace_bytes, write_bytes
 from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
-from transfer_queue.checkpoint.saved_values import SavedValues, off_loop, save_values
+from transfer_queue.checkpoint.saved_values import SavedValues, save_values
 from transfer_queue.client.base import ClientBase
 from transfer_queue.control.saved import SavedQueue, decode, encoded_parts, joined, saved_indexes
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.modes import is_blocking, off_loop
 from transfer_queue.utils.logging_utils import get_logger
 
 AnyPath = str | os.PathLike[str]

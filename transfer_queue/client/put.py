@@ -70,7 +70,7 @@ class WriteTransaction:
             packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._columns is not None:
-                await storage.write(begin.id, indexes, self._columns)
+                await storage.write(begin.id, indexes, self._columns, begin.partition)
             publish = self._publication(packed, indexes)
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None:

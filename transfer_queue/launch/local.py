@@ -20,6 +20,8 @@ from transfer_queue.config import FullConfig, environment_text, preallocated_sam
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
+from transfer_queue.storage.backends import is_of_units, path_of, resolve
+from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
@@ -48,11 +50,13 @@ class LocalQueue:
         self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
         self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
+        self._resources: list[Any] = []
+        """What the backend's bootstrap provider has started."""
         # Unlike atexit alone, this also runs at the end of multiprocessing children.
-        args = (self._owner, self._processes, self._own_controller, self._directory)
+        args = (self._owner, self._processes, self._own_controller, self._resources, self._directory)
         self._finalizer = Finalize(self, _end, args=args, exitpriority=10)
         try:
-            self.conf = self._start(conf)
+            self.conf = self._start(self._with_backend(conf))
         except BaseException:
             self.close()
             raise
@@ -69,13 +73,23 @@ class LocalQueue:
     def _socket(self, name: str) -> str:
         return f"ipc://{self._directory}/{name}"
 
+    def _with_backend(self, conf: DictConfig) -> DictConfig:
+        """Start what the storage backend needs. Returns the configuration with what its provider added."""
+        name = conf.backend.storage_backend
+        resolve(name)  # an unknown one fails here
+        provider = StorageBootstrapProvider.get_provider(name)
+        if provider is not None:
+            conf = conf.copy()
+            self._resources.append(provider(conf))
+        return conf
+
     def _start(self, conf: DictConfig) -> DictConfig:
         """Start one process for all servers, or one for the controller and one for each unit."""
         config = typed(conf)
-        storage = config.backend.SimpleStorage
+        storage, backend = config.backend.SimpleStorage, config.backend.storage_backend
         sampler = _portable(conf.controller.sampler)
         together = _together(config) and sampler is not None
-        count = 1 if _together(config) else storage.num_data_storage_units
+        count = 1 if _together(config) or not is_of_units(backend) else storage.num_data_storage_units
         memory = storage.memory_bytes()
         capacity = None if memory is None else max(1, memory // count)
         if storage.memory == "auto" and storage.capacity_bytes is None:
@@ -132,7 +146,7 @@ class LocalQueue:
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
             "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
             "inline_nbytes": self._inline_nbytes, "capacity_bytes": capacity_bytes,
-            "listen": None, "key_file": None,
+            "listen": None, "key_file": None, "backend_path": path_of(conf.backend.storage_backend),
         }  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:
@@ -203,6 +217,7 @@ def _end(
     owner: int,
     processes: list[subprocess.Popen[str]],
     own_controller: list[tuple[SocketServer, threading.Thread]],
+    resources: list[Any],
     directory: str,
 ) -> None:
     if os.getpid() != owner:
@@ -219,6 +234,10 @@ def _end(
         for process in together:
             _await_end(process)
     processes.clear()
+    for resource in resources:
+        if hasattr(resource, "close"):
+            resource.close()
+    resources.clear()
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -266,8 +285,10 @@ def _await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def _together(config: FullConfig) -> bool:
     """Whether all servers share a process. Units without an arena copy every byte themselves, and would block the
-    others.
+    others. Where other stores hold values, the clients must see what is cleared, so the units are apart.
     """
+    if not is_of_units(config.backend.storage_backend):
+        return False
     if config.server_processes == "auto":
         return config.backend.SimpleStorage.arena
     return config.server_processes == "one"
@@ -297,4 +318,7 @@ def _with_servers(
     conf.address = address
     conf.controller.zmq_info = controller
     conf.backend.SimpleStorage.zmq_info = units
+    backend = conf.backend.storage_backend
+    if not is_of_units(backend):
+        OmegaConf.update(conf.backend, backend, {"zmq_info": units}, merge=True, force_add=True)
     return conf

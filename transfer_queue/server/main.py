@@ -93,7 +93,7 @@ def make_front(
         return Front(conf, None, unit), _nothing
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
     if unit is None:
-        janitor = _janitor(conf)
+        janitor = _janitor(conf, orders["backend_path"])
     watchdog = Watchdog(running)
     front = Front(conf, plane, unit, janitor)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
@@ -106,13 +106,18 @@ def make_front(
     return front, close
 
 
-def _janitor(conf: Mapping[str, Any]) -> Any:
+def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Any:
+    """``backend_path``: the module and class of the backend; None if they are unknown here: then of the units only."""
     from transfer_queue.server.janitor import Janitor
-    from transfer_queue.storage.backends import create, section_of, storage_settings
+    from transfer_queue.storage.backends import adopt, create, section_of, storage_settings
     from transfer_queue.transport.session import Session
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
-    backend = conf["backend"]
+    backend = dict(conf["backend"])
+    if backend_path is None:
+        backend["storage_backend"] = "SimpleStorage"
+    else:
+        adopt(backend["storage_backend"], backend_path)
     session = Session("controller", ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
     settings = storage_settings(section_of(backend), timeout_s=_UNIT_TIMEOUT_S)
     return Janitor(create(backend["storage_backend"], session, settings))

@@ -7,12 +7,17 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "KVStorageManager": "transfer_queue.storage.managers.base:KVStorageManager",
+    "MooncakeStorageManager": "transfer_queue.storage.managers.named:MooncakeStorageManager",
+    "RayStorageManager": "transfer_queue.storage.managers.named:RayStorageManager",
     "StorageManager": "transfer_queue.storage.base:StorageManager",
+    "StorageManagerFactory": "transfer_queue.storage.backends:StorageManagerFactory",
+    "YuanrongStorageManager": "transfer_queue.storage.managers.named:YuanrongStorageManager",
     "SimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
     "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
     "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
 }
-__all__ = ["AsyncSimpleStorageManager", "SimpleStorageManager", "StorageKeyNotFoundError", "StorageManager"]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from transfer_queue.errors import ConfigError
+from transfer_queue.errors import UnknownBackendError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -19,7 +19,11 @@ _backends: dict[str, str | type[StorageManager]] = {
     "SimpleStorage": "transfer_queue.storage.shm.manager:SharedMemoryManager",
     # The former name of the first backend; configurations still use it.
     "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+    "RayStore": "transfer_queue.storage.managers.named:RayStorageManager",
+    "MooncakeStore": "transfer_queue.storage.managers.named:MooncakeStorageManager",
+    "Yuanrong": "transfer_queue.storage.managers.named:YuanrongStorageManager",
 }
+_OF_UNITS = ("SimpleStorage", "AsyncSimpleStorageManager")
 
 
 def register(name: str) -> Callable[[Manager], Manager]:
@@ -40,13 +44,28 @@ def register(name: str) -> Callable[[Manager], Manager]:
     return add
 
 
-def create(name: str, session: Session, config: Mapping[str, Any]) -> StorageManager:
+def create(name: str, session: Session | ZMQServerInfo, config: Mapping[str, Any]) -> StorageManager:
     """Create the manager of this backend.
 
     Raises:
-        ConfigError: no backend has this name.
+        UnknownBackendError: no backend has this name.
     """
     return resolve(name)(session, config)
+
+
+class StorageManagerFactory:
+    """The table of backends, under the names that users of TransferQueue 0.1 know."""
+
+    register: ClassVar[Callable[[str], Callable[[Any], Any]]] = staticmethod(register)
+
+    @staticmethod
+    def create(name: str, controller_info: Any, config: Mapping[str, Any], **_: Any) -> StorageManager:
+        """Create the manager of this backend. Other keyword arguments change nothing.
+
+        Raises:
+            UnknownBackendError: no backend has this name; an AssertionError, too.
+        """
+        return create(name, controller_info, config)
 
 
 def resolve(name: str) -> type[StorageManager]:
@@ -55,11 +74,33 @@ def resolve(name: str) -> type[StorageManager]:
     if found is None:
         near = difflib.get_close_matches(str(name), _backends, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"no storage backend {name!r}.{hint} Known: {', '.join(sorted(_backends))}.")
+        raise UnknownBackendError(
+            f"no storage backend {name!r}.{hint} Known: {', '.join(sorted(_backends))}. A backend of your own must be "
+            f"registered in this process, too: import its module first."
+        )
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
     return found
+
+
+def is_of_units(name: str) -> bool:
+    """Whether this backend keeps values in storage units alone, which may share the controller's process."""
+    return name in _OF_UNITS
+
+
+def path_of(name: str) -> str | None:
+    """``module:class`` of this backend for another process; None if no other process can import it."""
+    found = _backends[name]
+    if isinstance(found, str):
+        return found
+    importable = found.__module__ != "__main__" and "<locals>" not in found.__qualname__
+    return f"{found.__module__}:{found.__qualname__}" if importable else None
+
+
+def adopt(name: str, path: str) -> None:
+    """Make a backend known that another process has registered."""
+    _backends.setdefault(name, path)
 
 
 def section_of(backend: Mapping[str, Any]) -> Any:
@@ -67,21 +108,20 @@ def section_of(backend: Mapping[str, Any]) -> Any:
     one.
     """
     name = backend["storage_backend"]
-    return backend[name] if name in backend else backend["SimpleStorage"]
+    if name in _OF_UNITS:
+        return backend[name] if name in backend else backend["SimpleStorage"]
+    return backend.get(name) or {}
 
 
 def storage_settings(section: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the section as a plain dict, with ``units`` made from its ``zmq_info`` (name -> server info, or a list).
-
-    Raises:
-        ConfigError: there is no ``zmq_info``, so this isn't the configuration of a running queue.
+    """Return the section as a plain dict, with ``units`` made from its ``zmq_info`` (name -> server info, or a list) if
+    it has one.
     """
     settings = {str(key): section[key] for key in section}
     servers = settings.pop("zmq_info", None)
-    if not servers:
-        raise ConfigError("the storage section has no zmq_info: take the configuration that init() returned.")
-    infos = [servers[name] for name in servers] if isinstance(servers, Mapping) else list(servers)
-    settings["units"] = [_unit(info) for info in infos]
+    if servers:
+        infos = [servers[name] for name in servers] if isinstance(servers, Mapping) else list(servers)
+        settings["units"] = [_unit(info) for info in infos]
     return {**settings, **more}
 
 

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from transfer_queue.storage.wire_columns import Positions, WireColumn
 from transfer_queue.transport.session import Session
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
     import msgspec
@@ -41,12 +43,26 @@ class RowsOf(NamedTuple):
 class StorageManager(ABC):
     """The client side of one storage backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
 
-    def __init__(self, session: Session, config: Mapping[str, Any]) -> None:
-        """``config`` is the backend's own section. Its ``layout`` is the layout of reads: "jagged" (default) or
-        "dense".
+    clears_by_field: ClassVar[bool] = True
+    """``clear_data`` reads ``field_names``. A backend that knows which fields a sample has sets it to False."""
+
+    def __init__(
+        self, controller_info: Session | ZMQServerInfo, config: Mapping[str, Any], zmq_context: Any = None
+    ) -> None:
         """
-        self.session = session
+        Args:
+            controller_info: The client's session, or the address of a controller, for a session of its own.
+            config: The backend's own section. Its ``layout`` is the layout of reads: "jagged" (default) or "dense".
+            zmq_context: Changes nothing.
+        """
+        self.storage_manager_id = f"{type(self).__name__}_{uuid.uuid4().hex[:8]}"
+        self.controller_info = controller_info
         self.config = config
+        self.session: Session = (
+            Session(self.storage_manager_id, controller_info.peer(), controller_info.key_file)
+            if isinstance(controller_info, ZMQServerInfo)
+            else controller_info
+        )
 
     @abstractmethod
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
@@ -64,12 +80,34 @@ class StorageManager(ABC):
         """Prepare the columns of this data for ``write``. Raises ValueError for unsupported values."""
         return data
 
-    async def write(self, call: int, indexes: Sequence[int], columns: Any) -> None:
-        """Store row i for ``indexes[i]``. ``call`` names the write until it is committed or aborted.
+    async def write(self, call: int, indexes: Sequence[int], columns: Any, partition: str = "") -> None:
+        """Store row i for ``indexes[i]`` of this partition. ``call`` names the write until it is committed or aborted.
 
         A backend that can't keep uncommitted writes separate stores them at once.
         """
-        await self.put_data(columns, RowsOf(indexes))
+        from transfer_queue.metadata import BatchMeta
+
+        metadata = BatchMeta(list(indexes), [partition] * len(indexes))
+        await self.put_data(columns, metadata.add_fields(columns, set_all_ready=False))
+
+    async def notify_data_update(
+        self,
+        partition_id: str,
+        global_indexes: Sequence[int],
+        field_schema: Mapping[str, Any],
+        custom_backend_meta: Any = None,
+    ) -> None:
+        """Called by ``put_data`` of backends written for TransferQueue 0.1; the client publishes when it returns.
+
+        Raises:
+            NotImplementedError: there is backend metadata, which only a ``KVStorageManager`` keeps.
+        """
+        if custom_backend_meta:
+            raise NotImplementedError(
+                f"{type(self).__name__} passes custom_backend_meta to notify_data_update(), which keeps none. Store it "
+                f"beside the values, or derive the backend from KVStorageManager, which keeps what its client's put() "
+                f"returns."
+            )
 
     async def commit(self, call: int, indexes: Sequence[int]) -> None:
         """The write was published: it replaces the old values."""

@@ -65,6 +65,12 @@ def relaid(data: TensorDict, layout: str) -> TensorDict:
     return batch(columns, count)
 
 
+def from_rows(rows: Mapping[str, Sequence[Any]], count: int, layout: str) -> TensorDict:
+    """Make one batch from one value per row and field, in fresh memory, columns sorted by name."""
+    options = _Options(layout, Jagged())
+    return batch({name: _of_values(values, options) for name, values in sorted(rows.items())}, count)
+
+
 def check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         raise ConfigError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")

@@ -8,6 +8,7 @@ thread.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -57,6 +58,19 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return coroutine.send(None)
     finally:
         _blocking.set(before)
+
+
+async def off_loop(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run work that blocks in a thread if an event loop is running. A cancelled caller waits for its end."""
+    if is_blocking():
+        return function(*args, **kwargs)
+    running = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        # The caller undoes the work next, so the thread must have finished with it.
+        await asyncio.wait([running])
+        raise
 
 
 class PendingCall(Generic[R]):

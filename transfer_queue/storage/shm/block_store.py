@@ -136,6 +136,12 @@ class BlockStore:
         held = {name: self._fields.get(name) for name in fields}
         return {name: indexes if field is None else indexes[field.missing(slots)] for name, field in held.items()}
 
+    def held(self, indexes: IntArray) -> dict[str, IntArray]:
+        """By field, which of the indexes have a value; fields without any are left out."""
+        slots = self._table.find(indexes)
+        held = {name: indexes[~field.missing(slots)] for name, field in self._fields.items()}
+        return {name: some for name, some in held.items() if len(some)}
+
     def likely_nbytes(self, indexes: IntArray, fields: Iterable[str]) -> float:
         """Estimate the bytes of these fields from the blocks that hold the first and the last index."""
         if not len(indexes):

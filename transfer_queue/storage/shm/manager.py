@@ -14,6 +14,7 @@ from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
 from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, StorageManager
 from transfer_queue.storage.copying import AT_ONCE
 from transfer_queue.storage.shm.messages import (
+    AskHeld,
     AskUnitStats,
     Columns,
     Commit,
@@ -22,6 +23,7 @@ from transfer_queue.storage.shm.messages import (
     EndSession,
     EndWrite,
     Expected,
+    Held,
     Leased,
     Read,
     Release,
@@ -32,6 +34,7 @@ from transfer_queue.storage.shm.messages import (
     decode_answer,
     encode_columns,
     pack_indexes,
+    unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import INLINE_NBYTES
 from transfer_queue.storage.shm.unit_client import (
@@ -47,6 +50,7 @@ from transfer_queue.storage.shm.unit_client import (
 from transfer_queue.storage.wire_columns import IntArray, WireColumn, as_run, count_of
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -58,10 +62,15 @@ class SharedMemoryManager(StorageManager):
     (False: don't map the units' memory, send frames), ``inline_nbytes`` (writes up to this size travel as frames).
     """
 
-    def __init__(self, session: Session, config: Mapping[str, Any]) -> None:
+    clears_by_field = False
+
+    def __init__(self, session: Session | ZMQServerInfo, config: Mapping[str, Any]) -> None:
         super().__init__(session, config)
-        if not config["units"]:
-            raise ConfigError("SimpleStorage has no storage units: start at least one")
+        if not config.get("units"):
+            raise ConfigError(
+                "the storage section has no zmq_info, hence no storage units: take the configuration that init() "
+                "returned."
+            )
         shared = bool(config.get("arena", True))
         self._units = [UnitConnection(Peer(unit["name"], unit["address"]), shared) for unit in config["units"]]
         self._allow_pickle = bool(config.get("allow_pickle", False))
@@ -123,7 +132,7 @@ class SharedMemoryManager(StorageManager):
 
     # ---- several steps ----
 
-    async def write(self, call: int, indexes: Sequence[int], columns: MemoryColumns) -> None:
+    async def write(self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = "") -> None:
         await self._write(call, _as_indexes(indexes), columns, commit=False)
 
     async def commit(self, call: int, indexes: Sequence[int]) -> None:
@@ -203,6 +212,18 @@ class SharedMemoryManager(StorageManager):
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
         names = None if fields is None else sorted(set(fields))
         await self._ask_shares(indexes, lambda unit, own: Delete(self.session.number(), own, names), Deleted)
+
+    async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
+        """Return by field which of these samples have a value. Fields that none of them has are left out."""
+        wanted, found = _as_indexes(indexes), dict[str, list[IntArray]]()
+        asks = [
+            (self._units[unit].peer, AskHeld(self.session.number(), pack_indexes(wanted[at])), ())
+            for unit, at in self._shares(wanted)
+        ]
+        for answer in await self.session.call_many(asks, self._timeout_s) if asks else ():
+            for name, packed in decode_answer(answer.header, Held).fields.items():
+                found.setdefault(name, []).append(unpack_indexes(packed))
+        return {name: np.concatenate(some) for name, some in sorted(found.items())}
 
     async def stats(self) -> list[SeenStats]:
         """Statistics of every unit, in the order of the configuration, with the ``path`` of this client's values."""

@@ -138,6 +138,18 @@ class EndSession(Request, frozen=True):
     published: list[int] = []  # noqa: RUF012 (msgspec copies it)
 
 
+class AskHeld(Request, frozen=True):
+    """Ask which of these indexes have a value, field by field."""
+
+    indexes: bytes
+
+
+class Held(Reply, frozen=True):
+    """Packed indexes by field. Fields that none of them has are left out."""
+
+    fields: dict[str, bytes]
+
+
 class AskUnitStats(Request, frozen=True):
     """Ask for a unit's statistics."""
 
@@ -165,8 +177,10 @@ class UnitStats(Reply, frozen=True):
     uncommitted_nbytes: int = 0
 
 
-UnitRequest: TypeAlias = Lease | Write | Commit | Read | Delete | Release | EndWrite | EndSession | AskUnitStats
-UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | UnitStats | Done | Failed
+UnitRequest: TypeAlias = (
+    Lease | Write | Commit | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
+)
+UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | Held | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)
 
 _answers = msgspec.msgpack.Decoder(UnitAnswer)

@@ -24,6 +24,7 @@ from transfer_queue.protocol import Done, Failed, Reply, Request
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.block_store import BlockStore
 from transfer_queue.storage.shm.messages import (
+    AskHeld,
     AskUnitStats,
     Columns,
     Commit,
@@ -31,6 +32,7 @@ from transfer_queue.storage.shm.messages import (
     Deleted,
     EndSession,
     EndWrite,
+    Held,
     Lease,
     Leased,
     Read,
@@ -40,6 +42,7 @@ from transfer_queue.storage.shm.messages import (
     Written,
     answer_in_frames,
     answer_in_place,
+    pack_indexes,
     unpack_columns,
     unpack_indexes,
 )
@@ -111,6 +114,7 @@ class StorageUnit:
             Release: self._release,
             EndWrite: self._end_write,
             EndSession: self._end_session,
+            AskHeld: self._held,
             AskUnitStats: self._stats,
         }
 
@@ -351,6 +355,10 @@ class StorageUnit:
             lost = self._remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
             answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
         return answers + self._admit()
+
+    def _held(self, client: str, request: AskHeld, frames: list[memoryview]) -> list[UnitReply]:
+        held = self._store.held(unpack_indexes(request.indexes))
+        return [UnitReply(client, Held(request.id, {name: pack_indexes(some) for name, some in held.items()}))]
 
     def _stats(self, client: str, request: AskUnitStats, frames: list[memoryview]) -> list[UnitReply]:
         return [UnitReply(client, msgspec.structs.replace(self.stats(), id=request.id))]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YuanrongStorageClient: a name that configurations may have, for a store that this package does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from transfer_queue.errors import BackendUnavailableError
+from transfer_queue.storage.clients.base import StorageKVClient
+
+
+class YuanrongStorageClient(StorageKVClient):
+    """Raises BackendUnavailableError when it is created."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        raise BackendUnavailableError(
+            "storage backend 'Yuanrong' is not available: its data system needs packages and devices that this package "
+            "was never tested with. Choose SimpleStorage, RayStore or MooncakeStore, or register a StorageKVClient of "
+            "your own (transfer_queue.storage.clients.StorageClientFactory)."
+        )
+
+    def put(self, keys: list[str], values: list[Any]) -> NoReturn:
+        raise NotImplementedError
+
+    def get(
+        self,
+        keys: list[str],
+        shapes: list[Any] | None = None,
+        dtypes: list[Any] | None = None,
+        custom_backend_meta: list[Any] | None = None,
+    ) -> NoReturn:
+        raise NotImplementedError
+
+    def clear(self, keys: list[str], custom_backend_meta: list[Any] | None = None) -> NoReturn:
+        raise NotImplementedError
