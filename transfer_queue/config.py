@@ -61,12 +61,33 @@ class ControllerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpillConfig:
-    """Values on disk above a limit; not available in this version."""
+    """Values on disk where ``memory`` is full: the oldest ones go to a file, and are read from there."""
 
     enabled: bool = False
     path: str | None = None
-    threshold_bytes: int = 1 << 20
+    """The directory of the files, which are in its folder ``transfer_queue_ssd_offload`` and have no name. None: the
+    system's temporary directory.
+    """
+    max_bytes: str | int | None = None
+    """Most bytes on disk of all units, as a number or "100GiB"; a put waits if they are full, too. None: half of what
+    is free when the queue starts.
+    """
+    threshold_bytes: int = 64 << 10
+    """Smaller blocks stay in memory. A block is one field of one put."""
     glibc_mmap_threshold_bytes: int = 1 << 20
+    """It changes nothing; configurations of TransferQueue 0.1 have it."""
+
+    def most_bytes(self) -> int | None:
+        """Most bytes on disk of all units; None: half of what is free."""
+        if self.max_bytes is None:
+            return None
+        nbytes = parse_bytes(self.max_bytes)
+        if nbytes is None or nbytes < 1:
+            raise ConfigError(
+                f"backend.SimpleStorage.ssd_offload.max_bytes must be null, a number of bytes or a text such as "
+                f"'100GiB', got {self.max_bytes!r}."
+            )
+        return nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,10 +354,9 @@ def _check(config: FullConfig) -> None:
     storage.memory_bytes()
     if config.listen is not None and not config.listen.startswith("tcp://"):
         raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
-    if config.metrics.enabled or storage.ssd_offload.enabled:
-        raise ConfigError(
-            "metrics.enabled and ssd_offload.enabled aren't available in this version; set them to false."
-        )
+    storage.ssd_offload.most_bytes()
+    if config.metrics.enabled:
+        raise ConfigError("metrics.enabled isn't available in this version; set it to false.")
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:

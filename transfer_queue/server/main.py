@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from transfer_queue.errors import to_wire
 
 if TYPE_CHECKING:
+    from transfer_queue.config import SharedMemoryConfig
     from transfer_queue.sampler.base import BaseSampler
     from transfer_queue.server.front import Front
+    from transfer_queue.storage.shm.spill import SpillFile
     from transfer_queue.transport.server import SocketServer
 
 _UNIT_TIMEOUT_S = 30.0
@@ -88,7 +90,9 @@ def make_front(
     unit = plane = janitor = None
     if name is not None:
         inline_nbytes = INLINE_NBYTES if most is None else most
-        unit = host_unit(name, orders["capacity_bytes"], config.backend.SimpleStorage.arena, server, inline_nbytes)
+        storage = config.backend.SimpleStorage
+        file = _spill_file(storage)
+        unit = host_unit(name, orders["capacity_bytes"], storage.arena, server, inline_nbytes, file)
     if not orders["controller"]:
         return Front(conf, None, unit), _nothing
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
@@ -104,6 +108,17 @@ def make_front(
             janitor.close()
 
     return front, close
+
+
+def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
+    """This unit's share of the disk; None if nothing is spilled."""
+    from transfer_queue.storage.shm.spill import SpillFile
+
+    spill = storage.ssd_offload
+    if not spill.enabled:
+        return None
+    most, units = spill.most_bytes(), len(storage.zmq_info)
+    return SpillFile(spill.path, None if most is None else max(1, most // units), spill.threshold_bytes, units)
 
 
 def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Any:

@@ -97,6 +97,12 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
+def _anonymous_memory() -> int:
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    return os.memfd_create("transfer-queue-arena", os.MFD_CLOEXEC)
+
+
 class _Extent(np.ndarray[Any, Any]):
     """Its base is the mapping and not another array, so that every view keeps it alive."""
 
@@ -115,16 +121,16 @@ class Arena:
     Only the unit's thread uses it, but extents may end in any thread.
     """
 
-    def __init__(self, nbytes: int | None = None) -> None:
-        """``nbytes``: size of the address range; None: several times this machine's memory.
-
+    def __init__(self, nbytes: int | None = None, descriptor: int | None = None) -> None:
+        """
+        Args:
+            nbytes: Size of the address range; None: several times this machine's memory.
+            descriptor: Of a file in place of anonymous memory. It is closed by ``close``, or if this fails.
         Raises:
             OSError: this system has no memfd_create, or refuses a mapping of this size.
         """
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no memfd_create")
         self.nbytes = whole_pages(nbytes or _SPARSE_FACTOR * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        self.descriptor = os.memfd_create("transfer-queue-arena", os.MFD_CLOEXEC)
+        self.descriptor = _anonymous_memory() if descriptor is None else descriptor
         try:
             os.ftruncate(self.descriptor, self.nbytes)
             self._map = mmap.mmap(self.descriptor, self.nbytes)
@@ -237,11 +243,14 @@ class Arena:
             return
         some = min(self._idle_nbytes, _TRIMMED_NBYTES)
         for start, size in self._warm.take_largest(some):
-            self._map.madvise(mmap.MADV_REMOVE, start, size)
+            self._return(start, size)
             self._cold.free(start, size)
         self._idle_nbytes -= some
         if not self._idle_nbytes:  # otherwise the rest is due at once, after the waiting requests
             self._watched, self._idle_nbytes = now, self._warm.total
+
+    def _return(self, start: int, size: int) -> None:
+        self._map.madvise(mmap.MADV_REMOVE, start, size)
 
     def next_trim(self) -> float | None:
         """The time of the next ``trim``; None if there is nothing to return."""

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
-from transfer_queue.storage.shm.field_blocks import STEP_NBYTES, FieldBlocks
+from transfer_queue.storage.shm.field_blocks import STEP_NBYTES, Block, FieldBlocks
 from transfer_queue.storage.shm.messages import FieldColumns, Located
+from transfer_queue.storage.shm.spill import SpillFile, Spilling, Warming, spans_of
 from transfer_queue.storage.wire_columns import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
@@ -20,12 +21,17 @@ class BlockStore:
     A block that is mostly dead is copied and freed: a small one at once, a large one in steps, by ``move``.
     """
 
-    def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
+    def __init__(
+        self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
+    ) -> None:
         """``allocate``: memory for blocks that are made from others here.
-        ``step_nbytes``: how much is moved at once.
+        ``step_nbytes``: how much is moved at once. ``file``: where blocks may be spilled.
         """
         self._allocate = allocate
         self._step_nbytes = step_nbytes
+        self._file = file
+        self._spilling: tuple[FieldBlocks, Block, Spilling] | None = None
+        self._no_room_on_disk = False
         self._table = PageTable()
         self._fields: dict[str, FieldBlocks] = {}
 
@@ -38,6 +44,16 @@ class BlockStore:
     def held_nbytes(self) -> int:
         """Bytes of all buffers, including dead rows."""
         return sum(field.held_nbytes for field in self._fields.values())
+
+    @property
+    def spilled_nbytes(self) -> int:
+        """Of ``held_nbytes``, those on disk."""
+        return 0 if self._file is None else sum(field.spilled_nbytes for field in self._fields.values())
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Of ``held_nbytes``, those in memory."""
+        return self.held_nbytes - self.spilled_nbytes
 
     @property
     def num_blocks(self) -> int:
@@ -73,7 +89,7 @@ class BlockStore:
                 covered[positions] = True
             self._table.claim(indexes[covered])
         for name, _, _ in columns:
-            self._fields.setdefault(name, FieldBlocks(self._allocate, self._step_nbytes))
+            self._fields.setdefault(name, FieldBlocks(self._allocate, self._step_nbytes, self._file))
         for field in self._fields.values():
             field.grow(self._table.capacity)
         return self._table.find(indexes)
@@ -156,6 +172,7 @@ class BlockStore:
         """
         slots = distinct(self._table.find(indexes))
         deleted = 0
+        self.look_for_disk()
         for name in list(self._fields if fields is None else fields):
             field = self._fields.get(name)
             if field is None:
@@ -179,14 +196,62 @@ class BlockStore:
     @property
     def is_moving(self) -> bool:
         """Whether ``move`` has work to do."""
-        return any(field.is_moving for field in self._fields.values())
+        return self._spilling is not None or any(field.is_moving for field in self._fields.values())
 
     def move(self) -> None:
-        """Make one step towards at most half of the held bytes being dead."""
+        """Make one step: of spilling, or else towards at most half of the held bytes being dead."""
+        if self._spilling is not None:
+            self._spill(*self._spilling)
+            return
         for field in self._fields.values():
             if field.is_moving:
                 field.move()
                 return
+
+    # ---- spilling ----
+
+    def look_for_disk(self) -> None:
+        """There may be room on the disk again."""
+        self._no_room_on_disk = False
+
+    def start_spilling(self) -> None:
+        """Let ``move`` bring the oldest block to the file, if it has room and nothing is on its way there."""
+        if self._file is None or self._spilling is not None or self._no_room_on_disk:
+            return
+        oldest = [(block.born, field, block) for field in self._fields.values() if (block := field.oldest_in_memory())]
+        if not oldest:
+            return
+        _, field, block = min(oldest, key=lambda each: each[0])
+        target = self._file.allocate(block.column.data.nbytes)
+        if target is None:
+            self._no_room_on_disk = True
+            return
+        self._spilling = field, block, Spilling(self._file, block.column.data, target)
+
+    def _spill(self, field: FieldBlocks, block: Block, spilling: Spilling) -> None:
+        done = spilling.step() if field.has(block) else False
+        if done is None:
+            self._no_room_on_disk = True
+        if done:
+            field.spilled(block, spilling.target)
+        if done is not False or not field.has(block):
+            self._spilling = None
+
+    def warming(self, indexes: IntArray, fields: Sequence[str], mapped: bool) -> Warming | None:
+        """The bytes on disk that an answer to this read is made of here; None if there are none.
+
+        ``mapped``: the reader copies most of them itself.
+        """
+        if not self.spilled_nbytes or not len(indexes):
+            return None
+        assert self._file is not None
+        spans = [
+            spans_of(column, rows)
+            for _, column, _, rows in self.locate(indexes, fields)
+            if self._file.holds(column.data)
+            and (not mapped or (column.layout.kind == "objects" and not isinstance(as_run(rows), slice)))
+        ]
+        return Warming(spans) if spans else None
 
     def pack(self) -> None:
         """Compact all blocks with dead rows: small ones now, large ones by later calls of ``move``."""

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.storage.shm.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire_columns import (
     Allocate,
+    ByteArray,
     IntArray,
     Layout,
     Positions,
@@ -30,14 +33,23 @@ STEP_NBYTES = 2 * 1024 * 1024
 """Bytes moved per step: a millisecond or less, during which no request is served."""
 
 
-class _Block:
+_births = itertools.count()
+
+
+class Block:
     """Rows as received. It never changes, because answers being sent share its memory."""
 
-    __slots__ = ("column", "family", "first", "left", "live", "live_nbytes", "number", "row_nbytes", "slots", "stays")
+    __slots__ = (
+        "born", "column", "family", "first", "left", "live", "live_nbytes", "number", "on_disk", "row_nbytes", "slots",
+        "stays",
+    )  # fmt: skip
 
     def __init__(self, number: int, column: WireColumn, slots: NDArray[np.int32], run: Positions) -> None:
         """``run``: the slots as ``as_run`` returns them."""
         self.number = number
+        self.born = next(_births)
+        self.on_disk = False
+        """Its data lies in the spill file."""
         self.family = column.layout.family if column.nbytes < _SMALL_NBYTES else None
         """Small blocks of one family are merged; None: the block is not small."""
         self.column = column
@@ -61,20 +73,27 @@ class _Block:
 class FieldBlocks:
     """PageTable passed to a method must not repeat, except in ``add``, ``missing`` and ``select``."""
 
-    def __init__(self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES) -> None:
+    def __init__(
+        self, allocate: Allocate = heap, step_nbytes: int = STEP_NBYTES, file: SpillFile | None = None
+    ) -> None:
         """``allocate``: memory for blocks that are made from others here.
-        ``step_nbytes``: how much of a mostly dead block is moved at once.
+        ``step_nbytes``: how much of a mostly dead block is moved at once. ``file``: where blocks may be spilled.
         """
         self._allocate = allocate
         self._step_nbytes = step_nbytes
+        self._file = file
         # -1: no value. Rows of a block that this table does not name are dead.
         self._block_of = np.zeros(0, np.int32)
         self._row_of = np.zeros(0, np.int32)
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, Block] = {}
         self._free_numbers: list[int] = []
-        self._small: dict[Layout, dict[int, _Block]] = {}
-        self._moving: dict[int, _Block] = {}
+        self._small: dict[Layout, dict[int, Block]] = {}
+        self._moving: dict[int, Block] = {}
+        self._in_memory: dict[int, Block] = {}
+        """Blocks that can be spilled, the oldest first."""
         self.held_nbytes = 0
+        self.spilled_nbytes = 0
+        """Of ``held_nbytes``, those on disk."""
         self.live_nbytes = 0
         self.values = 0
 
@@ -86,6 +105,36 @@ class FieldBlocks:
     def is_moving(self) -> bool:
         """Whether a block's live rows wait for ``move``."""
         return bool(self._moving)
+
+    def oldest_in_memory(self) -> Block | None:
+        """The oldest block that can be spilled."""
+        return next(iter(self._in_memory.values()), None)
+
+    def has(self, block: Block) -> bool:
+        return self._blocks.get(block.number) is block
+
+    def spilled(self, block: Block, data: ByteArray) -> None:
+        """All data of the block is now in the spill file, at ``data``."""
+        column = block.column
+        block.column = WireColumn(column.layout, column.rows, data, column.row_meta)
+        self._leave_small(block)
+        self._count_on_disk(block)
+
+    def _count_on_disk(self, block: Block) -> None:
+        self._in_memory.pop(block.number, None)
+        block.on_disk = True
+        block.family = None
+        self.spilled_nbytes += block.column.data.nbytes
+
+    def _gathered(self, selected: Sequence[tuple[WireColumn, Positions]], on_disk: bool) -> WireColumn:
+        """Copy these rows into one column. Raises MemoryError if there is no room for it."""
+        if not on_disk or self._file is None:
+            return gather(selected, self._allocate)
+        column = gather(selected)
+        data = self._file.stored(column.data)
+        if data is None:
+            raise MemoryError
+        return WireColumn(column.layout, column.rows, data, column.row_meta)
 
     def grow(self, capacity: int) -> None:
         """Make room for slots below ``capacity``."""
@@ -102,9 +151,10 @@ class FieldBlocks:
         return self._block_of >= 0
 
     def nbytes_of(self, slots: IntArray) -> int:
-        """Bytes of the values of these slots, which must all have one."""
+        """Bytes in memory of the values of these slots, which must all have one."""
         rows = self._row_of[slots]
-        return sum(self._blocks[n].column.rows_nbytes(rows[at]) for n, at in groups(self._block_of[slots]))
+        found = [(self._blocks[number], at) for number, at in groups(self._block_of[slots])]
+        return sum(block.column.rows_nbytes(rows[at]) for block, at in found if not block.on_disk)
 
     def mean_nbytes_near(self, slots: Sequence[int]) -> float:
         """Mean bytes of a value in the blocks that hold these slots; 0 without any."""
@@ -170,11 +220,13 @@ class FieldBlocks:
         for block in self._with_dead_rows():
             self._rewrite([block])
 
-    def _with_dead_rows(self) -> list[_Block]:
-        return [block for block in self._blocks.values() if block.live < block.column.rows]
+    def _with_dead_rows(self) -> list[Block]:
+        return [block for block in self._blocks.values() if block.live < block.column.rows and not block.on_disk]
 
-    def _compact(self, block: _Block) -> None:
-        if block.live_nbytes <= self._step_nbytes:
+    def _compact(self, block: Block) -> None:
+        if block.on_disk and block.row_nbytes > SPILL_STEP_NBYTES:
+            return  # one row would be too long a step
+        if block.live_nbytes <= self._step_of(block):
             self._rewrite([block])
         elif block.number not in self._moving and not block.stays:
             block.left = 0
@@ -187,13 +239,13 @@ class FieldBlocks:
         stays as it is until more of its rows die.
         """
         block = next(iter(self._moving.values()))
-        start, stop = block.left, self._step_end(block.column, block.left)
+        start, stop = block.left, self._step_end(block.column, block.left, self._step_of(block))
         rows = start + np.flatnonzero(self._lives(block, slice(start, stop)))
         block.left = stop
         if not len(rows):
             return
         try:
-            column = gather([(block.column, as_run(rows))], self._allocate)
+            column = self._gathered([(block.column, as_run(rows))], block.on_disk)
         except MemoryError:
             del self._moving[block.number]
             block.stays = True
@@ -204,16 +256,19 @@ class FieldBlocks:
             self._remove(block)
         self._insert(slots, as_run(slots), column)
 
-    def _step_end(self, column: WireColumn, start: int) -> int:
-        """One past the last row of the step that begins at ``start``."""
+    def _step_of(self, block: Block) -> int:
+        return min(self._step_nbytes, SPILL_STEP_NBYTES) if block.on_disk else self._step_nbytes
+
+    def _step_end(self, column: WireColumn, start: int, nbytes: int) -> int:
+        """One past the last row of the step of so many bytes that begins at ``start``."""
         if column.layout.kind == "dense":
-            rows = self._step_nbytes // max(column.layout.row_nbytes, 1)
+            rows = nbytes // max(column.layout.row_nbytes, 1)
         else:
-            end = column.bounds[start] + self._step_nbytes
+            end = column.bounds[start] + nbytes
             rows = int(np.searchsorted(column.bounds, end, "right")) - 1 - start
         return min(start + max(rows, 1), column.rows)
 
-    def _kill(self, block: _Block, rows: NDArray[np.integer]) -> None:
+    def _kill(self, block: Block, rows: NDArray[np.integer]) -> None:
         self._mark_dead(block, rows)
         if block.live == 0:
             self._remove(block)
@@ -222,38 +277,48 @@ class FieldBlocks:
         if block.mostly_dead:
             self._compact(block)
 
-    def _mark_dead(self, block: _Block, rows: NDArray[np.integer]) -> None:
+    def _mark_dead(self, block: Block, rows: NDArray[np.integer]) -> None:
         nbytes = block.column.rows_nbytes(rows)
         block.live -= len(rows)
         block.live_nbytes -= nbytes
         self.live_nbytes -= nbytes
         self.values -= len(rows)
 
-    def _lives(self, block: _Block, rows: slice) -> NDArray[np.bool_]:
+    def _lives(self, block: Block, rows: slice) -> NDArray[np.bool_]:
         """True for the rows that are still their slots' values."""
         slots, numbers = block.slots[rows], np.arange(rows.start, rows.stop)
         lives: NDArray[np.bool_] = (self._block_of[slots] == block.number) & (self._row_of[slots] == numbers)
         return lives
 
-    def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> _Block:
+    def _insert(self, slots: NDArray[np.integer], run: Positions, column: WireColumn) -> Block:
         number = self._free_numbers.pop() if self._free_numbers else len(self._blocks)
-        block = self._blocks[number] = _Block(number, column, slots.astype(np.int32), run)
+        block = self._blocks[number] = Block(number, column, slots.astype(np.int32), run)
         self._block_of[run] = number
         self._row_of[run] = np.arange(column.rows)
         self.held_nbytes += column.nbytes
         self.live_nbytes += column.nbytes
         self.values += column.rows
+        if self._file is not None and self._file.holds(column.data):
+            self._count_on_disk(block)
+        elif self._file is not None and column.data.nbytes >= self._file.least_nbytes:
+            self._in_memory[number] = block
         if block.family is not None:
             self._small.setdefault(block.family, {})[number] = block
         return block
 
-    def _remove(self, block: _Block) -> None:
+    def _remove(self, block: Block) -> None:
         del self._blocks[block.number]
         self._moving.pop(block.number, None)
+        self._in_memory.pop(block.number, None)
+        if block.on_disk:
+            self.spilled_nbytes -= block.column.data.nbytes
         self._free_numbers.append(block.number)
         self.held_nbytes -= block.column.nbytes
         self.live_nbytes -= block.live_nbytes
         self.values -= block.live
+        self._leave_small(block)
+
+    def _leave_small(self, block: Block) -> None:
         if block.family is not None:
             small = self._small[block.family]
             del small[block.number]
@@ -265,7 +330,7 @@ class FieldBlocks:
         if len(small) >= _MERGE_BLOCKS:
             self._rewrite(list(small.values()))
 
-    def _rewrite(self, blocks: Sequence[_Block]) -> None:
+    def _rewrite(self, blocks: Sequence[Block]) -> None:
         """Copy the live rows of these blocks, all of one family, into one new block.
 
         Without memory they stay as they are: the dead rows take room, but nothing is wrong.
@@ -278,7 +343,7 @@ class FieldBlocks:
             selected.append((block.column, rows))
             slots.append(block.slots[rows])
         try:
-            column = gather(selected, self._allocate)
+            column = self._gathered(selected, all(block.on_disk for block in blocks))
         except MemoryError:
             return
         for block in blocks:

@@ -159,6 +159,7 @@ class UnitStats(Reply, frozen=True):
 
     Of the arena: ``arena_nbytes`` in use, ``recyclable_nbytes`` of free pages kept for later writes, ``leased_nbytes``
     leased to writers, ``pins`` of readers. ``uncommitted_nbytes`` belongs to writes that are not published yet.
+    Of ``held_nbytes``, ``spilled_nbytes`` are on disk, where ``spill_bytes`` are allowed (0: no spilling).
     """
 
     unit: str
@@ -175,6 +176,8 @@ class UnitStats(Reply, frozen=True):
     leased_nbytes: int = 0
     pins: int = 0
     uncommitted_nbytes: int = 0
+    spilled_nbytes: int = 0
+    spill_bytes: int = 0
 
 
 UnitRequest: TypeAlias = (

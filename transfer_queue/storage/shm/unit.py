@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,7 @@ from transfer_queue.storage.shm.messages import (
     unpack_indexes,
 )
 from transfer_queue.storage.shm.session_memory import Leases, Uncommitted, UncommittedWrite
+from transfer_queue.storage.shm.spill import SpillFile, Warming
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
 from transfer_queue.utils.wait_queue import WaitQueue
 
@@ -93,17 +95,24 @@ class StorageUnit:
         capacity_bytes: int | None = None,
         arena: Arena | None = None,
         inline_nbytes: int = INLINE_NBYTES,
+        file: SpillFile | None = None,
     ) -> None:
-        """``capacity_bytes``: the bound on all values; None: unlimited. Without an arena, values are frames."""
+        """``capacity_bytes``: the bound on all values; None: unlimited. Without an arena, values are frames.
+
+        ``file``: takes the oldest values when a write finds no room; the bound is then on those in memory.
+        """
         self.name = name
         self._inline_nbytes = inline_nbytes
         self._capacity = capacity_bytes
         self._arena = arena
-        self._store = BlockStore(self._allocate)
+        self._file = file
+        self._arenas = [each for each in (arena, file) if each is not None]
+        self._store = BlockStore(self._allocate, file=file)
         self._leases = Leases()
         self._uncommitted = Uncommitted()
         self._quarantine: list[tuple[float, list[ByteArray]]] = []
         self._waiting: WaitQueue[_Parked] = WaitQueue()
+        self._warming: deque[tuple[str, Read, Warming]] = deque()
         self._now = -math.inf
         self._verbs: dict[type[Request], Callable[[str, Any, list[memoryview]], list[UnitReply]]] = {
             Lease: self._lease,
@@ -133,18 +142,19 @@ class StorageUnit:
         """Answer requests past their deadline, return memory, and move live rows of mostly dead blocks."""
         self._tick(now)
         answers = self._expire_waiting()
-        trim = None if self._arena is None else self._arena.next_trim()
-        if self._arena is not None and trim is not None and trim <= now:
-            self._arena.trim(now)
+        for arena in self._arenas:
+            if (trim := arena.next_trim()) is not None and trim <= now:
+                arena.trim(now)
         moving = self._store.is_moving
         if moving:
             self._store.move()
+        answers += self._warm()
         return answers + (self._admit() if answers or moving else [])
 
     def next_deadline(self) -> float | None:
-        if self._store.is_moving:
+        if self._store.is_moving or self._warming:
             return -math.inf  # one step per turn, between requests
-        deadlines = [self._waiting.next_deadline(), None if self._arena is None else self._arena.next_trim()]
+        deadlines = [self._waiting.next_deadline(), *(arena.next_trim() for arena in self._arenas)]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def cancel(self, client: str, call: int, now: float) -> list[UnitReply]:
@@ -153,6 +163,7 @@ class StorageUnit:
         self._remove(lambda parked: parked.client == client and parked.call == call)
         self._leases.release(client, call)
         self._uncommitted.take(client, call)
+        self._warming = deque(each for each in self._warming if (each[0], each[1].id) != (client, call))
         return self._admit()
 
     def client_gone(self, client: str, now: float, may_live: bool = False) -> list[UnitReply]:
@@ -164,6 +175,7 @@ class StorageUnit:
         if may_live:
             self._quarantine.append((now + _QUARANTINE_S, self._leases.memory_of(client)))
         self._remove(lambda parked: parked.client == client)
+        self._warming = deque(each for each in self._warming if each[0] != client)
         self._leases.end(client)
         return self._admit()
 
@@ -199,14 +211,16 @@ class StorageUnit:
             leased_nbytes=self._leases.leased_nbytes,
             pins=self._leases.num_pins,
             uncommitted_nbytes=self._uncommitted.nbytes,
+            spilled_nbytes=store.spilled_nbytes,
+            spill_bytes=0 if self._file is None else self._file.nbytes,
         )
 
     def _tick(self, now: float) -> None:
         self._now = now
         if self._quarantine and self._quarantine[0][0] <= now:
             del self._quarantine[0]
-        if self._arena is not None:
-            self._arena.tick(now)
+        for arena in self._arenas:
+            arena.tick(now)
 
     def _answered(self, client: str, call: int, serve: Callable[[], list[UnitReply]]) -> list[UnitReply]:
         try:
@@ -225,7 +239,7 @@ class StorageUnit:
     def _read(self, client: str, request: Read, frames: list[memoryview]) -> list[UnitReply]:
         indexes, fields = unpack_indexes(request.indexes), request.fields
         try:
-            return [self._rows(client, request, indexes, fields)]
+            return self._rows_or_wait(client, request, indexes, fields)
         except StorageKeyNotFoundError:
             if not self._uncommitted:
                 raise
@@ -234,17 +248,52 @@ class StorageUnit:
                 raise
             for write in published:
                 self._store.write(*write)
+            return self._rows_or_wait(client, request, indexes, fields)
+
+    def _rows_or_wait(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> list[UnitReply]:
+        """The answer; none yet if it is made of bytes on disk, which are read first, a little each turn."""
+        warming = self._store.warming(indexes, fields, self._in_place(request, indexes, fields))
+        if warming is None:
             return [self._rows(client, request, indexes, fields)]
+        self._warming.append((client, request, warming))
+        return []
+
+    def _warm(self) -> list[UnitReply]:
+        """Read the next bytes from disk. Returns the answer that they complete."""
+        if not self._warming or not self._warming[0][2].step():
+            return []
+        client, request, _ = self._warming.popleft()
+        indexes = unpack_indexes(request.indexes)
+        return self._answered(client, request.id, lambda: [self._rows(client, request, indexes, request.fields)])
+
+    def _in_place(self, request: Read, indexes: IntArray, fields: Sequence[str]) -> bool:
+        """Whether the reader copies large values itself."""
+        return (
+            request.mapped
+            and self._arena is not None
+            and self._store.likely_nbytes(indexes, fields) > self._inline_nbytes
+        )
+
+    def _offset_of(self, memory: ByteArray) -> int:
+        """The offset of this memory in the arena, after which the spill file lies; -1 if it lies elsewhere."""
+        assert self._arena is not None
+        offset = self._arena.offset_of(memory)
+        if offset < 0 and self._file is not None and (on_disk := self._file.offset_of(memory)) >= 0:
+            return self._arena.nbytes + on_disk
+        return offset
 
     def _rows(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> UnitReply:
-        arena = self._arena if request.mapped else None
-        if arena is None or self._store.likely_nbytes(indexes, fields) <= self._inline_nbytes:
+        if not self._in_place(request, indexes, fields):
             stored = self._store.read(indexes, fields)
-            if arena is None or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes:
+            if (
+                not request.mapped
+                or self._arena is None
+                or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes
+            ):
                 answer, frames, _ = answer_in_frames(request.id, stored)
                 return UnitReply(client, answer, frames)
         located = self._store.locate(indexes, fields)
-        answer, frames, pinned = answer_in_place(request.id, located, arena.offset_of)
+        answer, frames, pinned = answer_in_place(request.id, located, self._offset_of)
         if pinned:
             self._leases.pin(client, request.id, pinned)
         return UnitReply(client, answer, frames)
@@ -385,11 +434,12 @@ class StorageUnit:
         size = max(0, nbytes - (self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0))
         parked = _Parked(client, call, indexes, nbytes, size, self._now, deadline, carry_out)
         self._waiting.add(parked, size, deadline)
+        self._store.look_for_disk()
         return self._admit() if wait_s > 0 else self._admit() + self._expire_waiting()
 
     @property
     def _taken_nbytes(self) -> int:
-        return self._store.held_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
+        return self._store.memory_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
 
     def _admit(self) -> list[UnitReply]:
         """Run the requests that fit now. Compact dead rows to make room for the others, large blocks in steps."""
@@ -400,17 +450,18 @@ class StorageUnit:
             for parked in admitted:
                 answers += self._answered(parked.client, parked.call, parked.carry_out)
             if not admitted and not self._pack(free):
+                self._store.start_spilling()
                 break
         return answers
 
     def _pack(self, free: int) -> bool:
         """Compact dead rows if that helps a waiting request. Returns whether room was gained."""
-        held = self._store.held_nbytes
-        dead = held - self._store.live_nbytes
+        held = self._store.memory_nbytes
+        dead = self._store.held_nbytes - self._store.live_nbytes
         if not any(parked.size <= free + dead for parked in self._waiting.items()):
             return False
         self._store.pack()
-        return self._store.held_nbytes < held
+        return self._store.memory_nbytes < held
 
     def _expire_waiting(self) -> list[UnitReply]:
         """Fail requests past their deadline, unless compacting everything now makes room for them."""
@@ -436,8 +487,11 @@ class StorageUnit:
             self._store.squeeze()
 
     def _full(self, parked: _Parked) -> StorageFullError:
+        store = self._store
+        spilled = "" if self._file is None else f" in memory, {store.spilled_nbytes} of {self._file.nbytes} on disk"
         return StorageFullError(
             f"Storage capacity exceeded: a put of {parked.nbytes} bytes waited {self._now - parked.since:.1f} s at "
-            f"storage unit {self.name!r}, whose values take {self._store.live_nbytes} of {self._capacity} bytes. "
+            f"storage unit {self.name!r}, whose values take {min(store.live_nbytes, store.memory_nbytes)} of "
+            f"{self._capacity} bytes{spilled}. "
             f"Clear consumed samples sooner, raise the capacity, or raise put_timeout_s."
         )

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spilling: where memory is full the oldest blocks go to a file, in steps, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transfer_queue.errors import ConfigError
+from transfer_queue.protocol import Failed
+from transfer_queue.storage.objects import encode_rows
+from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.shm.messages import (
+    Columns,
+    Delete,
+    Packer,
+    Read,
+    Rows,
+    Write,
+    Written,
+    pack_indexes,
+    unpack_columns,
+)
+from transfer_queue.storage.shm.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile
+from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.wire_columns import WireColumn, dense_layout
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+class Spiller:
+    """A unit with a spill file, and a model of what it holds: the bytes of each row by its index."""
+
+    def __init__(self, directory: Path, memory: int, disk: int, with_arena: bool = False) -> None:
+        self.file = SpillFile(directory, disk)
+        arena = Arena(64 * MIB) if with_arena else None
+        self.unit = StorageUnit("u0", memory, arena, file=self.file)
+        self.memory, self.calls, self.now = memory, 0, 0.0
+        self.values: dict[int, bytes] = {}
+        self.pending: dict[int, dict[int, bytes]] = {}
+        self.failed: dict[int, str] = {}
+        self.rows: dict[int, tuple[Rows, list[Any]]] = {}
+
+    def ask(self, request: Any, frames: list[Any] = ()) -> int:
+        self.take(self.unit.handle("me", request, [memoryview(frame).cast("B") for frame in frames], self.now))
+        return request.id
+
+    def number(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def take(self, replies: list[Any]) -> None:
+        for _, reply, frames in replies:
+            if isinstance(reply, Written):
+                self.values.update(self.pending.pop(reply.id))
+            elif isinstance(reply, Failed):
+                self.pending.pop(reply.id, None)
+                self.failed[reply.id] = reply.code
+            elif isinstance(reply, Rows):
+                self.rows[reply.id] = reply, list(frames)
+        stats = self.unit.stats()
+        assert stats.held_nbytes - stats.spilled_nbytes <= self.memory
+        assert stats.spilled_nbytes <= self.file.used_nbytes <= self.file.nbytes
+
+    def put(self, indexes: list[int], row_nbytes: int, seed: int, wait_s: float = 1e6) -> int:
+        data = np.random.default_rng(seed).integers(0, 255, (len(indexes), row_nbytes), np.uint8)
+        column = WireColumn(dense_layout("uint8", 1, (row_nbytes,)), len(indexes), data.ravel())
+        values = {index: own.tobytes() for index, own in zip(indexes, data, strict=True)}
+        return self.put_column(indexes, column, values, wait_s)
+
+    def put_column(self, indexes: list[int], column: WireColumn, values: Any, wait_s: float = 1e6) -> int:
+        packer, call = Packer(), self.number()
+        packer.add("a", slice(0, len(indexes)), column)
+        self.pending[call] = values
+        columns = Columns(packer.headers, packer.tables)
+        return self.ask(Write(call, pack_indexes(np.array(indexes)), columns, wait_s, True), packer.frames)
+
+    def delete(self, indexes: list[int]) -> None:
+        for index in indexes:
+            self.values.pop(index, None)
+        self.ask(Delete(self.number(), pack_indexes(np.array(indexes))))
+
+    def get(self, indexes: list[int]) -> list[bytes]:
+        call = self.ask(Read(self.number(), pack_indexes(np.array(indexes)), ["a"]))
+        self.settle()
+        reply, frames = self.rows.pop(call)
+        found = [b""] * len(indexes)
+        for _, at, column in unpack_columns(reply.headers, reply.tables, frames, len(indexes)):
+            where = range(len(indexes))[at] if isinstance(at, slice) else at
+            for row, position in enumerate(where):
+                found[position] = column.data[column.start_of(row) : column.start_of(row + 1)].tobytes()
+        return found
+
+    def step(self) -> bool:
+        """One turn of the server's loop. Returns whether there was work."""
+        if self.unit.next_deadline() != -math.inf:
+            return False
+        self.take(self.unit.expire(self.now))
+        return True
+
+    def settle(self) -> None:
+        while self.step():
+            pass
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.fixture
+def spiller(tmp_path: Path) -> Iterator[Spiller]:
+    made = Spiller(tmp_path, 256 * KIB, 4 * MIB)
+    yield made
+    made.close()
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 4), st.integers(1, 60 * KIB)),
+        st.tuples(st.just("replace"), st.integers(0, 99), st.integers(1, 60 * KIB)),
+        st.tuples(st.just("delete"), st.integers(0, 99), st.integers(1, 3)),
+        st.tuples(st.just("get"), st.integers(0, 99), st.integers(1, 5)),
+        st.tuples(st.just("turns"), st.integers(1, 4), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+def change(spiller: Spiller, verb: str, number: int, more: int, seed: int) -> None:
+    known, pending = sorted(spiller.values), {index for values in spiller.pending.values() for index in values}
+    some = known[number % len(known) :][:more] if known else []
+    if verb == "get":
+        assert not some or spiller.get(some) == [spiller.values[index] for index in some]
+    elif some and verb == "replace" and some[0] not in pending:
+        spiller.put(some[:1], more, seed)
+    elif some and verb == "delete" and not pending & set(some):
+        spiller.delete(some)
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(steps=STEPS, with_arena=st.booleans())
+def test_whatever_was_put_is_read_back_equal_and_memory_is_bounded(steps, with_arena):
+    with tempfile.TemporaryDirectory() as directory:
+        spiller = Spiller(Path(directory), 256 * KIB, 1 * MIB, with_arena)
+        for seed, (verb, number, more) in enumerate(steps):
+            if verb == "put":
+                spiller.put(list(range(10 * seed, 10 * seed + number)), more, seed)
+            elif verb == "turns":
+                for _ in range(number):
+                    spiller.step()
+            else:
+                change(spiller, verb, number, more, seed)
+        spiller.settle()
+        for index, value in list(spiller.values.items()):
+            assert spiller.get([index]) == [value]
+        while spiller.values:  # room for those that still wait
+            spiller.delete(sorted(spiller.values))
+            spiller.settle()
+        assert not spiller.pending
+        assert not spiller.failed
+        stats = spiller.unit.stats()
+        assert (stats.held_nbytes, stats.spilled_nbytes, spiller.file.used_nbytes) == (0, 0, 0)
+        spiller.close()
+
+
+def test_the_oldest_blocks_go_first_and_only_as_many_as_are_in_the_way(spiller):
+    for index in range(6):
+        spiller.put([index], 64 * KIB, index)
+        spiller.settle()
+    stats = spiller.unit.stats()
+    assert (stats.held_nbytes, stats.spilled_nbytes) == (6 * 64 * KIB, 2 * 64 * KIB)
+    assert spiller.get([0, 1]) == [spiller.values[0], spiller.values[1]]
+
+
+def test_a_large_block_goes_in_steps_and_is_read_from_memory_meanwhile(tmp_path):
+    spiller = Spiller(tmp_path, 8 * SPILL_STEP_NBYTES, 4 * 8 * SPILL_STEP_NBYTES)
+    spiller.put([0], 8 * SPILL_STEP_NBYTES, 1)
+    call, turns = spiller.put([1], PAGE_NBYTES, 2), 0
+    while call in spiller.pending:
+        read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
+        assert read in spiller.rows, "it is answered at once, whatever goes on"
+        assert spiller.step()
+        turns += 1
+    assert turns == 8
+    spiller.close()
+
+
+def test_values_on_disk_are_read_in_steps_before_they_are_answered(tmp_path):
+    spiller = Spiller(tmp_path, 4 * SPILL_STEP_NBYTES, 16 * SPILL_STEP_NBYTES)
+    spiller.put([0], 4 * SPILL_STEP_NBYTES, 1)
+    spiller.put([1], 4 * SPILL_STEP_NBYTES, 2)
+    spiller.settle()
+    read, turns = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"])), 0
+    while read not in spiller.rows:
+        assert spiller.step()
+        turns += 1
+    assert turns == 4
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "gone"])
+def test_a_read_that_nobody_waits_for_any_more_is_not_gone_on_with(spiller, ends):
+    for index in range(6):
+        spiller.put([index], 64 * KIB, index)
+        spiller.settle()
+    read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
+    spiller.take(spiller.unit.cancel("me", read, 0.0) if ends == "cancelled" else spiller.unit.client_gone("me", 0.0))
+    assert spiller.unit.next_deadline() != -math.inf
+    assert read not in spiller.rows
+
+
+def test_a_value_that_is_cleared_while_it_is_read_from_disk_is_an_error(spiller):
+    for index in range(6):
+        spiller.put([index], 64 * KIB, index)
+        spiller.settle()
+    read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
+    spiller.delete([0])
+    spiller.settle()
+    assert spiller.failed[read] == "StorageKeyNotFoundError"
+
+
+def test_objects_and_ragged_rows_come_back_from_disk(spiller):
+    texts = ["x" * n for n in (70_000, 0, 60_000)]
+    spiller.put_column([0, 1, 2], column := encode_rows(texts, "a"), {})
+    spiller.put([3], 200 * KIB, 3)
+    spiller.settle()
+    assert spiller.unit.stats().spilled_nbytes == column.data.nbytes
+    assert spiller.get([2, 0, 1]) == [encode_rows([texts[n]], "a").data.tobytes() for n in (2, 0, 1)]
+
+
+def test_dead_rows_on_disk_are_dropped_and_their_space_is_used_again(spiller):
+    spiller.put(list(range(16)), 15 * KIB, 1)
+    spiller.put([100], 200 * KIB, 2)
+    spiller.settle()
+    before = spiller.unit.stats().spilled_nbytes
+    spiller.delete(list(range(14)))
+    spiller.settle()
+    assert spiller.unit.stats().spilled_nbytes * 4 < before
+    assert spiller.get([15, 14]) == [spiller.values[15], spiller.values[14]]
+    assert spiller.unit.stats().held_nbytes - spiller.unit.stats().spilled_nbytes == 200 * KIB
+
+
+def test_a_large_block_on_disk_is_compacted_there_in_steps(tmp_path):
+    spiller = Spiller(tmp_path, 4 * MIB, 16 * MIB)
+    spiller.put(list(range(256)), 16 * KIB, 1)
+    spiller.put([1000], 4 * MIB, 2)
+    spiller.settle()
+    spiller.delete(list(range(160)))
+    turns = 0
+    while spiller.step():
+        assert spiller.unit.stats().held_nbytes - spiller.unit.stats().spilled_nbytes == 4 * MIB
+        turns += 1
+    assert turns >= 96 * 16 * KIB // SPILL_STEP_NBYTES
+    assert spiller.unit.stats().spilled_nbytes == 96 * 16 * KIB
+    assert spiller.get(list(range(160, 256))) == [spiller.values[index] for index in range(160, 256)]
+    spiller.close()
+
+
+def test_a_put_waits_where_memory_and_disk_are_full_and_goes_on_after_a_clear(tmp_path):
+    spiller = Spiller(tmp_path, 256 * KIB, 512 * KIB)
+    for index in range(12):
+        spiller.put([index], 64 * KIB, index)
+        spiller.settle()
+    assert not spiller.pending
+    call = spiller.put([12], 64 * KIB, 12, wait_s=5.0)
+    spiller.settle()
+    assert call in spiller.pending
+    spiller.delete([0])
+    spiller.settle()
+    assert 12 in spiller.values
+    late = spiller.put([13], 64 * KIB, 13, wait_s=5.0)
+    spiller.settle()
+    spiller.now = 6.0
+    spiller.take(spiller.unit.expire(6.0))
+    assert spiller.failed[late] == "StorageFullError"
+    assert [spiller.get([index]) for index in range(1, 13)] == [[spiller.values[index]] for index in range(1, 13)]
+    spiller.close()
+
+
+def test_a_full_disk_makes_puts_wait_and_loses_nothing(spiller, monkeypatch):
+    taken = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        if offset + nbytes > 100 * KIB:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken(descriptor, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for index in range(6):
+        spiller.put([index], 64 * KIB, index)
+        spiller.settle()
+    assert list(spiller.pending) == [6]
+    assert [spiller.get([index]) for index in range(5)] == [[spiller.values[index]] for index in range(5)]
+    spiller.delete([4])
+    spiller.settle()
+    assert spiller.get([5]) == [spiller.values[5]]
+
+
+def test_the_file_has_no_name(spiller, tmp_path):
+    assert os.listdir(tmp_path / FOLDER) == []
+
+
+def test_a_directory_that_is_no_directory_is_refused_with_the_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"ssd_offload: no file of 4096 bytes can be made in .*ssd_offload\.path"):
+        SpillFile(tmp_path / "file", 4096)

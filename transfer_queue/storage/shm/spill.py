@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks on disk: an unlinked file that is mapped like the arena, and the steps in which bytes go there and back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from transfer_queue.errors import ConfigError
+from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn
+
+SPILL_STEP_NBYTES = 512 * 1024
+"""Bytes written or read per step. A slow disk takes some milliseconds for them, during which no request is served."""
+_ROWS_PER_STEP = 128
+_SHARE_OF_DISK = 2
+"""By default the file may take this fraction (one half) of the free disk."""
+FOLDER = "transfer_queue_ssd_offload"
+
+
+class SpillFile(Arena):
+    """An arena in a file without a name, so that nothing is left when its processes have ended, however they end.
+
+    It is read where it is mapped, and written by ``write`` alone. Writing to the mapping would end the process where
+    the disk is full, and takes up to 100 ms per page while the kernel writes it back.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, nbytes: int | None, least_nbytes: int = 1, sharers: int = 1
+    ) -> None:
+        """
+        Args:
+            directory: The file is in its folder ``transfer_queue_ssd_offload``. None: the system's temporary directory.
+            nbytes: The bound on the file's size; None: its share of half of what is free on the disk.
+            least_nbytes: Smaller blocks stay in memory.
+            sharers: How many units make such a file.
+        Raises:
+            ConfigError: no file can be made there.
+        """
+        folder = Path(directory or tempfile.gettempdir()) / FOLDER
+        self.least_nbytes = max(least_nbytes, PAGE_NBYTES)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            super().__init__(nbytes or free_nbytes(folder) // _SHARE_OF_DISK // sharers, _unlinked_file(folder))
+        except OSError as error:
+            raise ConfigError(
+                f"backend.SimpleStorage.ssd_offload: no file of {nbytes or 'half of the free'} bytes can be made in "
+                f"{str(folder)!r}: {error}. Set ssd_offload.path to a directory that is writable, or enabled to false."
+            ) from error
+
+    def write(self, extent: ByteArray, start: int, data: ByteArray) -> bool:
+        """Write to an extent from ``start`` on. False: the disk is full, or fails."""
+        offset, view = self.offset_of(extent) + start, memoryview(data.data)
+        try:
+            os.posix_fallocate(self.descriptor, offset, max(len(view), 1))  # the writes are four times as fast then
+            while len(view):
+                written = os.pwrite(self.descriptor, view, offset)
+                offset, view = offset + written, view[written:]
+        except OSError:
+            return False
+        return True
+
+    def stored(self, data: ByteArray) -> ByteArray | None:
+        """Store a copy of these bytes. None: the file or the disk is full."""
+        extent = self.allocate(data.nbytes)
+        return extent if extent is not None and self.write(extent, 0, data) else None
+
+    def holds(self, memory: ByteArray) -> bool:
+        return memory.nbytes > 0 and self.offset_of(memory) >= 0
+
+    def _return(self, start: int, size: int) -> None:
+        with contextlib.suppress(OSError):  # a file system without holes: the space is used again later
+            super()._return(start, size)
+
+
+def free_nbytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return max(found.f_bavail * found.f_frsize, PAGE_NBYTES * _SHARE_OF_DISK)
+
+
+def _unlinked_file(folder: Path) -> int:
+    if hasattr(os, "O_TMPFILE"):
+        with contextlib.suppress(OSError):  # not every file system has it
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    descriptor, path = tempfile.mkstemp(dir=folder)
+    os.unlink(path)
+    return descriptor
+
+
+class Spilling:
+    """One block on its way to the file. It stays readable where it was until all of it is there."""
+
+    def __init__(self, file: SpillFile, data: ByteArray, target: ByteArray) -> None:
+        self._file, self._data, self.target = file, data, target
+        self._done = 0
+
+    def step(self) -> bool | None:
+        """Copy the next bytes. Returns whether all are there; None: there is no room on the disk."""
+        stop = min(self._done + SPILL_STEP_NBYTES, self._data.nbytes)
+        if not self._file.write(self.target, self._done, self._data[self._done : stop]):
+            return None
+        self._done = stop
+        return stop == self._data.nbytes
+
+
+class Warming:
+    """Reads bytes of the file a step at a time, so that they are in memory when an answer is made of them."""
+
+    def __init__(self, spans: Iterable[tuple[ByteArray, IntArray, IntArray]]) -> None:
+        """``spans``: data with the starts and stops of what will be needed of it."""
+        self._spans = deque(spans)
+        self._row = 0
+        self._at = 0
+
+    def step(self) -> bool:
+        """Returns whether everything was read."""
+        left = SPILL_STEP_NBYTES
+        for _ in range(_ROWS_PER_STEP):
+            if not self._spans:
+                return True
+            data, starts, stops = self._spans[0]
+            start = max(int(starts[self._row]), self._at)
+            stop = min(int(stops[self._row]), start + left)
+            if stop > start:
+                data[start:stop:PAGE_NBYTES].max()
+                data[stop - 1].item()
+            left -= stop - start
+            self._at = stop
+            if stop >= int(stops[self._row]):
+                self._row, self._at = self._row + 1, 0
+            if self._row == len(starts):
+                self._spans.popleft()
+                self._row = 0
+            if left <= 0:
+                break
+        return not self._spans
+
+
+def spans_of(column: WireColumn, rows: Positions) -> tuple[ByteArray, IntArray, IntArray]:
+    """The bytes of these rows of a block: its data, starts and stops."""
+    if isinstance(rows, slice):
+        ends = np.array([column.start_of(rows.start), column.start_of(rows.stop)], np.int64)
+        return column.data, ends[:1], ends[1:]
+    if column.layout.kind == "dense":
+        starts = rows * column.layout.row_nbytes
+        return column.data, starts, starts + column.layout.row_nbytes
+    return column.data, column.bounds[:-1][rows], column.bounds[1:][rows]
