@@ -28,7 +28,7 @@ _SECTIONS = (
 )  # fmt: skip
 _SIZE = re.compile(r"\s*(?=[\d.]*[1-9])\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}
-"""Backends that this version doesn't have. A shared configuration may still have sections for them."""
+"""A shared configuration may have sections of backends that a queue doesn't use."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,20 @@ NAMES = {
     "transfer_queue.dataloader": "StreamingDataset StreamingDataLoader default_fetch_batch_fn chunk_batch_fn",
     "transfer_queue.dataloader.streaming_dataset": ("StreamingDataset default_fetch_batch_fn chunk_batch_fn"),
     "transfer_queue.dataloader.streaming_dataloader": "StreamingDataLoader",
-    "transfer_queue.storage": "StorageManager StorageKeyNotFoundError AsyncSimpleStorageManager",
+    "transfer_queue.storage": (
+        "StorageManager StorageManagerFactory StorageKeyNotFoundError AsyncSimpleStorageManager MooncakeStorageManager "
+        "YuanrongStorageManager RayStorageManager"
+    ),
+    "transfer_queue.storage.managers": (
+        "StorageManager StorageManagerFactory KVStorageManager AsyncSimpleStorageManager MooncakeStorageManager "
+        "YuanrongStorageManager RayStorageManager"
+    ),
+    "transfer_queue.storage.managers.base": "StorageManager StorageManagerFactory KVStorageManager",
+    "transfer_queue.storage.clients": (
+        "StorageKVClient StorageClientFactory RayStorageClient MooncakeStoreClient YuanrongStorageClient"
+    ),
+    "transfer_queue.storage.clients.base": "StorageKVClient StorageClientFactory",
+    "transfer_queue.storage.bootstrap": "StorageBootstrapProvider",
     "transfer_queue.utils.logging_utils": "get_logger",
     "transfer_queue.utils.zmq_utils": "ZMQServerInfo",
 }

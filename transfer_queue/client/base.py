@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from transfer_queue import protocol as p
-from transfer_queue.errors import InvalidRequestError, UnknownPartitionError, UnsupportedValueError
+from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
 from transfer_queue.storage.backends import create as create_storage
 from transfer_queue.storage.backends import storage_settings
-from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
@@ -89,30 +88,51 @@ class ClientBase:
             return await session.send(message, p.Cleared)
         storage = self.storage_manager
         by_field = storage.clears_by_field and request in (p.ClearSamples, p.ClearConsumed, p.ClearPartition)
-        fields = await self._fields_of(args[0]) if by_field else ()
+        fields = await self._fields_of(args[0]) if by_field else {}
         cleared = await session.send(message, p.Cleared, keep=True)
         try:
             indexes = p.unpack_indexes(cleared.indexes).tolist()
             if indexes:
-                await (storage.clear_data(RowsOf(indexes, fields)) if by_field else storage.clear_rows(indexes))
+                await (_clear_by_field(storage, args[0], indexes, fields) if by_field else storage.clear_rows(indexes))
         except BaseException:
             await session.cancel(message.id)  # the controller has these values deleted
             raise
         session.done(session.controller, message.id)
         return cleared
 
-    async def _fields_of(self, partition: str) -> list[str]:
-        """The fields that the samples of this partition have, or at least the first of them."""
-        try:
-            return sorted((await self.session.ask(p.Describe, p.Batch, partition, None)).fields)
-        except UnknownPartitionError:
-            return []
+    async def _fields_of(self, partition: str) -> dict[int, tuple[str, ...]]:
+        """The fields of each sample of a partition, by index."""
+        stats = (await self.session.ask(p.GetStats, p.Done)).value["partitions"].get(partition)
+        fields: list[str] = [] if stats is None else stats["fields"]
+        found: dict[int, tuple[str, ...]] = {}
+        after, more = None, bool(fields)
+        while more:
+            page = await self.session.ask(p.FieldStatus, p.Status, partition, fields, False, after)
+            if not page.known:  # it was cleared meanwhile
+                break
+            indexes = p.unpack_indexes(page.indexes).tolist()
+            has = np.frombuffer(page.status, np.int8).reshape(len(indexes), len(fields))
+            for index, own in zip(indexes, has.tolist(), strict=True):
+                found[index] = tuple(name for name, here in zip(fields, own, strict=True) if here)
+            after, more = (indexes[-1] if indexes else None), page.more
+        return found
 
     def close(self) -> None:
         """End the session; what was put stays, and so do values that were read. Idempotent."""
         if self._storage is not None:
             run_blocking(self._storage.close())
         self.session.close()
+
+
+async def _clear_by_field(
+    storage: StorageManager, partition: str, indexes: Sequence[int], fields: Mapping[int, tuple[str, ...]]
+) -> None:
+    """Delete the values of samples from a backend that has to be told which fields they have."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for index in indexes:
+        alike.setdefault(fields.get(index, ()), []).append(index)
+    for names, some in alike.items():
+        await storage.clear_data(BatchMeta(some, [partition] * len(some), {name: {} for name in names}))
 
 
 def to_specs(schema: Mapping[str, Mapping[str, Any]]) -> dict[str, FieldSpec]:

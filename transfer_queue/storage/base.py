@@ -167,7 +167,7 @@ class StorageManager(ABC):
 
         placed = {name: [(slice(0, len(indexes)), column)] for name, column in columns.items()}
         data = batches.unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
-        await self.put_data(data, RowsOf(indexes, sorted(columns)))
+        await self.write(self.session.number(), indexes, data)
 
     async def stats(self) -> Sequence[msgspec.Struct]:
         """Return statistics of each process that holds values, or none if there are no such processes."""

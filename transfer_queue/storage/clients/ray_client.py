@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RayStorageClient: values as objects of Ray's object store, which one actor owns until they are cleared."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from transfer_queue.errors import BackendUnavailableError, QueueUnreachableError
+from transfer_queue.storage.clients.base import StorageKVClient
+
+NAMESPACE = "transfer_queue"
+_OBJECT_NBYTES = 1024 * 1024
+"""Neighbouring values share an object of up to this size: an object of Ray costs as much as copying some 100 KiB."""
+
+
+class RayStorageClient(StorageKVClient):
+    """Any process of the Ray cluster, or one that can join it. It joins at its first call.
+
+    A process that was forked from one that uses Ray can't use Ray: start loaders' workers with
+    ``multiprocessing_context="spawn"``.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """``config``: ``address`` of the cluster, and ``actor``, the name of the actor that owns the values."""
+        super().__init__(config)
+        self._ray = _ray()
+        self._owner: Any = None
+
+    def put(self, keys: list[str], values: list[Any]) -> None:
+        import numpy as np
+
+        from transfer_queue.storage.objects import encode_rows
+
+        column = encode_rows(values, "values", bool(self.config.get("allow_pickle", False)))
+        bounds = column.bounds
+        with self._calls() as owner:
+            added = []
+            for start, stop in _objects(bounds.tolist()):
+                data = column.data[bounds[start] : bounds[stop]]
+                offsets = bounds[start : stop + 1] - bounds[start]
+                added.append(owner.add.remote(keys[start:stop], np.ascontiguousarray(data), offsets))
+            self._ray.get(added)
+
+    def get(
+        self,
+        keys: list[str],
+        shapes: list[Any] | None = None,
+        dtypes: list[Any] | None = None,
+        custom_backend_meta: list[Any] | None = None,
+    ) -> list[Any]:
+        from transfer_queue.storage.objects import decode_rows
+        from transfer_queue.storage.wire_columns import OBJECTS, WireColumn
+
+        values: list[Any] = [None] * len(keys)
+        with self._calls() as owner:
+            references, found = self._ray.get(owner.find.remote(keys))
+            objects = dict(zip(references, self._ray.get(list(references.values())), strict=True))
+        allow_pickle = bool(self.config.get("allow_pickle", False))
+        for at, place in enumerate(found):
+            if place is None:
+                continue
+            number, row = place
+            data, bounds = objects[number]
+            one = WireColumn(OBJECTS, 1, data[bounds[row] : bounds[row + 1]], bounds[row : row + 2] - bounds[row])
+            values[at] = decode_rows(one, keys[at], allow_pickle)[0]
+        return values
+
+    def clear(self, keys: list[str], custom_backend_meta: list[Any] | None = None) -> None:
+        with self._calls() as owner:
+            self._ray.get(owner.clear.remote(keys))
+
+    @contextmanager
+    def _calls(self) -> Iterator[Any]:
+        """The actor that owns the values. Ray's errors become QueueUnreachableError."""
+        try:
+            if self._owner is None:
+                if not self._ray.is_initialized():
+                    address = self.config.get("address")
+                    self._ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+                self._owner = self._ray.get_actor(str(self.config.get("actor")), NAMESPACE)
+            yield self._owner
+        except (self._ray.exceptions.RayError, ConnectionError) as error:
+            raise QueueUnreachableError(f"Ray's object store can't be reached, or has lost values: {error}") from error
+        except ValueError as error:
+            if self._owner is not None:
+                raise
+            raise QueueUnreachableError(
+                f"the actor {self.config.get('actor')!r} that owns the queue's values is not in this cluster: {error}"
+            ) from error
+
+
+def _objects(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first row, one past the last) of each object."""
+    start = 0
+    for stop in range(1, len(bounds)):
+        if stop == len(bounds) - 1 or bounds[stop + 1] - bounds[start] > _OBJECT_NBYTES:
+            yield start, stop
+            start = stop
+
+
+class ValueOwner:
+    """The actor: it keeps the reference of each object until all keys in it are cleared."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        self._references: dict[int, Any] = {}
+        self._left: dict[int, int] = {}
+        self._added = 0
+
+    def add(self, keys: list[str], data: Any, bounds: Any) -> None:
+        """Keep the values of these keys, which replace existing ones, as one object.
+
+        It is put again here: an object is lost with the process that put it.
+        """
+        reference = _ray().put((data, bounds))
+        self.clear(keys)
+        self._added += 1
+        self._references[self._added], self._left[self._added] = reference, len(keys)
+        self._places.update((key, (self._added, row)) for row, key in enumerate(keys))
+
+    def find(self, keys: list[str]) -> tuple[dict[int, Any], list[tuple[int, int] | None]]:
+        """References by number, and for each key (number, row); None for a key that is not there."""
+        found = [self._places.get(key) for key in keys]
+        return {place[0]: self._references[place[0]] for place in found if place is not None}, found
+
+    def clear(self, keys: list[str]) -> None:
+        for key in keys:
+            place = self._places.pop(key, None)
+            if place is None:
+                continue
+            number, _ = place
+            self._left[number] -= 1
+            if not self._left[number]:
+                del self._references[number], self._left[number]
+
+    def held(self) -> tuple[int, int]:
+        """(keys, objects)."""
+        return len(self._places), len(self._references)
+
+
+class _Store:
+    """What ``start_store`` has started."""
+
+    def __init__(self, ray: Any, owner: Any, started_ray: bool) -> None:
+        self._ray, self._owner, self._started_ray = ray, owner, started_ray
+
+    def close(self) -> None:
+        """End the actor, and with it all values; also Ray, if this started it."""
+        if not self._ray.is_initialized():
+            return
+        self._ray.kill(self._owner)
+        if self._started_ray:
+            self._ray.shutdown()
+
+
+def start_store(conf: Any) -> _Store:
+    """Start the actor, and Ray if this process is not connected to it, and complete the section ``RayStore``."""
+    ray = _ray()
+    started = not ray.is_initialized()
+    if started:
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    name = f"TransferQueueStore_{uuid.uuid4().hex[:12]}"
+    owner = ray.remote(num_cpus=0)(ValueOwner).options(name=name, namespace=NAMESPACE).remote()
+    ray.get(owner.held.remote())
+    section = OmegaConf.to_container(conf.backend.RayStore) if conf.backend.get("RayStore") else {}
+    address = ray.get_runtime_context().gcs_address
+    conf.backend.RayStore = {**section, "address": address, "actor": name}  # type: ignore[dict-item]
+    return _Store(ray, owner, started)
+
+
+def _ray() -> Any:
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"storage backend 'RayStore' needs Ray, which can't be imported ({error}): pip install ray."
+        ) from error
