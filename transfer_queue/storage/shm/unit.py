@@ -252,7 +252,9 @@ class StorageUnit:
 
     def _rows_or_wait(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> list[UnitReply]:
         """The answer; none yet if it is made of bytes on disk, which are read first, a little each turn."""
-        warming = self._store.warming(indexes, fields, self._in_place(request, indexes, fields))
+        warming = None
+        if self._file is not None:
+            warming = self._store.warming(indexes, fields, self._in_place(request, indexes, fields))
         if warming is None:
             return [self._rows(client, request, indexes, fields)]
         self._warming.append((client, request, warming))
