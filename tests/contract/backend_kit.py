@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -14,6 +15,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue.storage import KVStorageManager, StorageManager, StorageManagerFactory
+from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.storage.clients import StorageClientFactory, StorageKVClient
 
 DIRECTORY = "directory"
@@ -71,6 +73,18 @@ class FilesByKeyManager(KVStorageManager):
     def __init__(self, controller_info, config, zmq_context=None):
         config["client_name"] = "FilesClient"
         super().__init__(controller_info, config, zmq_context)
+
+
+RUNNING: list[str] = []
+"""What the backends' providers have started."""
+
+
+@StorageBootstrapProvider.register_provider("FilesByKey")
+def start_files(conf: Any) -> Any:
+    """What a queue starts for the backend, and ends with itself."""
+    conf.backend.FilesByKey.started = True
+    RUNNING.append("FilesByKey")
+    return SimpleNamespace(close=lambda: RUNNING.remove("FilesByKey"))
 
 
 @StorageManagerFactory.register("FilesByHand")

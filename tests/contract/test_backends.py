@@ -19,9 +19,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from tests.contract.backend_kit import BACKENDS, missing
+from tests.contract.backend_kit import BACKENDS, RUNNING, missing
 from tests.integration.noticing import until
 from tests.own_processes import SLOW, own_processes
+from transfer_queue.storage import StorageManagerFactory
+from transfer_queue.transport.modes import run_blocking
 
 _names = itertools.count()
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +38,9 @@ def queue(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     conf = tq.init(BACKENDS[request.param](directory))
     conf.directory = str(directory)
     yield conf
+    assert (["FilesByKey"] if request.param == "FilesByKey" else []) == RUNNING
     tq.close()
+    assert RUNNING == []
     assert len(own_processes()) == before
     assert not [path for path in directory.rglob("*") if path.is_file()]
 
@@ -236,6 +240,15 @@ def test_a_checkpoint_is_saved_and_loaded(client, queue, name, tmp_path):
     assert (listed(got["x"]), listed(got.get("s"))) == ([[0, 1], [2, 3], [4, 5]], ["a", "b", "c"])
     assert listed(got["j"]) == [[0, 1], [], [2, 3, 4]]
     assert listed(client.get_data(client.get_meta(["late"], 1, name, task_name="u"))["late"]) == [[1, 1]]
+
+
+def test_a_manager_made_by_hand_reads_what_the_queue_holds(client, queue, name):
+    meta = client.put(rows(x=torch.arange(4).view(2, 2)), partition_id=name)
+    backend = queue.backend.storage_backend
+    manager = StorageManagerFactory.create(backend, queue.controller.zmq_info, queue.backend[backend], zmq_context=None)
+    assert listed(run_blocking(manager.get_data(meta))["x"]) == [[0, 1], [2, 3]]
+    run_blocking(manager.close())
+    manager.session.close()
 
 
 _OTHER = """

@@ -45,12 +45,12 @@ def register(name: str) -> Callable[[Manager], Manager]:
 
 
 def create(name: str, session: Session | ZMQServerInfo, config: Mapping[str, Any]) -> StorageManager:
-    """Create the manager of this backend.
+    """Create the manager of this backend. ``config``: its section, or what ``storage_settings`` made of it.
 
     Raises:
         UnknownBackendError: no backend has this name.
     """
-    return resolve(name)(session, config)
+    return resolve(name)(session, storage_settings(config) if "zmq_info" in config else config)
 
 
 class StorageManagerFactory:
