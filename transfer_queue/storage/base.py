@@ -85,10 +85,7 @@ class StorageManager(ABC):
 
         A backend that can't keep uncommitted writes separate stores them at once.
         """
-        from transfer_queue.metadata import BatchMeta
-
-        metadata = BatchMeta(list(indexes), [partition] * len(indexes))
-        await self.put_data(columns, metadata.add_fields(columns, set_all_ready=False))
+        await self.put_data(columns, _metadata_of(indexes, columns, partition))
 
     async def notify_data_update(
         self,
@@ -167,7 +164,7 @@ class StorageManager(ABC):
 
         placed = {name: [(slice(0, len(indexes)), column)] for name, column in columns.items()}
         data = batches.unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
-        await self.write(self.session.number(), indexes, data)
+        await self.put_data(data, _metadata_of(indexes, data))
 
     async def stats(self) -> Sequence[msgspec.Struct]:
         """Return statistics of each process that holds values, or none if there are no such processes."""
@@ -176,3 +173,10 @@ class StorageManager(ABC):
     async def close(self) -> None:
         """Release what the manager opened; stored values stay."""
         return
+
+
+def _metadata_of(indexes: Sequence[int], data: TensorDict, partition: str = "") -> HasRows:
+    """Whole metadata, because a backend written elsewhere may read any of it."""
+    from transfer_queue.metadata import BatchMeta
+
+    return BatchMeta(list(indexes), [partition] * len(indexes)).add_fields(data, set_all_ready=False)
