@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,3 +157,17 @@ def missing(backend: str) -> str:
     except ImportError as error:
         return f"{NEEDS[backend]} can't be imported: {error}"
     return ""
+
+
+@contextmanager
+def prepared(backend: str) -> Iterator[None]:
+    """A Ray cluster of the test's own, so that one of others on this machine is left alone."""
+    if backend != "RayStore":
+        yield
+        return
+    ray = import_module("ray")
+    ray.init(address="local", num_cpus=2, log_to_driver=False, include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()

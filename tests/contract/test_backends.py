@@ -19,7 +19,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from tests.contract.backend_kit import BACKENDS, RUNNING, missing
+from tests.contract.backend_kit import BACKENDS, RUNNING, missing, prepared
 from tests.integration.noticing import until
 from tests.own_processes import SLOW, own_processes
 from transfer_queue.storage import StorageManagerFactory
@@ -35,11 +35,12 @@ def queue(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if reason := missing(request.param):
         pytest.skip(reason)
     directory, before = tmp_path_factory.mktemp("values"), len(own_processes())
-    conf = tq.init(BACKENDS[request.param](directory))
-    conf.directory = str(directory)
-    yield conf
-    assert (["FilesByKey"] if request.param == "FilesByKey" else []) == RUNNING
-    tq.close()
+    with prepared(request.param):
+        conf = tq.init(BACKENDS[request.param](directory))
+        conf.directory = str(directory)
+        yield conf
+        assert (["FilesByKey"] if request.param == "FilesByKey" else []) == RUNNING
+        tq.close()
     assert RUNNING == []
     assert len(own_processes()) == before
     assert not [path for path in directory.rglob("*") if path.is_file()]
