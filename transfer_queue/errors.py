@@ -68,6 +68,10 @@ class QueueUnreachableError(TransferQueueError, ConnectionError, TimeoutError, R
     """The controller or a storage unit doesn't answer: wrong address, or it has ended."""
 
 
+class UnitLostError(QueueUnreachableError):
+    """A storage unit has ended, and the values that it held are lost."""
+
+
 class CheckpointError(TransferQueueError, ValueError, RuntimeError):
     """A checkpoint could not be written, or the one found can't be restored here."""
 

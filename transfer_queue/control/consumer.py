@@ -114,6 +114,14 @@ class Consumer:
         for name in self._undrawn_with.keys() & news.keys():
             self._undrawn_with[name] += int(np.count_nonzero(self.given[news[name]] == 0))
 
+    def lost(self, lost: Mapping[str, Rows]) -> None:
+        """``lost``: by field, the rows that don't have it any more."""
+        for fields, ready in self._ready.items():
+            for name in lost.keys() & set(fields):
+                ready.discard(lost[name])
+        for name in self._undrawn_with.keys() & lost.keys():
+            self._undrawn_with[name] -= int(np.count_nonzero(self.given[lost[name]] == 0))
+
     # ---- what was given ----
 
     def give(self, rows: Rows, number: int) -> int:

@@ -51,6 +51,7 @@ class Partition:
         self.serial = next(_serials)  # of this object; a restored partition keeps the saved incarnation
         self._restored = restored
         self._num_forgotten = 0
+        self._lost: dict[str, Indexes] = {}
         self._allocator = allocator
 
     @property
@@ -133,6 +134,27 @@ class Partition:
         for consumer in self.consumers.values():
             consumer.published(rows, news)
         return rows
+
+    def lose_unit(self, unit: int) -> bool:
+        """The values in this storage unit are gone. Returns whether samples have lost some."""
+        state = self.table.column("state")
+        lost = {name: rows[state[rows] == RowState.LIVE] for name, rows in self.schema.lose_unit(unit).items()}
+        for consumer in self.consumers.values():
+            consumer.lost(lost)
+        for name, rows in lost.items():
+            before = self._lost.get(name, np.empty(0, dtype=np.int64))
+            self._lost[name] = np.union1d(before, self.table.column("index")[rows])
+        return bool(lost)
+
+    def lost(self) -> dict[str, Indexes]:
+        """By field, the samples that lost it with a storage unit, and that nobody has put again."""
+        for name, indexes in list(self._lost.items()):
+            rows, found = self.table.find(indexes)
+            still = found & ~self.schema.has(name)[rows] if len(indexes) else found
+            self._lost[name] = indexes[still]
+            if not still.any():
+                del self._lost[name]
+        return dict(self._lost)
 
     def _check_published(self, rows: Rows) -> None:
         state = self.table.column("state")[rows]

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control import checkpoints, lifecycle, queries, writing
+from transfer_queue.control import checkpoints, lifecycle, queries, units, writing
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import Parked, PlaneConfig, PlaneState, To, reply_or_error
@@ -56,6 +56,8 @@ class ControlPlane:
             p.ForgetTask: lambda client, request, now: lifecycle.forget_task(state, request),
             p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
+            p.JoinUnit: lambda client, request, now: units.join(state, client, request),
+            p.ListUnits: lambda client, request, now: units.list_units(state, client, request, now),
             p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
             p.ReadFrozen: lambda client, request, now: checkpoints.read_frozen(state, client, request),
             p.Thaw: lambda client, request, now: checkpoints.thaw(state, client, request),
@@ -133,6 +135,7 @@ class ControlPlane:
             self._remove(parked)
         for record in state.calls.end(client):
             record.undo()
+        units.lose(state, client)
         for grace_end in state.producers.gone(client, died, now):
             heapq.heappush(self._grace_ends, grace_end)
 
@@ -184,6 +187,7 @@ class ControlPlane:
         if not state.waiters:
             state.dirty.clear()
             return replies
+        replies.extend(To(*answer) for answer in units.take_watchers(state))
         replies.extend(checkpoints.admit_freezes(state, now))
         replies.extend(writing.admit_rewriters(state, now))
         replies.extend(writing.admit_writers(state))
@@ -198,6 +202,8 @@ class ControlPlane:
             return checkpoints.take(self.state, parked.client, request, now)
         if parked.queue == checkpoints.REWRITERS:
             return checkpoints.kept_waiting(request, now - parked.since)
+        if parked.queue == units.WATCHERS:
+            return units.listing(self.state, request)
         if parked.queue == writing.WRITERS:
             return writing.full(self.state, request, now - parked.since)
         may_draw = self.state.waiters.is_first(parked.queue, request.task, parked.rank)

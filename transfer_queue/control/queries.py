@@ -16,6 +16,7 @@ from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
+from transfer_queue.control.units import WATCHERS
 from transfer_queue.control.writing import WRITERS, Reservation
 from transfer_queue.errors import TransferQueueError
 
@@ -130,7 +131,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
             "client": parked.client, "waited_s": now - parked.since, "writer": parked.queue in (WRITERS, REWRITERS),
             **_wanting(state, parked.request, now),
         }
-        for parked in state.waiters.all()
+        for parked in state.waiters.all() if parked.queue != WATCHERS
     ]  # fmt: skip
     partitions = {}
     for name, partition in state.partitions.items():
@@ -138,7 +139,14 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
         partitions[name] = {**_partition_stats(partition), "abandoned": abandoned}
     return p.Done(
         request.id,
-        {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity, "clients": _clients(state)},
+        {
+            "partitions": partitions,
+            "waiting": waiting,
+            "capacity": state.config.capacity,
+            "clients": _clients(state),
+            "units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
+            "lost_units": list(state.units.lost.values()),
+        },
     )
 
 
@@ -191,4 +199,5 @@ def _partition_stats(partition: Partition) -> dict[str, Any]:
         "samples": partition.num_live, "published": partition.num_published, "held": partition.num_reserved,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
         "fields": partition.schema.names, "tasks": tasks,
+        "lost": {name: len(indexes) for name, indexes in partition.lost().items()},
     }  # fmt: skip

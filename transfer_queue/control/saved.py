@@ -71,7 +71,10 @@ class SavedConsumer(msgspec.Struct):
 
 
 class SavedField(msgspec.Struct):
-    """``has`` bool per row; ``shapes`` int32 [rows, ndim] if rows differ. ``written`` False: only expected."""
+    """``has`` bool per row; ``shapes`` int32 [rows, ndim] if rows differ. ``written`` False: only expected.
+
+    ``units`` int32 per row: where the values lay in the queue that saved this; None: all in unit 0.
+    """
 
     name: str
     written: bool
@@ -83,6 +86,7 @@ class SavedField(msgspec.Struct):
     ndim: int | None = None
     mixed: bool = False
     shapes: bytes | None = None
+    units: bytes | None = None
 
 
 class SavedPartition(msgspec.Struct):
@@ -274,7 +278,8 @@ def _cut_field(whole: SavedField, start: int, stop: int) -> SavedField:
     if shapes is not None:
         width = 4 * (whole.ndim or 0)
         shapes = shapes[width * start : width * stop]
-    return _replace(whole, has=whole.has[start:stop], shapes=shapes)
+    units = None if whole.units is None else whole.units[4 * start : 4 * stop]
+    return _replace(whole, has=whole.has[start:stop], shapes=shapes, units=units)
 
 
 def _cut_consumer(whole: SavedConsumer, at: int) -> SavedConsumer:
@@ -320,7 +325,10 @@ def _join(sections: list[SavedPartition]) -> SavedPartition:
 
 def _join_field(sections: list[SavedField]) -> SavedField:
     shapes = None if sections[0].shapes is None else b"".join(section.shapes or b"" for section in sections)
-    return _replace(sections[0], has=b"".join(section.has for section in sections), shapes=shapes)
+    units = None
+    if any(section.units is not None for section in sections):
+        units = b"".join(section.units or bytes(4 * len(section.has)) for section in sections)
+    return _replace(sections[0], has=b"".join(section.has for section in sections), shapes=shapes, units=units)
 
 
 def _join_consumer(sections: list[SavedConsumer]) -> SavedConsumer:

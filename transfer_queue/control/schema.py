@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transfer_queue.control.rows import Rows, RowTable, all_of, ascending
 from transfer_queue.control.saved import SavedField
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
-from transfer_queue.protocol import FieldSpec
+from transfer_queue.protocol import FieldSpec, UnitRuns
 
 _MAX_SIZE = 2**31 - 1
 
@@ -82,6 +82,18 @@ class Schema:
         """Written fields that every one of the rows has."""
         return [name for name in self.written() if all_of(self.has(name)[rows])]
 
+    def lose_unit(self, unit: int) -> dict[str, Rows]:
+        """The values in this storage unit are gone. Returns, by field, the rows that don't have it any more."""
+        lost = {}
+        for name in self.written():
+            if self._table.has_column(_unit(name)):
+                has, units = self._table.column(_has(name)), self._table.column(_unit(name))
+                rows = (has & (units == unit)).nonzero()[0]
+                if len(rows):
+                    has[rows], units[rows] = False, 0
+                    lost[name] = rows
+        return lost
+
     def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
         """Raises SchemaConflictError if a dtype differs from the field's existing one.
 
@@ -94,8 +106,12 @@ class Schema:
                     f"field {name!r} of partition {partition!r} holds {_kind(known.dtype)}, this put brings "
                     f"{_kind(spec.dtype)}. Convert it before the put, or use another field name."
                 )
-            if num_rows is not None and not spec.is_non_tensor:
+            if num_rows is None:
+                continue
+            if not spec.is_non_tensor:
                 _check_shapes(spec, num_rows, name)
+            if spec.units is not None and sum(count for _, count in spec.units) != num_rows:
+                raise InvalidRequestError(f"field {name!r} says of other than {num_rows} rows where their values lie.")
 
     def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> dict[str, Rows]:
         """Record that the rows have these fields now. Returns, by field, the rows that did not, each once. Call
@@ -107,6 +123,7 @@ class Schema:
             has = self._table.column(_has(name))
             news[name] = ascending(rows[~has[rows]])
             has[rows] = True
+            self._place(name, rows, spec.units)
             known = self._fields[name]
             if known is None:
                 known = self._fields[name] = _Field(spec.dtype, spec.shape, spec.is_nested, spec.is_non_tensor)
@@ -118,6 +135,14 @@ class Schema:
             if known.ndim is not None:
                 self._table.column(_shapes(name))[rows] = shapes
         return news
+
+    def _place(self, name: str, rows: Rows, units: UnitRuns | None) -> None:
+        """Record where the values lie. There is no column before some lie in another unit than 0."""
+        if units is None and not self._table.has_column(_unit(name)):
+            return
+        if not self._table.has_column(_unit(name)):
+            self._table.add_column(_unit(name), np.int32)
+        self._table.column(_unit(name))[rows] = 0 if units is None else _by_row(units)
 
     def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
         """Store a shape per row from now on, unless ranks differ, too."""
@@ -144,9 +169,10 @@ class Schema:
         if field is None:
             return SavedField(name, False, has)
         shapes = None if field.ndim is None else self._table.column(_shapes(name))[rows].astype("<i4").tobytes()
+        units = self._table.column(_unit(name))[rows].astype("<i4") if self._table.has_column(_unit(name)) else None
         return SavedField(
             name, True, has, field.dtype, field.shape, field.is_nested, field.is_non_tensor, field.ndim, field.mixed,
-            shapes,
+            shapes, None if units is None or not units.any() else units.tobytes(),
         )  # fmt: skip
 
     def frozen(self, table: RowTable) -> Schema:
@@ -172,6 +198,11 @@ class Schema:
                     self._table.add_column(_shapes(saved.name), np.int32, width=saved.ndim)
                 self._table.column(_shapes(saved.name))[start:] = shapes
 
+            if saved.units is not None:
+                if not self._table.has_column(_unit(saved.name)):
+                    self._table.add_column(_unit(saved.name), np.int32)
+                self._table.column(_unit(saved.name))[start:] = np.frombuffer(saved.units, dtype="<i4")
+
     def spec(self, name: str, rows: Rows) -> FieldSpec:
         """Describe the field for these rows; a field without values is a placeholder."""
         field = self._fields.get(name)
@@ -180,7 +211,8 @@ class Schema:
         shapes = None
         if field.ndim is not None:
             shapes = np.ascontiguousarray(self._table.column(_shapes(name))[rows], dtype="<i4").tobytes()
-        return FieldSpec(field.dtype, field.shape, field.is_nested, field.is_non_tensor, shapes)
+        units = _runs(self._table.column(_unit(name))[rows]) if self._table.has_column(_unit(name)) else None
+        return FieldSpec(field.dtype, field.shape, field.is_nested, field.is_non_tensor, shapes, units)
 
 
 def _has(name: str) -> str:
@@ -189,6 +221,24 @@ def _has(name: str) -> str:
 
 def _shapes(name: str) -> str:
     return f"shapes:{name}"
+
+
+def _unit(name: str) -> str:
+    return f"unit:{name}"
+
+
+def _by_row(units: UnitRuns) -> npt.NDArray[np.int32]:
+    numbers, counts = zip(*units, strict=True) if units else ((), ())
+    return np.repeat(np.array(numbers, dtype=np.int32), counts)
+
+
+def _runs(units: npt.NDArray[np.int32]) -> UnitRuns | None:
+    """None: all of them are 0."""
+    if not units.any():
+        return None
+    starts = np.flatnonzero(np.diff(units, prepend=-1))
+    counts = np.diff(starts, append=len(units))
+    return list(zip(units[starts].tolist(), counts.tolist(), strict=True))
 
 
 def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:

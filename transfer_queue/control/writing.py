@@ -299,6 +299,7 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
 def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
     """Make fields visible: all of them, or none and an error."""
     partition = state.get(request.partition)
+    state.units.check(request.fields.values())
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, now)
     state.producers.published(client, request.fields)

@@ -17,7 +17,7 @@ from transfer_queue.errors import InvalidRequestError, ProtocolError, Unsupporte
 from transfer_queue.protocol.replies import AnyReply
 from transfer_queue.protocol.requests import AnyRequest, Call, Fetch, Hello, Publish, Put, RegisterTask, SetTags
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Client and server must have the same one."""
 MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""

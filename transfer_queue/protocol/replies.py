@@ -134,6 +134,23 @@ class KeyList(Reply, frozen=True):
     last: str | None = None
 
 
+class UnitInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A storage unit: see JoinUnit."""
+
+    number: int
+    name: str
+    host: str
+    addresses: list[str]
+    capacity_nbytes: int | None = None
+
+
+class Units(Reply, frozen=True):
+    """The storage units that are there. ``version`` counts the changes."""
+
+    version: int
+    units: list[UnitInfo]
+
+
 class Frozen(Reply, frozen=True):
     """A part of the queue's state. There are ``num_parts`` of them, the first one is number 0."""
 
@@ -143,5 +160,5 @@ class Frozen(Reply, frozen=True):
 
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | Frozen
+    | Units | Frozen
 )  # fmt: skip

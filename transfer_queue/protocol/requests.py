@@ -22,14 +22,23 @@ LONGEST_WAIT_S = 1e9
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]
 
 
+UnitNumber = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+UnitRuns = list[tuple[UnitNumber, Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]]]
+"""Where the values of consecutive rows lie: (number of the storage unit, number of rows)."""
+
+
 class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What the controller knows of one field of some rows. ``row_shapes`` is [rows, ndim], only where rows differ."""
+    """What the controller knows of one field of some rows. ``row_shapes`` is [rows, ndim], only where rows differ.
+
+    ``units`` None: all values lie in unit 0, which shares the controller's process.
+    """
 
     dtype: str | None
     shape: tuple[int, ...] | None
     is_nested: bool = False
     is_non_tensor: bool = False
     row_shapes: bytes | None = None
+    units: UnitRuns | None = None
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -318,6 +327,28 @@ class EvictClient(Request, frozen=True):
     client: str
 
 
+class JoinUnit(Request, frozen=True):
+    """A storage unit is here. Done says its number. It is a unit of the queue until its session ends.
+
+    ``host``: the same for all processes of one host. ``addresses``: where it listens, at best one for its own host and
+    one for others. ``capacity_nbytes``: of its values.
+    """
+
+    name: str
+    host: str
+    addresses: list[str]
+    capacity_nbytes: Position | None = None
+
+
+class ListUnits(Request, frozen=True):
+    """The storage units of the queue. ``known``: the version that the client has. It gets the next one, when there is
+    one; until then the request is parked up to ``wait_s`` seconds.
+    """
+
+    known: Position | None = None
+    wait_s: Seconds = 0.0
+
+
 class Freeze(Request, frozen=True):
     """The state of the whole queue at one moment, to be saved with the values that belong to it.
 
@@ -380,7 +411,7 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
-    | EvictClient | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
+    | EvictClient | JoinUnit | ListUnits | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
