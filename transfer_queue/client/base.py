@@ -67,9 +67,15 @@ class ClientBase:
 
     @property
     def front(self) -> SharedMemoryManager | None:
-        """The storage, where it shares the controller's process: a put or a get is one message then."""
+        """The storage, where a unit shares the controller's process: a put there or a get is one message then."""
         storage = self.storage_manager
         return storage if isinstance(storage, SharedMemoryManager) and storage.is_in_front else None
+
+    async def has_more_units(self, storage: SharedMemoryManager) -> bool:
+        """Whether values may lie elsewhere than in the controller's process. Units join queues that listen alone."""
+        if storage.is_in_front and (await self.session.config())["listen"] is None:
+            return False
+        return await storage.others() or not storage.is_in_front
 
     async def async_get_config(self) -> dict[str, Any]:
         """The running queue's configuration."""

@@ -9,13 +9,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, to_meta
 from transfer_queue.config import fetch_wait_s
-from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
+from transfer_queue.errors import (
+    BatchTimeoutError,
+    EndOfPartitionError,
+    InvalidRequestError,
+    SampleClearedError,
+    StorageKeyNotFoundError,
+    UnknownPartitionError,
+)
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
@@ -26,9 +35,16 @@ class FetchedBatch:
     """A batch, and the values that came with it. They stay where they are until they are taken, or it is closed."""
 
     def __init__(
-        self, meta: BatchMeta, call: int, front: SharedMemoryManager | None, frames: Sequence[memoryview]
+        self,
+        meta: BatchMeta,
+        call: int,
+        front: SharedMemoryManager | None,
+        frames: Sequence[memoryview],
+        units: Mapping[str, p.UnitRuns | None],
     ) -> None:
+        """``units``: by field, where the values lie."""
         self.meta = meta
+        self.units = units
         self._call = call
         self._front = front if frames else None
         self._frames = frames
@@ -136,7 +152,10 @@ class Gets(ClientBase):
         fetch = msgspec.structs.replace(fetch, id=self.session.number())
         try:
             reply, frames = await self._fetched(fetch)
-            return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), reply.id, front, frames)
+            if isinstance(reply, p.NotReady):
+                return reply
+            units = {name: spec.units for name, spec in reply.fields.items()}
+            return FetchedBatch(to_meta(reply), reply.id, front, frames, units)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
                 await front.release(fetch.id)
@@ -159,7 +178,10 @@ class Gets(ClientBase):
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
             )
         data = await batch.values()
-        return await self.async_get_data(batch.meta) if data is None else data
+        if data is not None:
+            return data
+        meta = batch.meta
+        return await self.storage_manager.get_data(RowsOf(meta.global_indexes, meta.field_names, batch.units))
 
     async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
@@ -170,7 +192,32 @@ class Gets(ClientBase):
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         await self.session.config()
-        return await self.storage_manager.get_data(metadata)
+        storage = self.storage_manager
+        if not isinstance(storage, SharedMemoryManager) or not await self.has_more_units(storage):
+            return await storage.get_data(metadata)
+        names = metadata.field_names
+        return await storage.get_data(RowsOf(metadata.global_indexes, names, await self._places(metadata, names)))
+
+    async def _places(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, p.UnitRuns | None]:
+        """By field, where the values lie now."""
+        units = {name: np.zeros(meta.size, dtype=np.int32) for name in names}
+        partitions = np.array(meta.partition_ids, dtype=object)
+        for partition in dict.fromkeys(meta.partition_ids):
+            at = np.flatnonzero(partitions == partition)
+            own = p.pack_indexes([meta.global_indexes[row] for row in at])
+            try:
+                described = await self.session.ask(p.Describe, p.Batch, partition, list(names), own)
+            except (SampleClearedError, UnknownPartitionError) as error:
+                raise StorageKeyNotFoundError(str(error)) from None
+            if not np.frombuffer(described.status, dtype=np.int8).all():
+                raise StorageKeyNotFoundError(
+                    f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
+                    f"yet, or were lost with a storage unit. Fetch again."
+                )
+            for name, spec in described.fields.items():
+                if spec.units is not None:
+                    units[name][at] = p.by_row(spec.units)
+        return {name: p.runs_of(own) for name, own in units.items()}
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.annotations import copy_tags
 from transfer_queue.client.base import ClientBase, check_tags, to_specs
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import InvalidRequestError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.columns import parsed_rows
@@ -21,6 +23,7 @@ from transfer_queue.transport.session import Session
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]
+_TRIES = 3
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
 
 
@@ -44,15 +47,17 @@ class WriteTransaction:
         self._num_rows = num_rows
         self._tags = {row: dict(own) for row, own in tags.items() if own}
 
-    async def through(self, front: SharedMemoryManager) -> p.Reply:
-        """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
-        or for keys what their samples have now."""
-        begin, columns, frames, lease = self._begin, b"", list[Any](), 0
+    async def through(self, front: SharedMemoryManager, wait_s: float) -> p.Reply:
+        """All in one message, where controller and storage share a process. It waits up to ``wait_s`` for room.
+
+        Returns the answer to ``begin``, or for keys what their samples have now.
+        """
+        begin, columns, frames, lease = msgspec.structs.replace(self._begin, wait_s=wait_s), b"", list[Any](), 0
         try:
             if self._columns is not None:
                 lease = self._session.number()
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-                columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced)
+                columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced, wait_s)
             put = p.Put(begin.id, begin, self._tags, columns)
             return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames))[0]
         except BaseException:
@@ -65,19 +70,23 @@ class WriteTransaction:
         session, begin = self._session, self._begin
         indexes: list[int] = []
         publish: p.Publish | None = None
+        units: p.UnitRuns | None = None
+        stored = False
         try:
             answer = await session.send(begin, p.Reply, begin.wait_s, keep=True)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._columns is not None:
-                await storage.write(begin.id, indexes, self._columns)
-            publish = self._publication(packed, indexes)
+                units = await storage.write(begin.id, indexes, self._columns)
+                stored = True
+            publish = self._publication(packed, indexes, units)
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None:
-                await storage.commit(begin.id, indexes)
-        except BaseException:
-            if publish is None:  # else it may be published: the controller knows, and has the write ended accordingly
-                await storage.abort(begin.id, indexes)
+                await storage.commit(begin.id, units)
+        except BaseException as error:
+            # Otherwise it may be published: the controller knows, and has the write ended accordingly.
+            if stored and (publish is None or isinstance(error, UnitLostError)):
+                await storage.abort(begin.id, units)
             await session.cancel(begin.id)
             raise
         if isinstance(begin, p.Reserve):
@@ -86,12 +95,14 @@ class WriteTransaction:
             await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else answer
 
-    def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:
-        begin = self._begin
+    def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
+        begin, fields = self._begin, self._begin.fields
+        if units is not None:
+            fields = {name: msgspec.structs.replace(spec, units=units) for name, spec in fields.items()}
         tags = {indexes[row]: own for row, own in self._tags.items()}
         by_key = isinstance(begin, p.ResolveKeys)
         number = self._session.number()
-        return p.Publish(number, begin.partition, packed, begin.fields, tags, by_key, begin.id, uncommitted=True)
+        return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True)
 
 
 class Puts(ClientBase):
@@ -99,11 +110,23 @@ class Puts(ClientBase):
 
     async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
         """Carry out one write; ``begin.fields`` describes ``rows``."""
-        storage, front = self.storage_manager, self.front
+        storage = self.storage_manager
         columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
-        transaction = WriteTransaction(self.session, begin, columns, count, tags)
-        return await (transaction.in_steps(storage) if front is None else transaction.through(front))
+        front = self.front
+        if front is not None and await front.writes_in_front():
+            transaction = WriteTransaction(self.session, begin, columns, count, tags)
+            if not await self.has_more_units(front):
+                return await transaction.through(front, begin.wait_s)
+            with contextlib.suppress(StorageFullError):
+                return await transaction.through(front, 0.0)
+            begin = msgspec.structs.replace(begin, id=self.session.number())
+        for _ in range(_TRIES):
+            try:
+                return await WriteTransaction(self.session, begin, columns, count, tags).in_steps(storage)
+            except UnitLostError:  # it ended between the write and its publish
+                begin = msgspec.structs.replace(begin, id=self.session.number())
+        return await WriteTransaction(self.session, begin, columns, count, tags).in_steps(storage)
 
     async def async_put(
         self,

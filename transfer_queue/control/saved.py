@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows, RowState
+from transfer_queue.control.rows import Rows, RowState, positions_in
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
 
@@ -174,6 +174,31 @@ def rows_with(saved: SavedPartition) -> tuple[Indexes, dict[str, Rows]]:
     live = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
     has = {each.name: np.frombuffer(each.has, dtype=np.bool_)[live].nonzero()[0] for each in saved.fields}
     return unpack_indexes(saved.index)[live], {name: rows for name, rows in has.items() if len(rows)}
+
+
+def places_of(saved: SavedPartition) -> dict[str, npt.NDArray[np.int32]]:
+    """By field, the storage unit of each sample, where some lay in another unit than 0."""
+    live = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
+    return {each.name: np.frombuffer(each.units, dtype="<i4")[live] for each in saved.fields if each.units is not None}
+
+
+StoredRows = tuple[str, Indexes, npt.NDArray[np.int32]]
+"""A field, some samples of it, and the storage unit of each."""
+
+
+def _place(saved: SavedQueue, stored: Iterable[StoredRows]) -> None:
+    """Replace what the state says of where values lie: those of a checkpoint lie where they were stored now."""
+    by_field: dict[str, list[StoredRows]] = {}
+    for each in stored:
+        by_field.setdefault(each[0], []).append(each)
+    for partition in saved.partitions:
+        own = unpack_indexes(partition.index)
+        for field in partition.fields:
+            units = np.zeros(len(own), dtype="<i4")
+            for _, indexes, where in by_field.get(field.name, ()):
+                at, found = positions_in(own, indexes)
+                units[at[found]] = where[found]
+            field.units = units.tobytes() if units.any() else None
 
 
 # ---- slices ----
@@ -347,9 +372,8 @@ def joined(parts: list[bytes]) -> bytes:
     return parts[0] if len(parts) == 1 else msgspec.msgpack.encode(merge(map(decode, parts)))
 
 
-def encoded_parts(data: bytes) -> list[bytes]:
-    """The slices of an encoded queue, each encoded. What is small, or can't be read, stays as it is."""
-    if len(data) <= ROWS:  # a row takes more than a byte
-        return [data]
-    parts = [msgspec.msgpack.encode(each) for each in split(decode(data))]
-    return parts if len(parts) > 1 else [data]
+def encoded_parts(data: bytes, stored: Iterable[StoredRows]) -> list[bytes]:
+    """The slices of an encoded queue, each encoded. ``stored``: where its values lie now, if not in unit 0."""
+    saved = decode(data)
+    _place(saved, stored)
+    return [msgspec.msgpack.encode(each) for each in split(saved)]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transfer_queue.control.rows import Rows, RowTable, all_of, ascending
 from transfer_queue.control.saved import SavedField
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
-from transfer_queue.protocol import FieldSpec, UnitRuns
+from transfer_queue.protocol import FieldSpec, UnitRuns, by_row, runs_of
 
 _MAX_SIZE = 2**31 - 1
 
@@ -142,7 +142,7 @@ class Schema:
             return
         if not self._table.has_column(_unit(name)):
             self._table.add_column(_unit(name), np.int32)
-        self._table.column(_unit(name))[rows] = 0 if units is None else _by_row(units)
+        self._table.column(_unit(name))[rows] = 0 if units is None else by_row(units)
 
     def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
         """Store a shape per row from now on, unless ranks differ, too."""
@@ -211,7 +211,7 @@ class Schema:
         shapes = None
         if field.ndim is not None:
             shapes = np.ascontiguousarray(self._table.column(_shapes(name))[rows], dtype="<i4").tobytes()
-        units = _runs(self._table.column(_unit(name))[rows]) if self._table.has_column(_unit(name)) else None
+        units = runs_of(self._table.column(_unit(name))[rows]) if self._table.has_column(_unit(name)) else None
         return FieldSpec(field.dtype, field.shape, field.is_nested, field.is_non_tensor, shapes, units)
 
 
@@ -225,20 +225,6 @@ def _shapes(name: str) -> str:
 
 def _unit(name: str) -> str:
     return f"unit:{name}"
-
-
-def _by_row(units: UnitRuns) -> npt.NDArray[np.int32]:
-    numbers, counts = zip(*units, strict=True) if units else ((), ())
-    return np.repeat(np.array(numbers, dtype=np.int32), counts)
-
-
-def _runs(units: npt.NDArray[np.int32]) -> UnitRuns | None:
-    """None: all of them are 0."""
-    if not units.any():
-        return None
-    starts = np.flatnonzero(np.diff(units, prepend=-1))
-    counts = np.diff(starts, append=len(units))
-    return list(zip(units[starts].tolist(), counts.tolist(), strict=True))
 
 
 def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:

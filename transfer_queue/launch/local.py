@@ -83,12 +83,16 @@ class LocalQueue:
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
             )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
+        orders = [{"address": self.address, "controller": True, "unit": None, "join": None, "listen": config.listen}]
         if together:
-            orders = [{"address": self.address, "controller": True, "unit": next(iter(units)), "listen": config.listen}]
+            orders[0]["unit"] = next(iter(units))
         else:
-            orders = [{"address": address, "controller": False, "unit": name} for name, address in units.items()]
-            if sampler is not None:
-                orders.append({"address": self.address, "controller": True, "unit": None})
+            orders += [
+                {"address": address, "controller": False, "unit": name, "join": self.address, "listen": None}
+                for name, address in units.items()
+            ]
+        if sampler is None:
+            del orders[0]
         processes = [self._spawn() for _ in orders]
         pids = {own["address"]: process.pid for own, process in zip(orders, processes, strict=True)}
         infos = {
@@ -104,14 +108,17 @@ class LocalQueue:
                 raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
             common["key_file"] = self._keys(config.key_file)
             conf.key_file = common["key_file"]
-        for process, own in zip(processes, orders, strict=True):
-            _send_orders(process, {**common, **own})
         if sampler is None:
-            self._serve_in_thread({**common, "controller": True, "unit": None}, as_sampler(conf.controller.sampler))
-        for process in processes:
-            answer = _await_ready(process)
-            if answer.get("listening"):
-                conf.listen = answer["listening"]
+            own = {**common, "controller": True, "unit": None, "join": None}
+            self._serve_in_thread(own, as_sampler(conf.controller.sampler))
+        first = 0 if sampler is None else 1  # units join at the controller, which has to be there
+        for process, own in zip(processes[:first], orders, strict=False):
+            _send_orders(process, {**common, **own})
+            conf.listen = _await_ready(process).get("listening") or conf.listen
+        for process, own in zip(processes[first:], orders[first:], strict=True):
+            _send_orders(process, {**common, **own})
+        for process in processes[first:]:
+            _await_ready(process)
         return conf
 
     def _keys(self, file: str | None) -> str:
@@ -132,7 +139,7 @@ class LocalQueue:
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
             "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
             "inline_nbytes": self._inline_nbytes, "capacity_bytes": capacity_bytes,
-            "listen": None, "key_file": None,
+            "key_file": None,
         }  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:
@@ -212,8 +219,8 @@ def _end(
             server.stop()
             thread.join(_STOP_TIMEOUT_S)
     own_controller.clear()
-    # The controller was started last and ends first, because it still reports ended clients to the units.
-    for together in (processes[-1:], processes[:-1]):
+    # The controller was started first and ends first, because it still reports ended clients to the units.
+    for together in (processes[:1], processes[1:]):
         for process in together:
             process.terminate()
         for process in together:

@@ -15,7 +15,17 @@ import numpy.typing as npt
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.protocol.replies import AnyReply
-from transfer_queue.protocol.requests import AnyRequest, Call, Fetch, Hello, Publish, Put, RegisterTask, SetTags
+from transfer_queue.protocol.requests import (
+    AnyRequest,
+    Call,
+    Fetch,
+    Hello,
+    Publish,
+    Put,
+    RegisterTask,
+    SetTags,
+    UnitRuns,
+)
 
 PROTOCOL_VERSION = 3
 """Client and server must have the same one."""
@@ -47,6 +57,21 @@ def unpack_indexes(data: bytes) -> Indexes:
     if len(data) % 8:
         raise ProtocolError(f"indexes are 8 bytes each, got {len(data)} bytes.")
     return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
+
+
+def by_row(units: UnitRuns) -> npt.NDArray[np.int32]:
+    """The storage unit of each row."""
+    numbers, counts = zip(*units, strict=True) if units else ((), ())
+    return np.repeat(np.array(numbers, dtype=np.int32), counts)
+
+
+def runs_of(units: npt.NDArray[np.int32]) -> UnitRuns | None:
+    """The inverse of ``by_row``; None: all rows are in unit 0."""
+    if not units.any():
+        return None
+    starts = np.flatnonzero(np.diff(units, prepend=-1))
+    counts = np.diff(starts, append=len(units))
+    return list(zip(units[starts].tolist(), counts.tolist(), strict=True))
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,8 @@ from transfer_queue.errors import to_wire
 if TYPE_CHECKING:
     from transfer_queue.sampler.base import BaseSampler
     from transfer_queue.server.front import Front
+    from transfer_queue.server.janitor import Janitor
+    from transfer_queue.server.membership import Membership
     from transfer_queue.transport.server import SocketServer
 
 _UNIT_TIMEOUT_S = 30.0
@@ -39,10 +41,13 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     _stop_with(server, orders)
     front, close = make_front(server, orders, orders["sampler"])
     listening = _listen(server, front, orders)
+    member = _join(server, front, listening, orders)
     ready.write(json.dumps({"ready": True, "listening": listening}) + "\n")
     ready.close()
     _collect_rarely()
     server.serve(front)
+    if member is not None:
+        member.leave()
     close()
     # The owner may end at the same moment, and does not tidy up then: the last process does.
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -67,6 +72,30 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
     return remote.address
 
 
+def _join(server: SocketServer, front: Front, listening: str | None, orders: Mapping[str, Any]) -> Membership | None:
+    """Make the unit of this process known: to its own controller, or to that of another process."""
+    if front.unit is None:
+        return None
+    from transfer_queue.server.membership import Membership, advertised
+    from transfer_queue.utils.machine import host_id
+
+    controller = orders["join"] or server.address
+    addresses = [server.address, *([] if listening is None else [advertised(listening, controller)])]
+    name, capacity = front.unit.name, orders["capacity_bytes"]
+    if front.plane is not None:
+        front.plane.state.units.add_own(name, host_id(), addresses, capacity)
+        return None
+    member = Membership(controller, orders["key_file"], name)
+
+    def lost(why: str) -> None:
+        if orders["parent"] is None:  # otherwise its owner ends the queue, and knows
+            print(why, file=sys.stderr, flush=True)
+        server.stop()
+
+    member.join(addresses, capacity, lost)
+    return member
+
+
 def make_front(
     server: SocketServer, orders: Mapping[str, Any], sampler: str | dict[str, Any] | BaseSampler | None
 ) -> tuple[Front, Callable[[], None]]:
@@ -85,28 +114,27 @@ def make_front(
 
     conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
     config = typed(conf)
-    unit = plane = janitor = None
+    unit = None
     if name is not None:
         inline_nbytes = INLINE_NBYTES if most is None else most
         unit = host_unit(name, orders["capacity_bytes"], config.backend.SimpleStorage.arena, server, inline_nbytes)
     if not orders["controller"]:
         return Front(conf, None, unit), _nothing
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
-    if unit is None:
-        janitor = _janitor(conf)
     watchdog = Watchdog(running)
-    front = Front(conf, plane, unit, janitor)
+    front = Front(conf, plane, unit, lambda: _janitor(conf))
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
+    if unit is None:
+        front.start_janitor()
 
     def close() -> None:
         watchdog.close()
-        if janitor is not None:
-            janitor.close()
+        front.close()
 
     return front, close
 
 
-def _janitor(conf: Mapping[str, Any]) -> Any:
+def _janitor(conf: Mapping[str, Any]) -> Janitor:
     from transfer_queue.server.janitor import Janitor
     from transfer_queue.storage.backends import create, section_of, storage_settings
     from transfer_queue.transport.session import Session

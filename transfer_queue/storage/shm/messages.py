@@ -88,6 +88,12 @@ class Commit(Request, frozen=True):
     writes: list[int]
 
 
+class Abort(Request, frozen=True):
+    """These writes of this client were not published, and are dropped. It gets no answer."""
+
+    writes: list[int]
+
+
 class Read(Request, frozen=True):
     """These fields of all these indexes, which may repeat. ``mapped``: the client has mapped the arena."""
 
@@ -165,7 +171,7 @@ class UnitStats(Reply, frozen=True):
     uncommitted_nbytes: int = 0
 
 
-UnitRequest: TypeAlias = Lease | Write | Commit | Read | Delete | Release | EndWrite | EndSession | AskUnitStats
+UnitRequest: TypeAlias = Lease | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskUnitStats
 UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)
 

@@ -24,6 +24,7 @@ from transfer_queue.protocol import Done, Failed, Reply, Request
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.block_store import BlockStore
 from transfer_queue.storage.shm.messages import (
+    Abort,
     AskUnitStats,
     Columns,
     Commit,
@@ -106,6 +107,7 @@ class StorageUnit:
             Lease: self._lease,
             Write: self._write,
             Commit: self._commit,
+            Abort: self._abort,
             Read: self._read,
             Delete: self._delete,
             Release: self._release,
@@ -328,6 +330,12 @@ class StorageUnit:
                 self._store.write(*write)
         self._squeeze()
         return [UnitReply(client, Done(request.id)), *self._admit()]
+
+    def _abort(self, client: str, request: Abort, frames: list[memoryview]) -> list[UnitReply]:
+        for call in request.writes:
+            self._remove(lambda parked, call=call: parked.client == client and parked.call == call)  # type: ignore[misc]
+            self._uncommitted.take(client, call)
+        return self._admit()
 
     def _end_write(self, client: str, request: EndWrite, frames: list[memoryview]) -> list[UnitReply]:
         write = self._uncommitted.take(request.client, request.call)
