@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
@@ -18,8 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import transfer_queue as tq
 from lightning_tq.checks import nearest
-from transfer_queue import TransferQueueClient
 from transfer_queue.errors import ConfigError, NotInitializedError
+
+if TYPE_CHECKING:
+    from transfer_queue import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ADDRESS_VARIABLE = "TQ_ADDRESS"
+KEY_FILE_VARIABLE = "TQ_KEY_FILE"
 _FREE_SECTIONS = ("zmq_info", "MooncakeStore", "Yuanrong", "RayStore")
 _TYPO_CUTOFF = 0.75
 _SHARE_OF_MACHINE = 2
@@ -160,6 +161,11 @@ def environment_number(name: str, default: float) -> float:
 def queue_address() -> str | None:
     """The queue's address in TQ_ADDRESS."""
     return os.environ.get(ADDRESS_VARIABLE) or None
+
+
+def queue_key_file() -> str | None:
+    """The file of the queue's keys in TQ_KEY_FILE."""
+    return os.environ.get(KEY_FILE_VARIABLE) or None
 
 
 def announce_address(address: str | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.client import TransferQueueClient, kv
-from transfer_queue.config import announce_address, merge, queue_address
+from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
 from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
@@ -59,7 +59,7 @@ def _start_or_join(merged: DictConfig) -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     address = merged.address or queue_address()
     if address is not None and address not in _ended:  # else: a queue that this process closed
-        _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file)
+        _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file or queue_key_file())
         return
     queue = LocalQueue(merged)
     _started.add(queue)
@@ -107,9 +107,15 @@ def _with_objects(plain: Mapping[str, Any]) -> Any:
 
 
 def _seen_from_here(conf: Any, joined: ZMQServerInfo) -> Any:
-    """Replace the servers' addresses by the one joined, because another host can't reach their local sockets."""
+    """Replace the servers' addresses by the one joined, because another host can't reach their local sockets.
+
+    A server that has joined the queue itself names the controller's address, which is for all hosts.
+    """
     address = joined.to_addr("request_handle_socket")
-    if not address.startswith("tcp://"):
+    elsewhere = conf.controller.zmq_info.to_addr("request_handle_socket").startswith("tcp://")
+    if not address.startswith("tcp://") or elsewhere:
+        if elsewhere and joined.key_file is not None:
+            conf.key_file = conf.controller.zmq_info.key_file = joined.key_file
         return conf
     conf.address, conf.key_file, conf.controller.zmq_info = address, joined.key_file, joined
     units = conf.backend.SimpleStorage.zmq_info

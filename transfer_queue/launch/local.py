@@ -73,7 +73,7 @@ class LocalQueue:
         """Start one process for all servers, or one for the controller and one for each unit."""
         config = typed(conf)
         storage = config.backend.SimpleStorage
-        sampler = _portable(conf.controller.sampler)
+        sampler = portable(conf.controller.sampler)
         together = _together(config) and sampler is not None
         count = 1 if _together(config) else storage.num_data_storage_units
         memory = storage.memory_bytes()
@@ -101,12 +101,12 @@ class LocalQueue:
         }
         pid = pids.get(self.address, self._owner)
         controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
-        conf = _with_servers(conf, self.address, controller, infos)
+        conf = with_servers(conf, self.address, controller, infos)
         common = self._orders(conf, sampler, capacity)
         if config.listen is not None:
             if not together:
                 raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
-            common["key_file"] = self._keys(config.key_file)
+            common["key_file"] = keys_for(config.key_file, self._directory)
             conf.key_file = common["key_file"]
         if sampler is None:
             own = {**common, "controller": True, "unit": None, "join": None}
@@ -120,15 +120,6 @@ class LocalQueue:
         for process in processes[first:]:
             _await_ready(process)
         return conf
-
-    def _keys(self, file: str | None) -> str:
-        """The file of the queue's keys, created if it does not exist."""
-        path = file or f"{self._directory}/keys"
-        if not os.path.exists(path):
-            from transfer_queue.transport.tcp_wire import write_keys  # it loads ZMQ
-
-            write_keys(path)
-        return path
 
     def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> dict[str, Any]:
         plain = to_plain(conf)
@@ -177,6 +168,16 @@ class LocalQueue:
         """End the servers. Idempotent; does nothing in a fork of the owner."""
         if self.is_owner:
             self._finalizer()
+
+
+def keys_for(file: str | None, directory: str) -> str:
+    """The file of the queue's keys, created if it does not exist."""
+    path = file or f"{directory}/keys"
+    if not os.path.exists(path):
+        from transfer_queue.transport.tcp_wire import write_keys  # it loads ZMQ
+
+        write_keys(path)
+    return path
 
 
 def short_directory(prefix: str) -> str:
@@ -280,7 +281,7 @@ def _together(config: FullConfig) -> bool:
     return config.server_processes == "one"
 
 
-def _portable(sampler: Any) -> str | dict[str, Any] | None:
+def portable(sampler: Any) -> str | dict[str, Any] | None:
     """The sampler in a form that can be sent to another process; None if it must stay in this one."""
     if isinstance(sampler, str):
         return sampler
@@ -297,9 +298,10 @@ def _portable(sampler: Any) -> str | dict[str, Any] | None:
         return None
 
 
-def _with_servers(
+def with_servers(
     conf: DictConfig, address: str, controller: ZMQServerInfo, units: dict[str, ZMQServerInfo]
 ) -> DictConfig:
+    """The configuration of a running queue: with its address and its servers."""
     conf = conf.copy()
     conf.address = address
     conf.controller.zmq_info = controller

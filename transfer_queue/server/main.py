@@ -29,10 +29,13 @@ _UNIT_TIMEOUT_S = 30.0
 _OBJECTS_PER_COLLECTION = 50_000
 
 
-def main(orders: Mapping[str, Any], ready: TextIO) -> None:
-    """Serve what ``orders`` says. Returns when stopped or when the parent process has ended."""
-    # Before any import that starts threads (NumPy's does): one that did not block the signal would take it, and die.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def main(orders: Mapping[str, Any], ready: Callable[[str | None], None]) -> None:
+    """Serve what ``orders`` says. Returns when stopped or when the parent process has ended.
+
+    ``ready`` is called with the address for other hosts, if there is one, once clients can connect.
+    """
+    # Before any import that starts threads (NumPy's does): one that did not block the signals would take them, and die.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals(orders))
     sys.path[:] = orders["sys_path"]
     _allow_many_clients()
     from transfer_queue.transport.server import SocketServer
@@ -42,8 +45,7 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     front, close = make_front(server, orders, orders["sampler"])
     listening = _listen(server, front, orders)
     member = _join(server, front, listening, orders)
-    ready.write(json.dumps({"ready": True, "listening": listening}) + "\n")
-    ready.close()
+    ready(listening)
     _collect_rarely()
     server.serve(front)
     if member is not None:
@@ -166,7 +168,9 @@ def _collect_rarely() -> None:
 def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
     # A handler would run between two bytecodes only: a signal that comes just before the loop waits would be slept
     # over. A thread that waits for the signal itself misses none.
-    threading.Thread(target=_stop_at_sigterm, args=(server,), daemon=True).start()
+    threading.Thread(target=_stop_at_signal, args=(server, _stop_signals(orders)), daemon=True).start()
+    if orders["parent"] is None:
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
     def parent_ended(_: float) -> tuple[()]:
@@ -179,9 +183,20 @@ def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
         parent_ended(0.0)
 
 
-def _stop_at_sigterm(server: SocketServer) -> None:
-    signal.sigwait({signal.SIGTERM})
+def _stop_signals(orders: Mapping[str, Any]) -> set[signal.Signals]:
+    """What ends a server: Ctrl-C does if it has no owner."""
+    return {signal.SIGTERM, signal.SIGINT} if orders["parent"] is None else {signal.SIGTERM}
+
+
+def _stop_at_signal(server: SocketServer, signals: set[signal.Signals]) -> None:
+    signal.sigwait(signals)
     server.stop()
+
+
+def _tell(replies: TextIO, **said: Any) -> None:
+    """The one line that the process which waits for this server reads."""
+    replies.write(json.dumps(said) + "\n")
+    replies.close()
 
 
 if __name__ == "__main__":
@@ -192,11 +207,10 @@ if __name__ == "__main__":
         shutil.rmtree(sys.argv[1], ignore_errors=True)
         sys.exit(1)
     try:
-        main(json.loads(orders), replies)
+        main(json.loads(orders), lambda listening: _tell(replies, ready=True, listening=listening))
     except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
             raise
         code, text = to_wire(error)
-        replies.write(json.dumps({"code": code, "text": text}) + "\n")
-        replies.close()
+        _tell(replies, code=code, text=text)
         sys.exit(1)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from transfer_queue import protocol as p
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import ClosedError, TransferQueueError
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
@@ -41,6 +41,8 @@ class Membership:
             while True:
                 ask = self._session.ask(p.ListUnits, p.Units, known, p.LONGEST_WAIT_S, wait_s=p.LONGEST_WAIT_S)
                 known = run_blocking(ask).version
+        except ClosedError:
+            return  # by ``leave``
         except TransferQueueError as error:
             lost(f"storage unit {self._name} ends, because it lost the queue: {error}")
 
