@@ -111,13 +111,13 @@ def _seen_from_here(conf: Any, joined: ZMQServerInfo) -> Any:
 
     A server that has joined the queue itself names the controller's address, which is for all hosts.
     """
-    address = joined.to_addr("request_handle_socket")
-    elsewhere = conf.controller.zmq_info.to_addr("request_handle_socket").startswith("tcp://")
-    if not address.startswith("tcp://") or elsewhere:
-        if elsewhere and joined.key_file is not None:
-            conf.key_file = conf.controller.zmq_info.key_file = joined.key_file
+    conf.key_file = joined.key_file or conf.key_file
+    address, controller = joined.to_addr("request_handle_socket"), conf.controller.zmq_info
+    if not address.startswith("tcp://") or controller.to_addr("request_handle_socket").startswith("tcp://"):
+        if conf.listen is not None:
+            controller.key_file = conf.key_file  # storage units on other hosts need it
         return conf
-    conf.address, conf.key_file, conf.controller.zmq_info = address, joined.key_file, joined
+    conf.address, conf.controller.zmq_info = address, joined
     units = conf.backend.SimpleStorage.zmq_info
     conf.backend.SimpleStorage.zmq_info = {
         name: ZMQServerInfo(units[name].role, name, ports={"put_get_socket": address}, key_file=joined.key_file)

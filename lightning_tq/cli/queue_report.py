@@ -142,6 +142,8 @@ def tables(report: Numbers) -> RenderableType:
         parts.append(_table(_UNITS, [_unit_row(unit) for unit in report["units"]]))
     if report["units_error"]:
         parts.append(Text(f"storage: {report['units_error']}", style="red"))
+    if report.get("lost_units"):
+        parts.append(Text(f"lost with what they held: {', '.join(report['lost_units'])}", style="red"))
     if report["alarms"]:
         parts.append(Text("\n".join(_alarm(each) for each in report["alarms"][-_ALARMS_SHOWN:]), style="red"))
     return Group(*(line for part in parts for line in (part, Text())))
@@ -189,6 +191,8 @@ def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
 def _state(partition: Numbers) -> str | Text:
     if partition.get("abandoned"):
         return Text(f"producers of {partition['abandoned']!r} died", style="red")
+    if partition.get("lost"):
+        return Text(", ".join(f"lost {name!r} of {count:,}" for name, count in partition["lost"].items()), style="red")
     if partition["sealed"]:
         return "sealed"
     return f"{partition['held']:,} coming" if partition["held"] else "open"

@@ -40,6 +40,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     forget_task = blocking(AsyncTransferQueueClient.async_forget_task)
     evict_client = blocking(AsyncTransferQueueClient.async_evict_client)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
+    get_lost_samples = blocking(AsyncTransferQueueClient.async_get_lost_samples)
     get_storage_stats = blocking(AsyncTransferQueueClient.async_get_storage_stats)
     get_consumption_status = blocking(AsyncTransferQueueClient.async_get_consumption_status)
     get_production_status = blocking(AsyncTransferQueueClient.async_get_production_status)

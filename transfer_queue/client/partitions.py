@@ -123,6 +123,14 @@ class Partitions(Keys):
         """
         return dict((await self.session.ask(p.GetStats, p.Done)).value)
 
+    async def async_get_lost_samples(self, partition_id: str) -> dict[str, list[int]]:
+        """Samples that lost values with a storage unit: {field: [global index, ...]}, without those put again.
+
+        They count as not produced. Put the field again with their metadata, or clear them.
+        """
+        lost = (await self.session.ask(p.ListLost, p.Done, partition_id)).value
+        return {name: p.unpack_indexes(indexes).tolist() for name, indexes in lost.items()}
+
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
         """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none.
 

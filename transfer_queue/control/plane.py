@@ -57,6 +57,7 @@ class ControlPlane:
             p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
             p.JoinUnit: lambda client, request, now: units.join(state, client, request),
+            p.ListLost: lambda client, request, now: queries.list_lost(state, request),
             p.ListUnits: lambda client, request, now: units.list_units(state, client, request, now),
             p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
             p.ReadFrozen: lambda client, request, now: checkpoints.read_frozen(state, client, request),

@@ -120,6 +120,13 @@ def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[
     return {key: tags.get(index, {}) for (key, index), shown in zip(items, live.tolist(), strict=True) if shown}
 
 
+def list_lost(state: PlaneState, request: p.ListLost) -> p.Reply:
+    """By field, the samples that lost it."""
+    partition = state.partitions.get(request.partition)
+    lost = {} if partition is None else partition.lost()
+    return p.Done(request.id, {name: p.pack_indexes(indexes) for name, indexes in lost.items()})
+
+
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     """Statistics of every partition, task and client, and the waiting requests with what they wait for.
 
@@ -144,7 +151,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
             "waiting": waiting,
             "capacity": state.config.capacity,
             "clients": _clients(state),
-            "units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
+            "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
             "lost_units": list(state.units.lost.values()),
         },
     )

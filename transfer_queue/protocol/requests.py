@@ -340,6 +340,15 @@ class JoinUnit(Request, frozen=True):
     capacity_nbytes: Position | None = None
 
 
+class ListLost(Request, frozen=True):
+    """The samples of a partition whose values were lost with a storage unit, and that nobody has put again.
+
+    Done with their packed indexes by field.
+    """
+
+    partition: str
+
+
 class ListUnits(Request, frozen=True):
     """The storage units of the queue. ``known``: the version that the client has. It gets the next one, when there is
     one; until then the request is parked up to ``wait_s`` seconds.
@@ -411,7 +420,7 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
-    | EvictClient | JoinUnit | ListUnits | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
+    | EvictClient | JoinUnit | ListLost | ListUnits | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
