@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SECTIONS = (
-    "address", "listen", "key_file", "launch", "server_processes", "metrics", "client", "controller", "backend",
+    "address", "listen", "key_file", "encryption", "launch", "server_processes", "metrics", "client", "controller",
+    "backend",
 )  # fmt: skip
 _SIZE = re.compile(r"\s*(?=[\d.]*[1-9])\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}

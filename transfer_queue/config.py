@@ -134,6 +134,8 @@ class FullConfig:
     """``tcp://HOST:PORT`` where clients of other hosts may join, besides this host's sockets. Port 0 takes a free
     one. None: no other host can join.
     """
+    encryption: Literal["curve", "none"] = "curve"
+    """Of connections between hosts. none: whoever reaches the address can read and change everything."""
     launch: Literal["local"] = "local"
     """How the servers are started: "local" is as child processes of this one."""
     server_processes: Literal["auto", "one", "each"] = "auto"

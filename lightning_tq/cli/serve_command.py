@@ -25,6 +25,8 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--join", metavar="ADDRESS", help="Join the queue that listens there.")
     keys = "The queue's keys. The first server makes the file; copy it to the other hosts, readable by you alone."
     parser.add_argument("--key-file", metavar="FILE", help=keys)
+    plain = "Serve other hosts without keys: whoever reaches the address can read and change everything."
+    parser.add_argument("--no-encryption", action="store_true", help=plain)
     memory = "Most bytes of values on this host, e.g. 4GiB. Default: half of the machine's memory."
     parser.add_argument("--memory", metavar="SIZE", help=memory)
     config = "A YAML file with the queue's settings, like 'queue' of a TQDataModule."
@@ -55,6 +57,8 @@ def _conf(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("listen", "key_file"):
         if getattr(options, name) is not None:
             conf[name] = getattr(options, name)
+    if options.no_encryption:
+        conf["encryption"] = "none"
     if options.memory is not None:
         conf["backend"]["SimpleStorage"]["memory"] = options.memory
     return conf

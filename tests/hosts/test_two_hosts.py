@@ -10,11 +10,11 @@ SLACK = 200_000
 """Bytes of messages and heartbeats."""
 
 
-def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(hosts):
+def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(hosts, program):
     a, b = hosts
     first = a.serve()
     second = b.serve(first.remote)
-    near, far = a.program(first.local), b.program(second.local)
+    near, far = program(a, first.local), program(b, second.local)
     sent = b.received_nbytes(), a.received_nbytes()
     assert far.do("put('p', 64)") == list(range(64))
     assert far.do("get('p', 64, 'own')") == list(range(64))
@@ -26,25 +26,25 @@ def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(h
     assert sorted(samples.values()) == [0, 64]
 
 
-def test_fields_of_one_sample_lie_where_each_was_produced_and_are_read_together(hosts):
+def test_fields_of_one_sample_lie_where_each_was_produced_and_are_read_together(hosts, program):
     a, b = hosts
     first = a.serve()
     second = b.serve(first.remote)
-    near, far = a.program(first.local), b.program(second.local)
+    near, far = program(a, first.local), program(b, second.local)
     assert near.do("put('p', 8)") == list(range(8))
     assert far.do("put('p', 8, 100, 'y', client.get_meta(['x'], 8, 'p', task_name='reward'))") == list(range(8))
-    for program in (near, far):
-        both = f"client.get_data(client.get_meta(['x', 'y'], 8, 'p', task_name='{id(program)}'))"
+    for reader in (near, far):
+        both = f"client.get_data(client.get_meta(['x', 'y'], 8, 'p', task_name='{id(reader)}'))"
         read = f"(lambda d: [(d['x'][i][0].item(), d['y'][i][0].item()) for i in range(8)])({both})"
-        assert program.do(read) == [(i, 100 + i) for i in range(8)]
+        assert reader.do(read) == [(i, 100 + i) for i in range(8)]
     assert sorted(own[0] for own in near.do("units()").values()) == [8, 8]
 
 
-def test_a_full_host_is_routed_around_and_all_of_it_comes_back(hosts):
+def test_a_full_host_is_routed_around_and_all_of_it_comes_back(hosts, program):
     a, b = hosts
     first = a.serve(memory="8MiB")
     b.serve(first.remote, memory="8MiB")
-    near = a.program(first.local)
+    near = program(a, first.local)
     for start in range(0, 192, 16):
         near.do(f"put('p', 16, {start})")
     assert near.do("get('p', 192)") == list(range(192))
@@ -52,11 +52,11 @@ def test_a_full_host_is_routed_around_and_all_of_it_comes_back(hosts):
     assert near.do("put('q', 120)") == list(range(192, 312)), "what was cleared leaves room on both hosts"
 
 
-def test_a_host_that_leaves_takes_its_values_along_by_name_and_everything_else_goes_on(hosts):
+def test_a_host_that_leaves_takes_its_values_along_by_name_and_everything_else_goes_on(hosts, program):
     a, b = hosts
     first = a.serve()
     second = b.serve(first.remote)
-    near, far = a.program(first.local), b.program(second.local)
+    near, far = program(a, first.local), program(b, second.local)
     near.do("put('p', 4)")
     far.do("put('p', 4, 4)")
     assert second.stop() == 0
@@ -69,11 +69,11 @@ def test_a_host_that_leaves_takes_its_values_along_by_name_and_everything_else_g
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts):
+def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts, program):
     a, b = hosts
     first = a.serve()
     second = b.serve(first.remote)
-    near, far = a.program(first.local), b.program(second.local)
+    near, far = program(a, first.local), program(b, second.local)
     far.do("put('p', 16)")
     b.cut()
     far.begin("[put('p', 16, start) for start in (16, 32, 48)]")
@@ -86,11 +86,11 @@ def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts):
 
 
 @pytest.mark.slow
-def test_a_host_that_vanishes_is_missed_after_its_lease_and_everything_else_goes_on(hosts):
+def test_a_host_that_vanishes_is_missed_after_its_lease_and_everything_else_goes_on(hosts, program):
     a, b = hosts
     first = a.serve()
     second = b.serve(first.remote)
-    near, far = a.program(first.local), b.program(second.local)
+    near, far = program(a, first.local), program(b, second.local)
     near.do("put('p', 4)")
     far.do("put('p', 4, 4)")
     b.vanish()

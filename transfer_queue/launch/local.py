@@ -106,8 +106,7 @@ class LocalQueue:
         if config.listen is not None:
             if not together:
                 raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
-            common["key_file"] = keys_for(config.key_file, self._directory)
-            conf.key_file = common["key_file"]
+            common["key_file"] = conf.key_file = keys_for(config, self._directory)
         if sampler is None:
             own = {**common, "controller": True, "unit": None, "join": None}
             self._serve_in_thread(own, as_sampler(conf.controller.sampler))
@@ -170,9 +169,14 @@ class LocalQueue:
             self._finalizer()
 
 
-def keys_for(file: str | None, directory: str) -> str:
-    """The file of the queue's keys, created if it does not exist."""
-    path = file or f"{directory}/keys"
+def keys_for(config: FullConfig, directory: str) -> str | None:
+    """The file of the queue's keys, created if it does not exist. None: without encryption."""
+    if config.encryption == "none":
+        _log.warning(
+            "encryption is off: whoever reaches %s can read and change all values (encryption: none)", config.listen
+        )
+        return None
+    path = config.key_file or f"{directory}/keys"
     if not os.path.exists(path):
         from transfer_queue.transport.tcp_wire import write_keys  # it loads ZMQ
 

@@ -94,7 +94,7 @@ def _first(conf: DictConfig, directory: str) -> dict[str, Any]:
     unit = local_server(Role.STORAGE.value, "unit0", "put_get_socket", address, os.getpid())
     conf = with_servers(conf, address, controller, {"unit0": unit})
     if config.listen is not None:
-        conf.key_file = keys_for(config.key_file, directory)
+        conf.key_file = keys_for(config, directory)
     memory = config.backend.SimpleStorage.memory_bytes()
     return {
         **_orders(conf, directory, address, memory), "controller": True, "unit": "unit0", "join": None,
@@ -105,18 +105,19 @@ def _first(conf: DictConfig, directory: str) -> dict[str, Any]:
 def _member(conf: DictConfig, join: str, directory: str) -> dict[str, Any]:
     """Orders for a unit that joins a queue."""
     config = typed(conf)
-    if join.startswith("tcp://") and config.key_file is None:
+    if join.startswith("tcp://") and config.key_file is None and config.encryption == "curve":
         raise ConfigError("--join needs the queue's key file: copy the one of the first server here (--key-file).")
     if config.listen is None and join.startswith("tcp://"):
         raise ConfigError("--join needs --listen tcp://HOST:PORT: programs on other hosts read the values here.")
-    running = merge(_config_of(join, config.key_file))
-    info = ZMQServerInfo(
-        Role.CONTROLLER.value, "controller", ports={"request_handle_socket": join}, key_file=config.key_file
-    )
+    if config.encryption == "none":
+        conf.key_file = keys_for(config, directory)
+    key_file = conf.key_file
+    running = merge(_config_of(join, key_file))
+    info = ZMQServerInfo(Role.CONTROLLER.value, "controller", ports={"request_handle_socket": join}, key_file=key_file)
     name = f"{socket.gethostname()}-{os.getpid()}"
-    unit = ZMQServerInfo(Role.STORAGE.value, "unit0", ports={"put_get_socket": join}, key_file=config.key_file)
+    unit = ZMQServerInfo(Role.STORAGE.value, "unit0", ports={"put_get_socket": join}, key_file=key_file)
     running = with_servers(running, join, info, {"unit0": unit})
-    running.listen, running.key_file = config.listen, config.key_file
+    running.listen, running.key_file = config.listen, key_file
     memory = config.backend.SimpleStorage.memory_bytes()
     orders = _orders(running, directory, f"ipc://{directory}/unit", memory)
     return {**orders, "controller": False, "unit": name, "join": join, "sampler": None}

@@ -63,7 +63,7 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
         return None
     from transfer_queue.transport.tcp_wire import read_keys
 
-    remote = server.also_at(orders["listen"], read_keys(orders["key_file"]))
+    remote = server.also_at(orders["listen"], None if orders["key_file"] is None else read_keys(orders["key_file"]))
     remote.open(front)
 
     def disconnect(client: str) -> None:

@@ -12,10 +12,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("program.py")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def missing_privilege() -> str | None:
@@ -57,23 +56,22 @@ class Host:
         self._processes.append(process)
         return process
 
-    def serve(self, join: str | None = None, memory: str = "64MiB", key_file: Path | None = None) -> Server:
+    def serve(self, join: str | None = None, memory: str = "64MiB", *options: str) -> Server:
         """Start a server of the queue, and wait until it answers."""
-        keys = key_file or self.directory.parent / "keys"
+        keys = self.directory.parent / "keys"
         command = [sys.executable, "-m", "lightning_tq", "serve", "--listen", f"tcp://{self.address}:0"]
         command += ["--key-file", str(keys), "--memory", memory, "--directory", str(self.directory)]
         command += ["--join", join] if join else []
-        process = self.start(*command)
+        process = self.start(*command, *options)
         line = said(process)
         assert line.startswith("ready "), line
         return Server(process, *line.split()[1:3])
 
-    def program(self, address: str, key_file: Path | None = None) -> Program:
-        """Start a program that joins the queue, and does what it is told."""
-        keys = key_file or self.directory.parent / "keys"
-        return Program(
-            self.start(sys.executable, str(PROGRAM), TQ_ADDRESS=address, TQ_KEY_FILE=str(keys), TQ_TEST_HOST=self.name)
-        )
+    def join(self, address: str, *program: str) -> subprocess.Popen[str]:
+        """Start a Python program that finds the queue in its environment."""
+        keys = self.directory.parent / "keys"
+        known = {"TQ_KEY_FILE": str(keys)} if keys.exists() else {}
+        return self.start(sys.executable, *program, TQ_ADDRESS=address, **known)
 
     def received_nbytes(self) -> int:
         """What has come over the link so far."""
@@ -117,29 +115,6 @@ class Server:
         """SIGTERM. Returns the exit code."""
         self.process.terminate()
         return self.process.wait()
-
-
-class Program:
-    """A program that joined the queue. ``do`` gives it an expression of Python, and returns what that printed."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        assert said(process) == "joined"
-
-    def begin(self, expression: str) -> None:
-        """Have it evaluated; ``result`` waits for it."""
-        stdin = self.process.stdin
-        assert stdin is not None
-        stdin.write(expression.replace("\n", " ") + "\n")
-        stdin.flush()
-
-    def result(self) -> Any:
-        """The value of the expression, or the name of the exception's class."""
-        return eval(said(self.process))  # our own program's repr
-
-    def do(self, expression: str) -> Any:
-        self.begin(expression)
-        return self.result()
 
 
 def said(process: subprocess.Popen[str]) -> str:
