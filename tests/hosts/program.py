@@ -31,7 +31,17 @@ def units() -> dict[str, tuple[int, str]]:
     return {unit["unit"]: (unit["samples"], unit["path"]) for unit in client.get_storage_stats()}
 
 
-tq.init()
+def stream(partition: str, batch_size: int) -> list[int]:
+    """The numbers of the rows of the stream's next batch."""
+    if partition not in streams:
+        dataset = tq.StreamingDataset(conf, batch_size, batch_size, ["x"], partition, "stream", 0)
+        streams[partition] = iter(dataset)
+    data, _ = next(streams[partition])
+    return [int(row[0]) for row in data["x"].unbind()]
+
+
+streams: dict[str, Any] = {}
+conf = tq.init()
 client = tq.get_client()
 print("joined", flush=True)
 for line in sys.stdin:

@@ -102,3 +102,18 @@ def test_a_host_that_vanishes_is_missed_after_its_lease_and_everything_else_goes
     assert near.do("client.get_lost_samples('p')") == {"x": [4, 5, 6, 7]}
     near.do("put('p', 4, 4, 'x', client.get_meta(None, None, 'p', mode='force_fetch').select_samples([4, 5, 6, 7]))")
     assert near.do("get('p', 8, 'again')") == list(range(8))
+
+
+def test_a_stream_waits_for_values_that_were_lost_with_a_host_until_they_are_put_again(hosts, program):
+    a, b = hosts
+    first = a.serve()
+    second = b.serve(first.remote)
+    near, far = program(a, first.local), program(b, second.local)
+    far.do("put('p', 8)")
+    near.do("client.seal_partition('p')")
+    assert near.do("stream('p', 4)") == [0, 1, 2, 3]
+    assert second.stop() == 0
+    near.begin("stream('p', 4)")
+    far.do("client.get_stats()")
+    far.do("put('p', 8, 0, 'x', client.get_meta(None, None, 'p', mode='force_fetch'))")
+    assert near.result() == [4, 5, 6, 7]
