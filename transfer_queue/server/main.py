@@ -51,10 +51,10 @@ def main(orders: Mapping[str, Any], ready: Callable[[str | None], None]) -> None
     if member is not None:
         member.leave()
     close()
-    # The owner may end at the same moment, and does not tidy up then: the last process does.
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
-        os.rmdir(orders["directory"])
+    if orders["parent"] is not None:  # it may end at the same moment, and does not tidy up then: the last process does
+        with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
+            os.rmdir(orders["directory"])
 
 
 def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> str | None:

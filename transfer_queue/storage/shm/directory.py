@@ -78,11 +78,20 @@ class UnitDirectory:
 
     async def to_write_to(self) -> list[int]:
         """Units for a write, the preferred ones first: those of this host take turns, then the others do."""
-        units = [number for number, _ in await self.all(fresh=False)]
-        own = [number for number in units if number in self._infos and self._infos[number].host == host_id()]
+        units = await self.all(fresh=False)
+        own = [number for number, unit in units if self._is_near(number, unit)]
         self._turn += 1
-        others = [number for number in units if number not in own]
+        others = [number for number, _ in units if number not in own]
         return _rotated(own, self._turn) + _rotated(others, self._turn)
+
+    async def has_near(self) -> bool:
+        """Whether some unit is reached through this host's sockets."""
+        return any(self._is_near(number, unit) for number, unit in await self.all(fresh=False))
+
+    def _is_near(self, number: int, unit: UnitConnection) -> bool:
+        return unit.peer.address.startswith("ipc://") and (
+            number not in self._infos or self._infos[number].host == host_id()
+        )
 
     def least_capacity(self) -> int | None:
         """The capacity in bytes of the smallest unit; None: unlimited."""

@@ -82,7 +82,7 @@ class SharedMemoryManager(StorageManager):
         """Whether this client's values are best stored in the controller's process."""
         if not self.is_in_front:
             return False
-        return self.session.controller.address.startswith("ipc://") or (await self._units.to_write_to())[0] == 0
+        return self.session.controller.address.startswith("ipc://") or not await self._units.has_near()
 
     # ---- one message to the front ----
 
