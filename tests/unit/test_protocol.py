@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 
-SPEC = {"x": p.FieldSpec("bfloat16", None, True, False, b"\1\0\0\0"), "y": p.FieldSpec(None, None, is_non_tensor=True)}
+UNITS = [(0, 2), (3, 1)]
+SPEC = {
+    "x": p.FieldSpec("bfloat16", None, True, False, b"\1\0\0\0", UNITS),
+    "y": p.FieldSpec(None, None, is_non_tensor=True),
+}
 TAGS = {7: {"a": 1, "b": 2.5, "c": "text", "d": None, "e": [True, {"f": []}]}}
 INDEXES = p.pack_indexes([0, 5, 2**40])
 
@@ -47,6 +51,8 @@ REQUESTS = [
     p.ForgetTask(25, "t"),
     p.GetStats(25),
     p.EvictClient(25, "client"),
+    p.JoinUnit(25, "unit0", "host", ["ipc:///unit0", "tcp://host:1"], 2**40),
+    p.ListUnits(25, 7, 30.0),
     p.Freeze(26, 5.0),
     p.ReadFrozen(26, 1, 3),
     p.Thaw(27, 1),
@@ -67,7 +73,8 @@ REPLIES = [
     p.Cleared(10, INDEXES, {"t": 3}, ["u"], True, 4),
     p.Names(11, ["a", None]),
     p.KeyList(12, {"p": {"k": {"a": 1}}}, True),
-    p.Frozen(13, b"state", 2),
+    p.Units(13, 7, [p.UnitInfo(0, "unit0", "host", ["ipc:///unit0"], 2**40)]),
+    p.Frozen(14, b"state", 2),
 ]
 
 
@@ -102,7 +109,7 @@ def test_every_reply_survives_the_trip(verb):
 def test_requests_and_replies_are_told_apart():
     with pytest.raises(msgspec.DecodeError):
         p.decode_reply(p.encode(p.GetStats(1)))
-    with pytest.raises(ProtocolError, match="protocol version 2"):
+    with pytest.raises(ProtocolError, match="protocol version 3"):
         p.decode_message(p.encode(p.ClientMessage([], p.Done(1))))
 
 
@@ -208,6 +215,7 @@ BOUNDED = {
     "dp_size of RegisterTask: Expected `int` <= 65536": p.RegisterTask(1, "t", None, 20_000_000),
     "call of Cancel: Expected `int` <= 9223372036854775807": p.Cancel(1, 2**63),
     "id of Cancel: Expected `int` >= 0": p.Cancel(-1, 1),
+    "wait_s of ListUnits: Expected `float` <= 1000000000.0": p.ListUnits(1, 1, float("inf")),
     "partition of SealPartition: Expected `str`, got `int`": p.SealPartition(1, 3),
     "batch_size of Fetch: Expected `int`, got `float`": p.Fetch(1, "p", "t", ["x"], 1.5),
     "fields[1] of Fetch: Expected `str`, got `int`": p.Fetch(1, "p", "t", ["x", 2], 1),
@@ -278,5 +286,5 @@ def test_a_text_that_is_no_unicode_is_refused_by_its_sender(request_):
 
 def test_a_hello_of_another_version_is_refused_with_both_versions():
     p.check_version(p.Hello(1, 99, p.PROTOCOL_VERSION))
-    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 2"):
+    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 3"):
         p.check_version(p.Hello(1, 99))

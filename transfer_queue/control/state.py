@@ -19,7 +19,7 @@ from transfer_queue.control.draw import Tasks
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import IndexAllocator
 from transfer_queue.control.sessions import Calls, Freezes, Producers
-from transfer_queue.control.units import Units
+from transfer_queue.control.units import UnitTable
 from transfer_queue.errors import UnknownPartitionError, to_wire
 from transfer_queue.protocol import Failed, Indexes, Reply
 from transfer_queue.sampler.base import BaseSampler
@@ -199,7 +199,7 @@ class PlaneState:
         self.snapshots: set[object] = set()
         """Those of which slices are still to be made."""
         self.calls = Calls()
-        self.units = Units()
+        self.units = UnitTable()
 
     def mark_dirty(self, partition: str, task: str | None = None) -> None:
         """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now."""

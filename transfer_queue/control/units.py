@@ -18,7 +18,7 @@ _MOST_TOLD = 100
 """Lost units that are remembered, the latest ones."""
 
 
-class Units:
+class UnitTable:
     """Numbers start at 1 and are never reused. Number 0 is the unit in the controller's process, if there is one."""
 
     def __init__(self) -> None:

@@ -90,9 +90,9 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Map
     member = Membership(controller, orders["key_file"], name)
 
     def lost(why: str) -> None:
-        if orders["parent"] is None:  # otherwise its owner ends the queue, and knows
+        if orders["parent"] is None:  # otherwise its owner ends it, or it notices that the owner has ended
             print(why, file=sys.stderr, flush=True)
-        server.stop()
+            server.stop()
 
     member.join(addresses, capacity, lost)
     return member

@@ -215,7 +215,7 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     assert stats["partitions"] == {
         "p": {
             "samples": 3, "published": 3, "held": 1, "sealed": False, "num_samples": 9, "keys": 0, "fields": ["x"],
-            "tasks": {"train": task}, "abandoned": None,
+            "tasks": {"train": task}, "abandoned": None, "lost": {},
         }
     }  # fmt: skip
     assert [(each["client"], each["waited_s"], each["writer"]) for each in stats["waiting"]] == [
@@ -285,6 +285,8 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
         p.GetStats(7),
         p.ForgetTask(7, "nobody"),
         p.EvictClient(7, "nobody"),
+        p.JoinUnit(7, "nowhere", "host", []),
+        p.ListUnits(7),
     ],
     ids=lambda request: type(request).__name__,
 )

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import InvalidRequestError, QueueUnreachableError
 from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row
 from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
-from transfer_queue.storage.shm.directory import UnitDirectory
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     Commit,
@@ -38,6 +37,7 @@ from transfer_queue.storage.shm.unit_client import (
     UnitWrite,
     decide_paths,
 )
+from transfer_queue.storage.shm.unit_directory import UnitDirectory
 from transfer_queue.storage.shm.writer import UnitWriter
 from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, groups
 from transfer_queue.transport.base import Peer
@@ -141,7 +141,8 @@ class SharedMemoryManager(StorageManager):
         return await self._writer.write(call, wanted, columns, self._put_timeout_s)
 
     async def commit(self, call: int, units: UnitRuns | None) -> None:
-        written = [await self._units.connection(unit) for unit, _ in units or [(0, 0)]]
+        known = map(self._units.known, [unit for unit, _ in units or [(0, 0)]])
+        written = [unit for unit in known if unit is not None]  # others have ended, and their values are lost
         await self._ask(written, lambda: Commit(self.session.number(), [call]), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
@@ -254,8 +255,23 @@ class SharedMemoryManager(StorageManager):
     # ---- one message to each unit ----
 
     async def _ask_all(self, request: Callable[[], Request], kind: type[Expected]) -> list[Expected]:
-        """Send a request to every unit. Returns the answers in their order."""
-        return await self._ask([unit for _, unit in await self._units.all()], request, kind)
+        """Send a request to every unit, once or twice. Returns the answers in their order."""
+        try:
+            return await self._ask([unit for _, unit in await self._units.all()], request, kind)
+        except QueueUnreachableError:
+            return await self._ask_each(request, kind)
+
+    async def _ask_each(self, request: Callable[[], Request], kind: type[Expected]) -> list[Expected]:
+        """As ``_ask_all``, one unit after the other, so that one that does not answer keeps it from no other."""
+        answers, failed = list[Expected](), None
+        for _, unit in await self._units.all():
+            try:
+                answers += await self._ask([unit], request, kind)
+            except QueueUnreachableError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        return answers
 
     async def _ask(
         self, units: Iterable[UnitConnection], request: Callable[[], Request], kind: type[Expected]

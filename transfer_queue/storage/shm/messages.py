@@ -67,7 +67,7 @@ class Leased(Reply, frozen=True):
 
 
 class Write(Request, frozen=True):
-    """Store these rows. Readers see them once the write is committed: by ``Commit``, or at once with ``commit``.
+    """Store these rows. Readers see them once the write is committed.
 
     A write without a lease waits up to ``wait_s`` for room.
     """
@@ -75,7 +75,6 @@ class Write(Request, frozen=True):
     indexes: bytes
     columns: Columns
     wait_s: Seconds = 0.0
-    commit: bool = False
 
 
 class Written(Reply, frozen=True):

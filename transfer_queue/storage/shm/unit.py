@@ -295,10 +295,7 @@ class StorageUnit:
         return self._wait_for_room(client, request.id, write.indexes, fields, nbytes, request.wait_s, keep)
 
     def _keep(self, client: str, request: Write, write: UncommittedWrite) -> list[UnitReply]:
-        if request.commit:
-            self._store.write(*write)
-        else:
-            self._uncommitted.add(client, request.id, write)
+        self._uncommitted.add(client, request.id, write)
         self._squeeze()
         return [UnitReply(client, Written(request.id))]
 

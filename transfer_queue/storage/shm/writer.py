@@ -11,9 +11,9 @@ from typing import Any
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
 from transfer_queue.storage.copying import AT_ONCE
-from transfer_queue.storage.shm.directory import UnitDirectory
 from transfer_queue.storage.shm.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
 from transfer_queue.storage.shm.unit_client import MemoryColumns, UnitWrite, decide_paths
+from transfer_queue.storage.shm.unit_directory import UnitDirectory
 from transfer_queue.storage.wire_columns import IntArray
 from transfer_queue.transport.session import Session
 
@@ -44,50 +44,47 @@ class UnitWriter:
         """
         attempt = _Attempt(self, call, indexes, columns, time.monotonic() + wait_s)
         place: Callable[[list[int]], Coroutine[Any, Any, None]] = attempt.at_once
-        gone: set[int] = set()
+        refused: StorageFullError | None = None
         while True:
-            units = [unit for unit in await self._units.to_write_to() if unit not in gone]
+            units = [unit for unit in await self._units.to_write_to() if unit not in attempt.left_out]
             if not units:
-                raise UnitLostError("no storage unit of the queue can be reached: look at the output of its servers.")
+                raise refused or UnitLostError(
+                    "no storage unit of the queue can be reached: look at the output of its servers."
+                )
             try:
                 await place(units)
                 return None if all(unit == 0 for unit, _ in attempt.runs) else attempt.runs
-            except StorageFullError:
-                await self._abort(attempt)
-                if attempt.is_over():
+            except StorageFullError as error:
+                await attempt.abort()
+                refused = error
+                if attempt.is_late():
                     raise
                 place = attempt.in_order if place == attempt.at_once else attempt.at_once
             except QueueUnreachableError:
-                gone.add(attempt.units[-1])
-                await self._abort(attempt)
+                attempt.left_out.add(attempt.units[-1])
+                await attempt.abort()
                 await self._units.refresh()
             except BaseException:
-                await self._abort(attempt)
+                await attempt.abort()
                 raise
-
-    async def _abort(self, attempt: _Attempt) -> None:
-        await self.abort(attempt.call, attempt.units)
-        attempt.units.clear()
-        attempt.runs.clear()
 
     async def abort(self, call: int, units: Sequence[int]) -> None:
         """Drop what this call wrote to these units."""
-        for number in units:
-            try:
-                unit = await self._units.connection(number)
-            except UnitLostError:
-                continue
+        for unit in filter(None, map(self._units.known, units)):
             await self._session.post(unit.peer, Abort(self._session.number(), [call]))
 
-    def pieces(self, columns: MemoryColumns, count: int, num_units: int) -> list[slice]:
-        """The rows, cut so that each piece leaves room in a unit, but into no more pieces than there are units."""
-        most = self._units.least_capacity()
-        if num_units == 1 or most is None:
-            return [slice(0, count)]
+    def nums_pieces(self, columns: MemoryColumns, count: int, units: Sequence[int]) -> tuple[int, int]:
+        """Into how many pieces to cut the rows: so that each leaves room in a unit, and so that each just fits.
+
+        There are no more pieces than units.
+        """
+        capacity = self._units.least_capacity(units)
+        if len(units) == 1 or capacity is None:
+            return 1, 1
         nbytes = sum(column.nbytes_of(slice(0, count)) for column in columns.values())
-        num_pieces = max(1, min(num_units, count, -(-_SHARE_OF_UNIT * nbytes // most)))
-        cuts = [count * number // num_pieces for number in range(num_pieces + 1)]
-        return [slice(start, stop) for start, stop in pairwise(cuts)]
+        most = min(len(units), count)
+        fitting = min(most, max(1, -(-nbytes // capacity)))
+        return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
 
     async def write_piece(
         self, call: int, indexes: IntArray, columns: MemoryColumns, number: int, rows: slice, wait_s: float
@@ -135,49 +132,72 @@ class _Attempt:
     def __init__(
         self, writer: UnitWriter, call: int, indexes: IntArray, columns: MemoryColumns, deadline: float
     ) -> None:
-        self.call = call
         self.units: list[int] = []
         self.runs: UnitRuns = []
+        self.left_out: set[int] = set()
+        """Units that don't answer, or that can never take a piece of this write."""
         self._writer = writer
+        self._call = call
         self._indexes = indexes
         self._columns = columns
         self._deadline = deadline
-        self._patient_until = float("inf")
 
-    def is_over(self) -> bool:
-        """Whether waiting longer is in vain: the time is up, or a unit refused although it could have waited."""
-        now = time.monotonic()
-        return now >= self._deadline or now < self._patient_until < float("inf")
+    def is_late(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    async def abort(self) -> None:
+        """Nothing of it is left in any unit."""
+        await self._writer.abort(self._call, self.units)
+        self.units.clear()
+        self.runs.clear()
+
+    def _cut(self, num_pieces: int) -> list[slice]:
+        count = len(self._indexes)
+        return [slice(a, b) for a, b in pairwise(count * number // num_pieces for number in range(num_pieces + 1))]
 
     async def at_once(self, units: list[int]) -> None:
-        """Write each piece to the first unit that has room now and no other piece."""
-        self._patient_until = float("inf")
-        left = list(units)
-        for piece in self._writer.pieces(self._columns, len(self._indexes), len(units)):
-            await self._to_first(left, piece)
-
-    async def _to_first(self, left: list[int], piece: slice) -> None:
-        while True:
-            unit = left.pop(0)
+        """Write each piece to the first unit that has room now and no other piece. If too few units have room, try
+        with fewer pieces.
+        """
+        wanted, fewest = self._writer.nums_pieces(self._columns, len(self._indexes), units)
+        for num_pieces in range(wanted, fewest, -1):
             try:
-                return await self._write(unit, piece, 0.0)
+                await self._to_first_with_room(units, num_pieces)
+                return
             except StorageFullError:
-                if not left:
-                    raise
+                await self.abort()
+        await self._to_first_with_room(units, fewest)
+
+    async def _to_first_with_room(self, units: list[int], num_pieces: int) -> None:
+        untried = iter(units)
+        for piece in self._cut(num_pieces):
+            refused = StorageFullError(f"{num_pieces} pieces of a put don't find room in {len(units)} storage units.")
+            for unit in untried:
+                try:
+                    await self._write(unit, piece, 0.0)
+                    break
+                except StorageFullError as error:
+                    refused = error
+            else:
+                raise refused
 
     async def in_order(self, units: list[int]) -> None:
         """Wait for room at one unit after the other, in the order that all clients share: else two writes could each
         hold what the other waits for.
         """
-        pieces = self._writer.pieces(self._columns, len(self._indexes), len(units))
-        patience_s = _PATIENCE_S if len(units) > len(pieces) else LONGEST_WAIT_S
-        for unit, piece in zip(sorted(units[: len(pieces)]), pieces, strict=True):
+        wanted, fewest = self._writer.nums_pieces(self._columns, len(self._indexes), units)
+        patience_s = LONGEST_WAIT_S if len(units) == fewest else _PATIENCE_S
+        for unit, piece in zip(sorted(units[:wanted]), self._cut(wanted), strict=True):
             now = time.monotonic()
             wait_s = max(0.0, min(patience_s, self._deadline - now))
-            self._patient_until = now + wait_s
-            await self._write(unit, piece, wait_s)
+            try:
+                await self._write(unit, piece, wait_s)
+            except StorageFullError:
+                if time.monotonic() < now + wait_s:  # it did not wait, because this piece can never fit
+                    self.left_out.add(unit)
+                raise
 
     async def _write(self, unit: int, piece: slice, wait_s: float) -> None:
         self.units.append(unit)
-        await self._writer.write_piece(self.call, self._indexes, self._columns, unit, piece, wait_s)
+        await self._writer.write_piece(self._call, self._indexes, self._columns, unit, piece, wait_s)
         self.runs.append((unit, piece.stop - piece.start))

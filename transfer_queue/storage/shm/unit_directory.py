@@ -57,6 +57,10 @@ class UnitDirectory:
             )
         return found
 
+    def known(self, number: int) -> UnitConnection | None:
+        """The connection, if this client has used the unit and it was there when the units were listed last."""
+        return self._connections.get(number)
+
     async def all(self, fresh: bool = True) -> list[tuple[int, UnitConnection]]:
         """Every unit that is there, in the order of their numbers."""
         if not self.is_fixed and (fresh or time.monotonic() > self._listed_at + _FRESH_S):
@@ -93,10 +97,10 @@ class UnitDirectory:
             number not in self._infos or self._infos[number].host == host_id()
         )
 
-    def least_capacity(self) -> int | None:
-        """The capacity in bytes of the smallest unit; None: unlimited."""
-        bounds = [info.capacity_nbytes for info in self._infos.values() if info.capacity_nbytes is not None]
-        return min(bounds, default=None)
+    def least_capacity(self, units: Sequence[int]) -> int | None:
+        """The capacity in bytes of the smallest of these units; None: unlimited."""
+        infos = [self._infos[unit] for unit in units if unit in self._infos]
+        return min((info.capacity_nbytes for info in infos if info.capacity_nbytes is not None), default=None)
 
     def close(self) -> None:
         for connection in self._connections.values():
