@@ -83,8 +83,8 @@ def sent(request):
 @pytest.mark.parametrize("verb", p.AnyRequest.__args__, ids=lambda verb: verb.__name__)
 def test_every_request_survives_the_trip(verb):
     (request,) = of(verb, REQUESTS)
-    message = p.ClientMessage([3, 2**63 - 1], request)
-    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1])) == message
+    message = p.ClientMessage([3, 2**63 - 1], request, [4])
+    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1], [4])) == message
     assert p.decode_message(memoryview(p.encode_request(request))) == p.ClientMessage([], request)
 
 
@@ -102,7 +102,7 @@ def test_every_reply_survives_the_trip(verb):
 def test_requests_and_replies_are_told_apart():
     with pytest.raises(msgspec.DecodeError):
         p.decode_reply(p.encode(p.GetStats(1)))
-    with pytest.raises(ProtocolError, match="protocol version 2"):
+    with pytest.raises(ProtocolError, match="protocol version 3"):
         p.decode_message(p.encode(p.ClientMessage([], p.Done(1))))
 
 
@@ -278,5 +278,5 @@ def test_a_text_that_is_no_unicode_is_refused_by_its_sender(request_):
 
 def test_a_hello_of_another_version_is_refused_with_both_versions():
     p.check_version(p.Hello(1, 99, p.PROTOCOL_VERSION))
-    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 2"):
+    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 3"):
         p.check_version(p.Hello(1, 99))

@@ -17,6 +17,7 @@ from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.unread import UnreadBatch
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
@@ -106,7 +107,7 @@ class Gets(ClientBase):
             if polling:
                 return BatchMeta.empty()
             raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
-        return to_meta(reply)
+        return self._to_read(reply)
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
         """In pages, so that a large partition holds up no other client."""
@@ -136,11 +137,21 @@ class Gets(ClientBase):
         fetch = msgspec.structs.replace(fetch, id=self.session.number())
         try:
             reply, frames = await self._fetched(fetch)
-            return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), reply.id, front, frames)
+            if isinstance(reply, p.NotReady):
+                return reply
+            meta = self._to_read(reply) if front is None else to_meta(reply)
+            return FetchedBatch(meta, reply.id, front, frames)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
                 await front.release(fetch.id)
             raise
+
+    def _to_read(self, batch: p.Batch) -> BatchMeta:
+        """Metadata of a batch without values. What is in no ledger is kept for as long as it may be read."""
+        meta = to_meta(batch)
+        if batch.batch_index is None:
+            meta.unread = (UnreadBatch(batch.id, meta.global_indexes, batch.fields, self.session.done_reading),)
+        return meta
 
     async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
         reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s)
@@ -170,7 +181,10 @@ class Gets(ClientBase):
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         await self.session.config()
-        return await self.storage_manager.get_data(metadata)
+        data = await self.storage_manager.get_data(metadata)
+        for batch in metadata.unread:
+            batch.was_read(metadata.global_indexes, metadata.field_names)
+        return data
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.
