@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
+    from transfer_queue.launch.serve import serve as serve
     from transfer_queue.metadata import (
         BatchMeta as BatchMeta,
         KVBatchMeta as KVBatchMeta,
@@ -77,6 +78,7 @@ _MODULES = {
         "init", "close", "get_client", "get_metrics_endpoint", "save_checkpoint", "load_checkpoint",
         *_KV, *(f"async_{name}" for name in _KV),
     ),
+    "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "TransferQueueClient"),
     "transfer_queue.errors": (

@@ -35,6 +35,7 @@ from transfer_queue.schema import (
     shapes_of,
     take_rows,
 )
+from transfer_queue.unread import UnreadBatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -56,6 +57,7 @@ class BatchMeta(Annotations):
         "field_schema",
         "partition_ids",
         "production_status",
+        "unread",
     )
 
     partition_ids: list[str]
@@ -64,6 +66,7 @@ class BatchMeta(Annotations):
     field_schema: Schema
     _token: str | None
     _batch_index: int | None
+    unread: tuple[UnreadBatch, ...]  # the batches of these rows that the queue keeps until they are read
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class BatchMeta(Annotations):
         self.extra_info = dict(extra_info or {})
         self._token = token
         self._batch_index = batch_index
+        self.unread = ()
         self.mark_custom_meta_clean()
 
     @classmethod
@@ -257,6 +261,7 @@ class BatchMeta(Annotations):
         part.extra_info = dict(self.extra_info)
         part._token = self._token
         part._batch_index = self._batch_index
+        part.unread = self.unread
         if part._padding is not None and not any(part._padding):
             part._padding = None
         return part
@@ -281,6 +286,7 @@ class BatchMeta(Annotations):
         whole.extra_info = merge_extra_info([part.extra_info for part in parts], validate=validate)
         whole._token = _only({part._token for part in parts})
         whole._batch_index = _only({part._batch_index for part in parts})
+        whole.unread = tuple({batch for part in parts for batch in part.unread})
         return whole
 
     def _adopt(self, other: BatchMeta) -> None:
@@ -354,6 +360,7 @@ class BatchMeta(Annotations):
         mine.extra_info.update(theirs.extra_info)
         mine._token = _only({mine._token, theirs._token} - {None})
         mine._batch_index = _only({mine._batch_index, theirs._batch_index} - {None})
+        mine.unread = tuple({*mine.unread, *theirs.unread})
         return mine
 
     # --- pickle ---
@@ -370,8 +377,8 @@ class BatchMeta(Annotations):
 
 
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
-# Not the snapshot of the tags: it says how the batch came about, not what it is.
-_COMPARED = tuple(name for name in _ATTRIBUTES if name != "_tags_as_made")
+# Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
+_COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "unread"))
 
 
 def _status(status: Any, size: int) -> NDArray[np.int8]:

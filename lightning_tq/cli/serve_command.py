@@ -45,9 +45,9 @@ def main(args: Sequence[str]) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from transfer_queue.launch.serve import serve
+    import transfer_queue as tq
 
-    serve(_conf(options), options.join, options.directory, _tell)
+    tq.serve(_conf(options), options.join, options.directory, _tell)
 
 
 def _conf(options: argparse.Namespace) -> dict[str, Any]:

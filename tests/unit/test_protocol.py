@@ -90,8 +90,8 @@ def sent(request):
 @pytest.mark.parametrize("verb", p.AnyRequest.__args__, ids=lambda verb: verb.__name__)
 def test_every_request_survives_the_trip(verb):
     (request,) = of(verb, REQUESTS)
-    message = p.ClientMessage([3, 2**63 - 1], request)
-    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1])) == message
+    message = p.ClientMessage([3, 2**63 - 1], request, [4])
+    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1], [4])) == message
     assert p.decode_message(memoryview(p.encode_request(request))) == p.ClientMessage([], request)
 
 

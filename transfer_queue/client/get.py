@@ -26,6 +26,7 @@ from transfer_queue.errors import (
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.unread import UnreadBatch
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
@@ -122,7 +123,7 @@ class Gets(ClientBase):
             if polling:
                 return BatchMeta.empty()
             raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
-        return to_meta(reply)
+        return self._to_read(reply)
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
         """In pages, so that a large partition holds up no other client."""
@@ -154,12 +155,20 @@ class Gets(ClientBase):
             reply, frames = await self._fetched(fetch)
             if isinstance(reply, p.NotReady):
                 return reply
+            meta = to_meta(reply) if frames else self._to_read(reply)
             units = {name: spec.units for name, spec in reply.fields.items()}
-            return FetchedBatch(to_meta(reply), reply.id, front, frames, units)
+            return FetchedBatch(meta, reply.id, front, frames, units)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
                 await front.release(fetch.id)
             raise
+
+    def _to_read(self, batch: p.Batch) -> BatchMeta:
+        """Metadata of a batch without values. What is in no ledger is kept for as long as it may be read."""
+        meta = to_meta(batch)
+        if batch.batch_index is None:
+            meta.unread = (UnreadBatch(batch.id, meta.global_indexes, batch.fields, self.session.done_reading),)
+        return meta
 
     async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
         reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s)
@@ -180,8 +189,7 @@ class Gets(ClientBase):
         data = await batch.values()
         if data is not None:
             return data
-        meta = batch.meta
-        return await self.storage_manager.get_data(RowsOf(meta.global_indexes, meta.field_names, batch.units))
+        return await self._read(batch.meta, batch.units)
 
     async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
@@ -192,11 +200,18 @@ class Gets(ClientBase):
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         await self.session.config()
-        storage = self.storage_manager
-        if not isinstance(storage, SharedMemoryManager) or not await self.has_more_units(storage):
-            return await storage.get_data(metadata)
-        names = metadata.field_names
-        return await storage.get_data(RowsOf(metadata.global_indexes, names, await self._places(metadata, names)))
+        storage, units = self.storage_manager, None
+        if isinstance(storage, SharedMemoryManager) and await self.has_more_units(storage):
+            units = await self._places(metadata, metadata.field_names)
+        return await self._read(metadata, units)
+
+    async def _read(self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None) -> TensorDict:
+        """The values, which lie there; the metadata's batches are read then."""
+        rows = meta if units is None else RowsOf(meta.global_indexes, meta.field_names, units)
+        data = await self.storage_manager.get_data(rows)
+        for batch in meta.unread:
+            batch.was_read(meta.global_indexes, meta.field_names)
+        return data
 
     async def _places(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, p.UnitRuns | None]:
         """By field, where the values lie now."""

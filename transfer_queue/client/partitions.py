@@ -62,7 +62,8 @@ class Partitions(Keys):
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.
 
-        ``ack`` acknowledges a batch; one fetched without a rank or batch_index needs none.
+        ``ack`` acknowledges a batch. One fetched without a rank or batch_index needs none: its samples stay until
+        ``get_data`` has returned all of them, or the client that fetched it has no metadata of it any more.
 
         Args:
             task_names: Tasks that must be done with a sample, too, even if they have not fetched yet.
@@ -83,13 +84,19 @@ class Partitions(Keys):
         """What keeps ``clear_consumed`` with the same arguments from clearing all samples. It changes nothing.
 
         Returns:
-            ``{"tasks": {task: samples}, "not_begun": [task, ...], "unread": samples}``, all empty for an unknown
-            partition. Samples of a task are those that it has not consumed, or has consumed and not acknowledged;
-            tasks without any are left out. ``not_begun`` are those of ``task_names`` that have never fetched from the
-            partition: until they do, nothing is cleared. ``unread`` samples stay because no task has fetched.
+            ``{"tasks": {task: samples}, "not_begun": [task, ...], "unread": samples, "readers": {client: samples}}``,
+            all empty for an unknown partition. Samples of a task are those that it has not consumed, or has consumed
+            and neither acknowledged nor read; tasks without any are left out. ``not_begun`` are those of ``task_names``
+            that have never fetched from the partition: until they do, nothing is cleared. ``unread`` samples stay
+            because no task has fetched. ``readers`` are the clients that were given samples without a rank or
+            batch_index, have not read all of them, and still have metadata of them; ``get_stats()["clients"]`` has the
+            same names.
         """
         cleared = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names), True)
-        return {"tasks": cleared.held_by, "not_begun": cleared.not_begun, "unread": cleared.unread}
+        return {
+            "tasks": cleared.held_by, "not_begun": cleared.not_begun, "unread": cleared.unread,
+            "readers": cleared.readers,
+        }  # fmt: skip
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Delete a partition and all it holds, if it exists. For consumers that wait, their stream has ended."""
@@ -191,7 +198,8 @@ def _reasons(cleared: p.Cleared) -> list[str]:
         f"task {task!r} has not consumed or not acknowledged {count} samples" for task, count in cleared.held_by.items()
     ]
     not_begun = [f"task {task!r} has not begun" for task in cleared.not_begun]
-    return held_by + not_begun + ([f"no task reads its {cleared.unread} samples"] if cleared.unread else [])
+    readers = [f"client {client!r} may still read {count} samples" for client, count in cleared.readers.items()]
+    return held_by + readers + not_begun + ([f"no task reads its {cleared.unread} samples"] if cleared.unread else [])
 
 
 def _last_index(page: p.Status) -> int:

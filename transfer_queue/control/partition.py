@@ -324,9 +324,9 @@ class Partition:
         done = self.table.column("state") == RowState.LIVE
         for consumer in self.consumers.values():
             done &= consumer.consumed
-        open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
-        for batch in (*open_batches, *being_read) if done.any() else ():
-            rows, found = self.table.find(batch)
+        if done.any():
+            open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
+            rows, found = self.table.find(np.concatenate([*open_batches, *being_read]))
             done[rows[found]] = False
         cleared: Indexes = indexes[done]
         return cleared

@@ -14,7 +14,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control import checkpoints, lifecycle, queries, units, writing
-from transfer_queue.control.serving import ServedFetch, check_fetch
+from transfer_queue.control.serving import ServedFetch, TakenUnread, check_fetch
 from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import Parked, PlaneConfig, PlaneState, To, reply_or_error
 from transfer_queue.errors import ProducersGoneError, ProtocolError
@@ -92,6 +92,12 @@ class ControlPlane:
     def received(self, client: str, calls: Iterable[int]) -> None:
         """The client has these calls' answers, or no longer needs them: no cancel will undo them."""
         self.state.calls.received(client, calls)
+
+    def read(self, client: str, calls: Iterable[int]) -> None:
+        """The client has read the batches of these calls, or can't read them any more: they may be cleared."""
+        for call in calls:
+            if isinstance(self.state.calls.get(client, call), TakenUnread):
+                self.state.calls.take(client, call)
 
     def answered(self, client: str, call: int) -> p.Reply | None:
         """This call's answer, until the client has confirmed receipt."""

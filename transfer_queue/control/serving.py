@@ -80,6 +80,16 @@ class Taken(Record):
         return True
 
 
+class TakenUnread(Taken):
+    """A batch without ledger entry whose values did not come with it. It is kept until its client has read it."""
+
+    __slots__ = ()
+    holds = True
+
+    def undo(self) -> bool:
+        return self.reply is not None and super().undo()  # received means never given to another reader
+
+
 def _release(partition: Partition, taken: Taken) -> None:
     """Undo a batch that no client received: its samples are drawn again, or its rank gets the same share again."""
     consumer = partition.consumers.get(taken.task)
@@ -153,7 +163,9 @@ class ServedFetch:
     def taken(self, state: PlaneState, batch: Batch) -> Taken:
         """Record what this batch took, for a fetch that did not name it."""
         key = None if batch.batch_index is None else (self._rank, batch.batch_index)
-        return Taken(state, batch, self._partition, self._consumer, self._drawn, key)
+        values_come = self._fetch.with_values and all(spec.units is None for spec in batch.fields.values())
+        kind = Taken if key is not None or values_come else TakenUnread
+        return kind(state, batch, self._partition, self._consumer, self._drawn, key)
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Whether this round was a tail that did not reach this rank."""

@@ -38,10 +38,14 @@ R = TypeVar("R")
 
 
 class ClientMessage(msgspec.Struct, Generic[R], frozen=True, array_like=True):
-    """What a client sends. ``received``: earlier calls of its session whose answers it has, or no longer needs."""
+    """What a client sends. ``received``: earlier calls of its session whose answers it has, or no longer needs.
+
+    ``read``: fetches without ledger entry whose batches it has read, or can't read any more.
+    """
 
     received: list[Call]
     request: R
+    read: list[Call] = []
 
 
 # ---- encoding ----
@@ -107,10 +111,10 @@ def encode(message: Any) -> bytes:
         raise UnsupportedValueError(f"a name or text in a request is no valid Unicode: {error}.") from error
 
 
-def encode_request(request: Any, received: Sequence[int] = ()) -> bytes:
+def encode_request(request: Any, received: Sequence[int] = (), read: Sequence[int] = ()) -> bytes:
     """A request as it travels. Raises UnsupportedValueError for tags that aren't plain data or are nested too deep."""
     _check_depth(request, UnsupportedValueError)
-    return encode(ClientMessage(list(received), request))
+    return encode(ClientMessage(list(received), request, list(read)))
 
 
 def _check_depth(request: Any, error: type[Exception]) -> None:

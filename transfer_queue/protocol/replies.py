@@ -107,7 +107,8 @@ class Cleared(Reply, frozen=True):
 
     Of ClearConsumed: ``held_by`` counts by task the samples that stay because the task has not consumed or not
     acknowledged them; ``not_begun`` names tasks that must be done and never fetched; ``more``: ask again for the rest;
-    ``unread`` samples stay because no task has fetched from the partition.
+    ``unread`` samples stay because no task has fetched from the partition. ``readers`` counts by client the samples of
+    fetches without batch_index that it may still read; ``held_by`` counts them, too.
     """
 
     indexes: bytes
@@ -115,6 +116,7 @@ class Cleared(Reply, frozen=True):
     not_begun: list[str] = []
     more: bool = False
     unread: int = 0
+    readers: dict[str, int] = {}
 
 
 class Names(Reply, frozen=True):

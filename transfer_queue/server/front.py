@@ -89,10 +89,10 @@ class Front:
         try:
             message = _decode(header)
         except TransferQueueError as error:
-            self._received(envelope.client, _received_of(header))
+            self._told(envelope.client, *_told_by(header))
             return [Outgoing(envelope, p.encode(p.Failed(0, *to_wire(error))))]
         client, request, self._now = envelope.client, message.request, now
-        self._received(client, message.received)
+        self._told(client, message.received, message.read)
         call = self._calls.get((client, request.id))
         if call is not None:  # a retry of a call that is under way
             call.envelope = envelope
@@ -130,11 +130,13 @@ class Front:
 
     # ---- one call ----
 
-    def _received(self, client: str, calls: list[int]) -> None:
-        """The client has the answers of these calls: they can't be undone any more."""
-        if self.plane is not None and calls:
-            self.plane.received(client, calls)
-            self._endings.writes.received(client, calls)
+    def _told(self, client: str, received: list[int], read: list[int]) -> None:
+        """The client has the answers of these calls, which can't be undone any more, and has read these batches."""
+        if self.plane is not None and received:
+            self.plane.received(client, received)
+            self._endings.writes.received(client, received)
+        if self.plane is not None and read:
+            self.plane.read(client, read)
 
     def _start(
         self, client: str, call: _Call, request: p.Request, frames: list[memoryview], now: float
@@ -406,10 +408,14 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
     return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id)
 
 
-def _received_of(header: bytes) -> list[int]:
-    """The received calls of a message with a request that can't be decoded."""
+def _told_by(header: bytes) -> tuple[list[int], list[int]]:
+    """What a message with a request that can't be decoded says of earlier calls: those received, and those read."""
     try:
-        received = msgspec.msgpack.decode(header)[0]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError):
-        return []
-    return [call for call in received if type(call) is int] if isinstance(received, list) else []
+        received, _, *rest = msgspec.msgpack.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError):
+        return [], []
+    return _calls_of(received), _calls_of(rest[0] if rest else None)
+
+
+def _calls_of(value: object) -> list[int]:
+    return [call for call in value if type(call) is int] if isinstance(value, list) else []

@@ -19,6 +19,8 @@ GRACE_S = 5.0
 SPECS = {name: p.FieldSpec("int64", (2,)) for name in ("a", "b")}
 CLIENTS = ("anna", "bert", "carl")
 PARTITIONS = ("p", "q")
+UNNAMED = "r"
+"""A partition that one task reads, with unnamed fetches alone: soon all of it is consumed, and may be cleared."""
 
 
 @dataclass
@@ -57,8 +59,8 @@ class CheckedPlane:
         self.chores: list[int] = []
         self.tokens: list[tuple[str, str, str]] = []
         self.answered: dict[tuple[str, int], Answer] = {}
-        self.read: dict[tuple[str, str], list[int]] = {}
-        """By partition and task: samples of unnamed fetches whose answers were received."""
+        self.unread: dict[tuple[str, int], Answer] = {}
+        """Batches of unnamed fetches whose answers were received, and which may still be read."""
         for name, plan in TASKS.items():
             self.ask("anna", p.RegisterTask, name, plan.sampler, plan.dp_size, plan.tail)
 
@@ -463,10 +465,20 @@ class CheckedPlane:
         partition = self.model.get(request.partition, PartitionModel())
         there = self.plane.state.partitions.get(request.partition)
         readers = set() if there is None else set(there.consumers)
-        being_read = {i for a in self.answered.values() if a.partition is partition for i in a.drawn}
+        being_read = {i for a in self.being_read(partition) for i in a.drawn}
         done = partition.done_with(readers, being_read) if readers and readers.issuperset(request.tasks) else []
+        by_client: dict[str, set[int]] = {}
+        for (reader, _), a in [*self.answered.items(), *self.unread.items()]:
+            if a in self.being_read(partition) and a.reply.batch_index is None:
+                by_client.setdefault(reader, set()).update(partition.samples.keys() & set(a.drawn))
+        assert reply.readers == {reader: len(left) for reader, left in by_client.items() if left}
         assert reply.not_begun == (sorted(set(request.tasks) - readers) if request.partition in self.model else [])
         self.check_cleared(client, request, reply, [] if request.dry_run else partition.clear(done))
+
+    def being_read(self, partition: PartitionModel) -> list[Answer]:
+        """Answers with batches of this partition that their clients may not have read yet."""
+        together = [*self.answered.values(), *self.unread.values()]
+        return [answer for answer in together if answer.partition is partition and answer.drawn]
 
     def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.pop(request.partition, None)
