@@ -220,9 +220,13 @@ async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 
 
-async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
-    """{partition: {key: tag}}, in order of insertion; an unknown partition gives {}."""
-    return await get_client().async_kv_list(partition_id)
+async def async_kv_list(partition_id: str | None = None, where: str | None = None) -> dict[str, dict[str, Tag]]:
+    """{partition: {key: tag}}, in order of insertion; an unknown partition gives {}.
+
+    Args:
+        where: Only keys whose tags match, such as ``"done == true"``.
+    """
+    return await get_client().async_kv_list(partition_id, where)
 
 
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:

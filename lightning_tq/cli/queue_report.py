@@ -209,7 +209,10 @@ def _task_row(task: Numbers) -> list[str | Text]:
 
 def _waiting_row(waiting: Numbers) -> list[str | Text]:
     waiter = f"a put of {waiting['client']}" if waiting["writer"] else f"task {waiting['task']}"
-    lacking = ", ".join(f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items())
+    lacks = [f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items()]
+    if waiting.get("unmatched"):
+        lacks.append(f"matches: {waiting['unmatched']:,} don't")
+    lacking = ", ".join(lacks)
     if waiting["writer"]:
         lacking = "space: clear samples"
     elif not lacking:

@@ -221,6 +221,8 @@ class Partition:
         rows, found = self.table.find(indexes)
         for index, row in zip(indexes[found].tolist(), rows[found].tolist(), strict=True):
             self.tags.put(row, tags[index], merge)
+        for consumer in self.consumers.values():
+            consumer.retagged(rows[found])
 
     # ---- readers ----
 
@@ -229,7 +231,7 @@ class Partition:
         if consumer is None:
             made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
             tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task used this prefix
-            consumer = Consumer(task, tokens, self.table, self.schema)
+            consumer = Consumer(task, tokens, self.table, self.schema, self.tags)
             self.consumers[task] = consumer
         return consumer
 
@@ -283,9 +285,10 @@ class Partition:
             self.num_free or (self.num_reserved and (self.table.column("state") == RowState.RESERVED_FREE).any())
         )
 
-    def is_exhausted(self, consumer: Consumer) -> bool:
-        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all of them."""
-        return bool(self.num_live) and not (self.num_free or self.num_reserved or consumer.num_unconsumed)
+    def is_exhausted(self, consumer: Consumer, unmatched: int) -> bool:
+        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all but ``unmatched``."""
+        under_way = self.num_free or self.num_reserved
+        return bool(self.num_live) and not under_way and consumer.num_unconsumed == unmatched
 
     def all_inserted(self) -> bool:
         """Whether several samples were pre-allocated, and every one of them was inserted."""

@@ -69,7 +69,8 @@ class NotReady(Reply, frozen=True):
 
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
     Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
-    partition are being written, by the clients ``owed_by`` (five at most are named).
+    partition are being written, by the clients ``owed_by`` (five at most are named). ``unmatched`` have every field,
+    and tags that don't match the fetch's filter.
     """
 
     wanted: int
@@ -80,6 +81,7 @@ class NotReady(Reply, frozen=True):
     known_fields: list[str] = []
     reserved: int = 0
     owed_by: list[str] = []
+    unmatched: int = 0
 
 
 class Ended(Reply, frozen=True):

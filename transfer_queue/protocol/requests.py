@@ -129,7 +129,8 @@ class Fetch(Request, frozen=True):
     the batch that the caller's pass over a finite stream began with; all readers that began before an end get it.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
-    ``mapped``: large ones as offsets in memory that the client has mapped.
+    ``mapped``: large ones as offsets in memory that the client has mapped. ``where``: a filter; a batch that is drawn
+    for this fetch has only samples whose tags match.
     """
 
     partition: str
@@ -149,6 +150,7 @@ class Fetch(Request, frozen=True):
     after: str | None = None
     with_values: bool = False
     mapped: bool = False
+    where: str | None = None
 
 
 class Cancel(Request, frozen=True):
@@ -291,12 +293,14 @@ class ListKeys(Request, frozen=True):
     """Keys and tags of one partition, or of all as far as they fit in one page.
 
     A page holds the keys that come ``after`` this one, ``limit`` at most (0: as many as a page takes). Where that key
-    was cleared meanwhile the list begins anew: keys may come twice, and none is left out.
+    was cleared meanwhile the list begins anew: keys may come twice, and none is left out. ``where``: only keys whose
+    tags match this filter.
     """
 
     partition: str | None = None
     after: str | None = None
     limit: Count = 0
+    where: str | None = None
 
 
 class ForgetTask(Request, frozen=True):
