@@ -20,8 +20,8 @@ _TESTS = 4
 _BYTES = 512
 
 
-class Comparisons:
-    """How many samples this turn may still compare, and the partitions where some are left for later turns."""
+class TurnBudget:
+    """How many samples this turn may still compare or list, and the partitions where some are left for later turns."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -31,7 +31,7 @@ class Comparisons:
         self.left = PER_TURN
 
     def take_unfinished(self) -> list[str]:
-        """The partitions where comparisons were left over."""
+        """The partitions where work was left over."""
         unfinished, self._unfinished = list(self._unfinished), {}
         return unfinished
 
@@ -39,13 +39,21 @@ class Comparisons:
     def is_finished(self) -> bool:
         return not self._unfinished
 
+    def spend(self, count: int) -> None:
+        """So many samples were listed."""
+        self.left -= count
+
+    def postpone(self, partition: str) -> None:
+        """Something of this partition is left for a later turn."""
+        self._unfinished[partition] = None
+
     def finish(self, samples: ReadySet, partition: str) -> bool:
         """Compare what is not compared yet, as far as this turn allows. Returns whether that is all."""
         if not isinstance(samples, FilteredSet) or not samples.num_unchecked:
             return True
         self.left = samples.check(self.left)
         if samples.num_unchecked:
-            self._unfinished[partition] = None
+            self.postpone(partition)
         return not samples.num_unchecked
 
 

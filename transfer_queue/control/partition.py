@@ -10,6 +10,7 @@ import numpy as np
 
 from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
+from transfer_queue.control.listed_keys import ListedKeys
 from transfer_queue.control.rows import IndexAllocator, Rows, RowState, RowTable, all_of, ascending, one_of
 from transfer_queue.control.schema import Schema
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
@@ -38,6 +39,7 @@ class Partition:
         self.schema = Schema(self.table)
         self.keys = KeyMap()
         self.tags = TagStore(self.table)
+        self.listed = ListedKeys(self.table, self.keys, self.tags)
         self.consumers: dict[str, Consumer] = {}
         self.last_published: float | None = None
         self.num_live = 0
@@ -151,6 +153,7 @@ class Partition:
             self.num_published += len(fresh)
             for consumer in self.consumers.values():
                 consumer.inserted(len(fresh))
+            self.listed.appeared(fresh)
         self.seal_if_complete()
 
     def seal_if_complete(self) -> None:
@@ -199,6 +202,7 @@ class Partition:
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         if len(self.keys):
+            self.listed.removing(rows)
             self.keys.unbind(indexes.tolist())
         self.tags.delete(rows)
         self.table.mark_dead(rows)
@@ -208,6 +212,7 @@ class Partition:
         if self.table.wants_compaction():
             self.table.compact()
             self._first_free = 0
+            self.listed.rebuild()
             for consumer in self.consumers.values():
                 consumer.rebuild()
 
@@ -223,6 +228,7 @@ class Partition:
             self.tags.put(row, tags[index], merge)
         for consumer in self.consumers.values():
             consumer.retagged(rows[found])
+        self.listed.retagged(rows[found])
 
     # ---- readers ----
 
@@ -349,5 +355,6 @@ class Partition:
         assert known.issuperset(self.tags), "tags belong to rows"
         assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
         assert self.keys.is_ascending(), "keys are in the order of their samples"
+        self.listed.check_invariants()
         for consumer in self.consumers.values():
             consumer.check_invariants()

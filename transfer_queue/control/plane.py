@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control import checkpoints, lifecycle, queries, writing
+from transfer_queue.control import checkpoints, key_waits, lifecycle, queries, writing
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.sessions import Record
@@ -54,6 +54,8 @@ class ControlPlane:
             p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
             p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
             p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
+            p.WatchKeys: lambda client, request, now: key_waits.wait(state, client, request, now),
+            p.WaitKeys: lambda client, request, now: key_waits.wait(state, client, request, now),
             p.ForgetTask: lambda client, request, now: lifecycle.forget_task(state, request),
             p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
@@ -74,7 +76,7 @@ class ControlPlane:
         """
         if self.state.waiters.find(client, request.id) is not None:
             return []
-        self.state.comparisons.begin_turn()
+        self.state.budget.begin_turn()
         reply = reply_or_error(request.id, partial(self._carry_out, client, request, now))
         own = [] if reply is None else [To(client, reply)]
         return own + self._serve_all_due(now)
@@ -100,8 +102,8 @@ class ControlPlane:
     def expire(self, now: float) -> list[To]:
         """Answer parked requests past their deadline or with lost producers, and do a little of what takes long."""
         self.state.tidy()
-        self.state.comparisons.begin_turn()
-        for partition in self.state.comparisons.take_unfinished():
+        self.state.budget.begin_turn()
+        for partition in self.state.budget.take_unfinished():
             self.state.mark_dirty(partition)
         return self._expire(now)
 
@@ -121,7 +123,7 @@ class ControlPlane:
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has work: minus infinity for at once, None for never."""
-        return self._next_due() if self.state.is_tidy and self.state.comparisons.is_finished else -math.inf
+        return self._next_due() if self.state.is_tidy and self.state.budget.is_finished else -math.inf
 
     def _next_due(self) -> float | None:
         parked = self.state.waiters.next_deadline()
@@ -184,7 +186,7 @@ class ControlPlane:
         return replies if due is None or due > now else replies + self._expire(now)
 
     def _serve_waiting(self, now: float) -> list[To]:
-        """End fetches of a cleared partition, admit parked writers, and serve every dirty partition.
+        """End what waits for a cleared partition, admit parked writers, and serve every dirty partition.
 
         Without parked requests, only the first applies.
         """
@@ -200,6 +202,7 @@ class ControlPlane:
         while state.dirty:
             name = next(iter(state.dirty))
             replies.extend(self._serve(name, state.dirty.pop(name), now))
+            replies.extend(key_waits.serve(state, name))
         return replies
 
     def _too_late(self, parked: Parked, now: float) -> p.Reply | None:
@@ -211,6 +214,8 @@ class ControlPlane:
             return checkpoints.kept_waiting(request, now - parked.since)
         if parked.queue == writing.WRITERS:
             return writing.full(self.state, request, now - parked.since)
+        if not isinstance(request, p.Fetch):
+            return key_waits.too_late(self.state, request, now - parked.since)
         may_draw = self.state.waiters.is_first(parked.queue, line_of(request), parked.rank)
         reply = self._answer(parked.client, request, now, may_draw, waited=True)
         return reply or (None if may_draw and self._is_comparing(request) else self._not_ready(request, now))
@@ -273,7 +278,7 @@ class ControlPlane:
         return reply or self._producers_lost(fetch, now)
 
     def _served(self, fetch: p.Fetch, partition: Partition) -> ServedFetch:
-        return ServedFetch(fetch, partition, self.state.tasks.get(fetch.task), self.state.comparisons)
+        return ServedFetch(fetch, partition, self.state.tasks.get(fetch.task), self.state.budget)
 
     def _is_comparing(self, fetch: p.Fetch) -> bool:
         partition = self.state.partitions.get(fetch.partition)

@@ -108,13 +108,14 @@ def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
         if not room:
             return p.KeyList(request.id, keys, True, last)
         items, others = partition.keys.page(request.after, room)
-        keys[name] = _published_keys(partition, items, where)
+        keys[name] = published_keys(partition, items, where)
         room, more = room - len(items), more or others
         last = items[-1][0] if items else last
     return p.KeyList(request.id, keys, more, last if more else None)
 
 
-def _published_keys(partition: Partition, items: list[tuple[str, int]], where: TagFilter | None) -> dict[str, p.Tags]:
+def published_keys(partition: Partition, items: list[tuple[str, int]], where: TagFilter | None) -> dict[str, p.Tags]:
+    """Those of these keys, with their indexes, that are published and match, and their tags."""
     if not items:
         return {}
     indexes = np.array([index for _, index in items], dtype=np.int64)
@@ -178,7 +179,7 @@ def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            missing = ServedFetch(request, partition, task, state.comparisons).not_ready(now)
+            missing = ServedFetch(request, partition, task, state.budget).not_ready(now)
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
     return {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
-from transfer_queue.control.filtered import Comparisons, FilteredSet
+from transfer_queue.control.filtered import FilteredSet, TurnBudget
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
@@ -108,11 +108,11 @@ def _release(partition: Partition, taken: Taken) -> None:
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task, comparisons: Comparisons) -> None:
+    def __init__(self, fetch: Fetch, partition: Partition, task: Task, budget: TurnBudget) -> None:
         self._fetch = fetch
         self._partition = partition
         self._task = task
-        self._comparisons = comparisons
+        self._budget = budget
         self._consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = task.size_for(fetch)
         self._drawn: Indexes = np.empty(0, dtype=np.int64)
@@ -134,7 +134,7 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self._partition, self._task, self._comparisons)
+                served = ServedFetch(fetch, self._partition, self._task, self._budget)
                 reply = served.answer(now, may_draw, waited)
                 if not isinstance(reply, Batch):
                     return reply
@@ -142,7 +142,7 @@ class ServedFetch:
         if known_end is not None or not may_draw:
             return known_end
         draw = self._draw(batch_index)
-        if not self._comparisons.finish(draw.ready, self._partition.name):
+        if not self._budget.finish(draw.ready, self._partition.name):
             return None
         shares = draw.shares()
         if shares is not None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from transfer_queue.config import FullConfig
 from transfer_queue.control.draw import Tasks
-from transfer_queue.control.filtered import Comparisons
+from transfer_queue.control.filtered import TurnBudget
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import IndexAllocator
 from transfer_queue.control.sessions import Calls, Freezes, Producers
@@ -193,6 +193,14 @@ class Waiters:
         return [parked for waiting in self._queues.values() for parked in waiting.values()]
 
 
+_KEYS = "\0keys "
+
+
+def keys_queue(partition: str) -> str:
+    """The wait queue of requests that wait for keys of this partition."""
+    return _KEYS + partition
+
+
 class PlaneState:
     """The verbs change it. After a request, only dirty partitions are examined again."""
 
@@ -215,17 +223,21 @@ class PlaneState:
         self.snapshots: set[object] = set()
         """Those of which slices are still to be made."""
         self.calls = Calls()
-        self.comparisons = Comparisons()
+        self.budget = TurnBudget()
 
     def mark_dirty(self, partition: str, task: str | None = None) -> None:
-        """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now."""
+        """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now.
+
+        So may requests that wait for its keys.
+        """
         self.dirty[partition] = task if self.dirty.get(partition, task) == task else None
 
     def mark_all_dirty(self, task: str | None = None) -> None:
         """Examine all parked fetches again, of this task or of all tasks."""
         for queue in self.waiters.queues():
-            if not queue.startswith("\0"):
-                self.mark_dirty(queue, task)
+            partition = queue.removeprefix(_KEYS)
+            if not partition.startswith("\0"):
+                self.mark_dirty(partition, task)
 
     def get(self, name: str) -> Partition:
         """Raises UnknownPartitionError that names the existing ones."""

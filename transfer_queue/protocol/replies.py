@@ -136,6 +136,20 @@ class KeyList(Reply, frozen=True):
     last: str | None = None
 
 
+class ChangedKeys(Reply, frozen=True):
+    """Keys that are new or have new tags, and keys that were removed or match no more; ``position``: up to here.
+
+    The watcher may not have known a removed key. ``fresh``: these are all keys, as changes that far back are no longer
+    known; where there are more, ListKeys gives those after key ``last``. Equal positions: nothing has changed.
+    """
+
+    position: tuple[int, int, int] | None
+    keys: dict[str, Tags] = {}
+    removed: list[str] = []
+    fresh: bool = False
+    last: str | None = None
+
+
 class Frozen(Reply, frozen=True):
     """A part of the queue's state. There are ``num_parts`` of them, the first one is number 0."""
 
@@ -145,5 +159,5 @@ class Frozen(Reply, frozen=True):
 
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | Frozen
+    | ChangedKeys | Frozen
 )  # fmt: skip

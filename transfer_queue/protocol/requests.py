@@ -303,6 +303,28 @@ class ListKeys(Request, frozen=True):
     where: str | None = None
 
 
+class WatchKeys(Request, frozen=True):
+    """What changed about the keys of a partition since ``position``, of an earlier ChangedKeys. Parked until it did.
+
+    ``position`` None: list all keys; parked until there is such a partition. ``where``: only keys whose tags match this
+    filter; those that match no more count as removed. A request without an effect: it may be sent again.
+    """
+
+    partition: str
+    position: tuple[Call, Call, Call] | None = None
+    where: str | None = None
+    wait_s: Seconds = 0.0
+
+
+class WaitKeys(Request, frozen=True):
+    """The first page of keys whose tags match the filter, as ListKeys gives it, once there are ``count`` of them."""
+
+    partition: str
+    where: str | None = None
+    count: Count = 1
+    wait_s: Seconds = 0.0
+
+
 class ForgetTask(Request, frozen=True):
     """No partition keeps samples for this task any more: its name was misspelt, or it will never read again.
 
@@ -383,8 +405,8 @@ class Restore(Request, frozen=True):
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
-    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
-    | EvictClient | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
+    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
+    | ForgetTask | GetStats | EvictClient | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,
