@@ -172,6 +172,9 @@ def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any
     """
     if isinstance(request, p.ResolveKeys):
         return {"wanted": len(request.keys)}
+    if isinstance(request, p.WatchKeys | p.WaitKeys):
+        keys = "keys" if request.where is None else f"keys where {request.where}"
+        return {"wanted": getattr(request, "count", None), "keys": keys}
     if not isinstance(request, p.Fetch):
         return {"wanted": getattr(request, "count", None)}
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)

@@ -198,7 +198,9 @@ def test_what_waits_for_keys_ends_with_its_session(plane):
     put_keys(plane, "a")
     assert watch(plane, watch(plane)) is None
     assert wait(plane, count=5) is None
-    assert ask(plane, CRITIC, p.GetStats).value["clients"][ACTOR]["parked"] == 2
+    stats = ask(plane, CRITIC, p.GetStats).value
+    assert stats["clients"][ACTOR]["parked"] == 2
+    assert [(each["wanted"], each["keys"]) for each in stats["waiting"]] == [(None, "keys"), (5, "keys")]
     plane.client_gone(ACTOR, 0.0)
     assert put_keys(plane, "b") == []
     assert plane.next_deadline() is None
