@@ -275,6 +275,8 @@ class ControlPlane:
         reply = served.answer(now, may_draw, waited)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             self.state.calls.add(client, fetch.id, served.taken(self.state, reply))
+        if reply is None and may_draw and self._is_comparing(fetch):
+            return None
         return reply or self._producers_lost(fetch, now)
 
     def _served(self, fetch: p.Fetch, partition: Partition) -> ServedFetch:

@@ -277,11 +277,11 @@ def many(plane):
     return plane
 
 
-def finish(plane: ControlPlane) -> tuple[int, list[Any]]:
+def finish(plane: ControlPlane, now: float = 1.0) -> tuple[int, list[Any]]:
     """How many turns it takes until there is nothing to compare, and the replies."""
     turns, replies = 0, []
     while plane.next_deadline() == -math.inf:
-        replies += plane.expire(1.0)
+        replies += plane.expire(now)
         turns += 1
     return turns, replies
 
@@ -317,6 +317,13 @@ def test_a_sample_is_compared_once_and_again_when_its_tags_change(many, monkeypa
     retag(many, _5={"env": "code"})
     publish(many, reserve(many, 1))
     assert compared == [1, 1]
+
+
+def test_dead_producers_do_not_fail_a_fetch_before_all_is_compared(many):
+    many.client_gone(ROLLOUT, 0.0)
+    assert fetch(many, 1, where=MATH, wait_s=50.0, now=100.0) is None
+    assert batches(finish(many, 100.0)[1]) == [(ACTOR, [MANY - 1])]
+    refused(fetch(many, 1, where=MATH, wait_s=50.0, now=100.0), "ProducersGoneError")
 
 
 def test_a_fetch_that_ends_while_it_is_compared_leaves_no_work_behind(many):
