@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps both lists equal
     from transfer_queue.client import (
         AsyncTransferQueueClient as AsyncTransferQueueClient,
+        KeyChanges as KeyChanges,
         TransferQueueClient as TransferQueueClient,
     )
     from transfer_queue.dataloader import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         ConfigError as ConfigError,
         EndOfPartitionError as EndOfPartitionError,
         FieldNotReadyError as FieldNotReadyError,
+        KeysTimeoutError as KeysTimeoutError,
         ProducersGoneError as ProducersGoneError,
         QueueUnreachableError as QueueUnreachableError,
         SampleClearedError as SampleClearedError,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         async_kv_clear as async_kv_clear,
         async_kv_list as async_kv_list,
         async_kv_put as async_kv_put,
+        async_kv_wait_keys as async_kv_wait_keys,
+        async_kv_watch as async_kv_watch,
         close as close,
         get_client as get_client,
         get_metrics_endpoint as get_metrics_endpoint,
@@ -53,6 +57,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         kv_clear as kv_clear,
         kv_list as kv_list,
         kv_put as kv_put,
+        kv_wait_keys as kv_wait_keys,
+        kv_watch as kv_watch,
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
@@ -72,7 +78,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
 
 # isort: on
 
-_KV = ("kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear")
+_KV = (
+    "kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear", "kv_wait_keys", "kv_watch",
+)  # fmt: skip
 _MODULES = {
     "transfer_queue.interface": (
         "init", "close", "get_client", "get_metrics_endpoint", "save_checkpoint", "load_checkpoint",
@@ -80,10 +88,10 @@ _MODULES = {
     ),
     "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
-    "transfer_queue.client": ("AsyncTransferQueueClient", "TransferQueueClient"),
+    "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
     "transfer_queue.errors": (
         "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
-        "FieldNotReadyError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",
+        "FieldNotReadyError", "KeysTimeoutError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",
         "SchemaConflictError", "StorageFullError", "StorageKeyNotFoundError", "TransferQueueError",
         "UnsupportedValueError",
     ),

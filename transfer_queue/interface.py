@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.client import TransferQueueClient, kv
+from transfer_queue.client.key_watch import KeyWatch
 from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
 from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch.local import LocalQueue
@@ -226,9 +227,30 @@ async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 
 
-async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
-    """{partition: {key: tag}}, in order of insertion; an unknown partition gives {}."""
-    return await get_client().async_kv_list(partition_id)
+async def async_kv_list(partition_id: str | None = None, where: str | None = None) -> dict[str, dict[str, Tag]]:
+    """{partition: {key: tag}}, in order of insertion; an unknown partition gives {}.
+
+    Args:
+        where: Only keys whose tags match, such as ``"done == true"``.
+    """
+    return await get_client().async_kv_list(partition_id, where)
+
+
+async def async_kv_wait_keys(
+    partition_id: str, where: str | None = None, count: int = 1, timeout_s: float = 60.0
+) -> dict[str, Tag]:
+    """Keys and tags that match, as soon as at least ``count`` do; see ``TransferQueueClient.wait_keys``.
+
+    Raises:
+        KeysTimeoutError: fewer matched for ``timeout_s`` seconds.
+        EndOfPartitionError: the partition was cleared meanwhile.
+    """
+    return await get_client().async_wait_keys(partition_id, where, count, timeout_s)
+
+
+def async_kv_watch(partition_id: str, where: str | None = None, timeout_s: float | None = None) -> KeyWatch:
+    """Follow the keys of a partition and their tags, without polling; see ``TransferQueueClient.kv_watch``."""
+    return get_client().async_kv_watch(partition_id, where, timeout_s)
 
 
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
@@ -242,3 +264,5 @@ kv_batch_get = blocking(async_kv_batch_get)
 kv_batch_get_by_meta = blocking(async_kv_batch_get_by_meta)
 kv_list = blocking(async_kv_list)
 kv_clear = blocking(async_kv_clear)
+kv_wait_keys = blocking(async_kv_wait_keys)
+kv_watch = async_kv_watch

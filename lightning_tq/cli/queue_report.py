@@ -212,12 +212,16 @@ def _task_row(task: Numbers) -> list[str | Text]:
 
 
 def _waiting_row(waiting: Numbers) -> list[str | Text]:
-    waiter = f"a put of {waiting['client']}" if waiting["writer"] else f"task {waiting['task']}"
-    lacking = ", ".join(f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items())
+    what = "a put of" if waiting["writer"] else "a wait for keys of" if "keys" in waiting else None
+    waiter = f"task {waiting['task']}" if what is None else f"{what} {waiting['client']}"
+    lacks = [f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items()]
+    if waiting.get("unmatched"):
+        lacks.append(f"matches: {waiting['unmatched']:,} don't")
+    lacking = ", ".join(lacks)
     if waiting["writer"]:
         lacking = "space: clear samples"
     elif not lacking:
-        lacking = waiting.get("refused") or "samples"
+        lacking = waiting.get("refused") or waiting.get("keys") or "samples"
     ready = waiting.get("ready")
     return [
         waiter, waiting["partition"] or "", f"{waiting['waited_s']:.1f} s", _wanted(waiting),

@@ -28,6 +28,7 @@ PROMISED = {
     "cluster_frames": {"settings", "torch_threads", "cases"},
     "copies": {"torch_threads", "by_mib", "first_touch_mib", "first_touch"},
     "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "measured_samples"},
+    "filters": {"ready", "first_fetch_ms", "first_fetch_turns", "first_fetch_longest_turn_ms", "fetch_ms", "put_ms"},
     "inline": {"servers", "by_kib"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},

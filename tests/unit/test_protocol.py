@@ -48,6 +48,8 @@ REQUESTS = [
     p.Put(22, p.Reserve(22, "p", 8, SPEC, 1.5), TAGS, b"columns"),
     p.KeysOf(23, "p", INDEXES),
     p.ListKeys(24, "p", "k", 100),
+    p.WatchKeys(1, "p", (1, 2, 3), "v == 1", 2.0),
+    p.WaitKeys(1, "p", "v == 1", 2, 3.0),
     p.ForgetTask(25, "t"),
     p.GetStats(25),
     p.EvictClient(25, "client"),
@@ -74,6 +76,7 @@ REPLIES = [
     p.Names(11, ["a", None]),
     p.KeyList(12, {"p": {"k": {"a": 1}}}, True),
     p.Units(13, 7, [p.UnitInfo(0, "unit0", "host", ["ipc:///unit0"], 2**40)]),
+    p.ChangedKeys(1, (1, 2, 3), {"k": {"v": 1}}, ["l"], True, "k"),
     p.Frozen(14, b"state", 2),
 ]
 

@@ -28,7 +28,7 @@ from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.unread import UnreadBatch
 
-_OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
+_OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
 
 
@@ -78,6 +78,7 @@ class Gets(ClientBase):
         task_name: str | None = None,
         sampling_config: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        where: str | None = None,
     ) -> BatchMeta:
         """Metadata of samples.
 
@@ -88,13 +89,16 @@ class Gets(ClientBase):
             sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; ``first_index`` (where several readers of one
                 stream began: its batches are drawn in their order); ``pass_start`` (where this pass over a finite
                 stream began: all readers of a pass get the same end); ``after`` (token of the last batch, whose
-                partition may have been cleared since); the rest goes to the sampler as keywords.
+                partition may have been cleared since); ``where`` (as below); the rest goes to the sampler as keywords.
             timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
+            where: Only samples whose tags match, such as ``"policy_version >= 7 and env == 'math'"``. The others stay
+                for other fetches. A missing tag matches no comparison. docs/semantics.md has the grammar.
         Returns:
             Empty ("not yet") only when the queue is configured with ``polling_mode``.
         Raises:
             BatchTimeoutError: not enough ready samples in time; says which fields were missing.
             EndOfPartitionError: no batch will come any more.
+            InvalidRequestError: ``where`` is no filter; says at which character.
         """
         if partition_id is None:
             raise InvalidRequestError("get_meta needs a partition_id.")
@@ -117,7 +121,7 @@ class Gets(ClientBase):
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name: who consumes the samples.")
         polling = bool((await self.session.config())["controller"]["polling_mode"])
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
-        fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
+        fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s, where)
         reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
         if isinstance(reply, p.NotReady):
             if polling:
@@ -255,8 +259,12 @@ def fetch_request(
     task: str,
     sampling_config: Mapping[str, Any] | None,
     wait_s: float,
+    where: str | None = None,
 ) -> p.Fetch:
-    """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments."""
+    """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments.
+
+    ``where``: the filter, if it isn't in there.
+    """
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
     if math.isnan(wait_s):
         raise InvalidRequestError("timeout_s of a fetch must be a number of seconds, got NaN.")
@@ -264,6 +272,8 @@ def fetch_request(
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
         named.pop("skip", None)
+    if where is not None:
+        named["where"] = where
     return p.Fetch(0, partition, task, list(fields), batch_size, wait_s=wait_s, sampler_args=arguments, **named)
 
 
@@ -278,6 +288,8 @@ def as_names(fields: Sequence[str] | str) -> list[str]:
 def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> str:
     """Why a fetch got nothing, in one or two sentences."""
     missing = [f"{count} lack field {name!r}" for name, count in reply.lacking.items()]
+    if reply.unmatched:
+        missing.append(f"{reply.unmatched} don't match the filter")
     if reply.reserved:
         missing.append(_reserved(reply))
     last = "nothing was published yet" if reply.last_published_s is None else f"{reply.last_published_s:.0f} s ago"

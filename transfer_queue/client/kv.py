@@ -65,15 +65,21 @@ class Keys(Puts):
             raise InvalidRequestError("global_indexes is empty.")
         return (await self.session.ask(p.KeysOf, p.Names, partition_id, p.pack_indexes(indexes))).names
 
-    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-        """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}."""
+    async def async_kv_list(
+        self, partition_id: str | None = None, where: str | None = None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}.
+
+        Args:
+            where: Only keys whose tags match, such as ``"done == true"``; docs/semantics.md has the grammar.
+        """
         names = [partition_id] if partition_id is not None else await self._partitions()
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name in names:
-            page = await self.session.ask(p.ListKeys, p.KeyList, name)
+            page = await self.session.ask(p.ListKeys, p.KeyList, name, None, 0, where)
             found.update(page.keys)
             while page.more:  # in pages, so that a long list holds up no other client
-                page = await self.session.ask(p.ListKeys, p.KeyList, name, page.last)
+                page = await self.session.ask(p.ListKeys, p.KeyList, name, page.last, 0, where)
                 found.setdefault(name, {}).update(page.keys.get(name, {}))
         return found
 

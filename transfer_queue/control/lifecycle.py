@@ -12,7 +12,7 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import Rows
 from transfer_queue.control.serving import Taken
 from transfer_queue.control.sessions import Record
-from transfer_queue.control.state import PlaneState
+from transfer_queue.control.state import PlaneState, keys_queue
 from transfer_queue.errors import InvalidRequestError
 
 
@@ -207,7 +207,8 @@ def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -
         with foreign(sampler):
             sampler.clear_cache(request.partition)
     partition = state.partitions.pop(request.partition)
-    state.cut_off.extend(state.waiters.remove_queue(request.partition))
+    for queue in (request.partition, keys_queue(request.partition)):
+        state.cut_off.extend(state.waiters.remove_queue(queue))
     indexes = partition.drop()
     state.discard(partition)
     return cleared(state, client, request, state.freezes.keep(indexes))

@@ -10,6 +10,7 @@ import numpy as np
 
 from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
+from transfer_queue.control.listed_keys import ListedKeys
 from transfer_queue.control.rows import IndexAllocator, Rows, RowState, RowTable, all_of, ascending, one_of
 from transfer_queue.control.schema import Schema
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
@@ -38,6 +39,7 @@ class Partition:
         self.schema = Schema(self.table)
         self.keys = KeyMap()
         self.tags = TagStore(self.table)
+        self.listed = ListedKeys(self.table, self.keys, self.tags)
         self.consumers: dict[str, Consumer] = {}
         self.last_published: float | None = None
         self.num_live = 0
@@ -173,6 +175,7 @@ class Partition:
             self.num_published += len(fresh)
             for consumer in self.consumers.values():
                 consumer.inserted(len(fresh))
+            self.listed.appeared(fresh)
         self.seal_if_complete()
 
     def seal_if_complete(self) -> None:
@@ -221,6 +224,7 @@ class Partition:
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         if len(self.keys):
+            self.listed.removing(rows)
             self.keys.unbind(indexes.tolist())
         self.tags.delete(rows)
         self.table.mark_dead(rows)
@@ -230,6 +234,7 @@ class Partition:
         if self.table.wants_compaction():
             self.table.compact()
             self._first_free = 0
+            self.listed.rebuild()
             for consumer in self.consumers.values():
                 consumer.rebuild()
 
@@ -243,6 +248,9 @@ class Partition:
         rows, found = self.table.find(indexes)
         for index, row in zip(indexes[found].tolist(), rows[found].tolist(), strict=True):
             self.tags.put(row, tags[index], merge)
+        for consumer in self.consumers.values():
+            consumer.retagged(rows[found])
+        self.listed.retagged(rows[found])
 
     # ---- readers ----
 
@@ -251,7 +259,7 @@ class Partition:
         if consumer is None:
             made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
             tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task used this prefix
-            consumer = Consumer(task, tokens, self.table, self.schema)
+            consumer = Consumer(task, tokens, self.table, self.schema, self.tags)
             self.consumers[task] = consumer
         return consumer
 
@@ -305,9 +313,10 @@ class Partition:
             self.num_free or (self.num_reserved and (self.table.column("state") == RowState.RESERVED_FREE).any())
         )
 
-    def is_exhausted(self, consumer: Consumer) -> bool:
-        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all of them."""
-        return bool(self.num_live) and not (self.num_free or self.num_reserved or consumer.num_unconsumed)
+    def is_exhausted(self, consumer: Consumer, unmatched: int) -> bool:
+        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all but ``unmatched``."""
+        under_way = self.num_free or self.num_reserved
+        return bool(self.num_live) and not under_way and consumer.num_unconsumed == unmatched
 
     def all_inserted(self) -> bool:
         """Whether several samples were pre-allocated, and every one of them was inserted."""
@@ -368,5 +377,6 @@ class Partition:
         assert known.issuperset(self.tags), "tags belong to rows"
         assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
         assert self.keys.is_ascending(), "keys are in the order of their samples"
+        self.listed.check_invariants()
         for consumer in self.consumers.values():
             consumer.check_invariants()

@@ -57,7 +57,10 @@ class SavedLedger(msgspec.Struct):
 
 
 class SavedConsumer(msgspec.Struct):
-    """``given`` int32 and ``consumed`` bool, one per row."""
+    """``given`` int32 and ``consumed`` bool, one per row.
+
+    ``ended``, ``dropped``: of the stream without a filter. ``ended_filters``: (filter, reason, dropped) of others.
+    """
 
     task: str
     given: bytes
@@ -68,6 +71,7 @@ class SavedConsumer(msgspec.Struct):
     over_at: int | None = None
     told: list[int] = []
     ends: list[tuple[int | None, list[int]]] = []
+    ended_filters: list[tuple[str, str, int]] = []
 
 
 class SavedField(msgspec.Struct):

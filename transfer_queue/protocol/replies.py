@@ -69,7 +69,8 @@ class NotReady(Reply, frozen=True):
 
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
     Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
-    partition are being written, by the clients ``owed_by`` (five at most are named).
+    partition are being written, by the clients ``owed_by`` (five at most are named). ``unmatched`` have every field,
+    and tags that don't match the fetch's filter.
     """
 
     wanted: int
@@ -80,6 +81,7 @@ class NotReady(Reply, frozen=True):
     known_fields: list[str] = []
     reserved: int = 0
     owed_by: list[str] = []
+    unmatched: int = 0
 
 
 class Ended(Reply, frozen=True):
@@ -153,6 +155,20 @@ class Units(Reply, frozen=True):
     units: list[UnitInfo]
 
 
+class ChangedKeys(Reply, frozen=True):
+    """Keys that are new or have new tags, and keys that were removed or match no more; ``position``: up to here.
+
+    The watcher may not have known a removed key. ``fresh``: these are all keys, as changes that far back are no longer
+    known; where there are more, ListKeys gives those after key ``last``. Equal positions: nothing has changed.
+    """
+
+    position: tuple[int, int, int] | None
+    keys: dict[str, Tags] = {}
+    removed: list[str] = []
+    fresh: bool = False
+    last: str | None = None
+
+
 class Frozen(Reply, frozen=True):
     """A part of the queue's state. There are ``num_parts`` of them, the first one is number 0."""
 
@@ -162,5 +178,5 @@ class Frozen(Reply, frozen=True):
 
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | Units | Frozen
+    | ChangedKeys | Units | Frozen
 )  # fmt: skip

@@ -138,7 +138,8 @@ class Fetch(Request, frozen=True):
     the batch that the caller's pass over a finite stream began with; all readers that began before an end get it.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
-    ``mapped``: large ones as offsets in memory that the client has mapped.
+    ``mapped``: large ones as offsets in memory that the client has mapped. ``where``: a filter; a batch that is drawn
+    for this fetch has only samples whose tags match.
     """
 
     partition: str
@@ -158,6 +159,7 @@ class Fetch(Request, frozen=True):
     after: str | None = None
     with_values: bool = False
     mapped: bool = False
+    where: str | None = None
 
 
 class Cancel(Request, frozen=True):
@@ -300,12 +302,36 @@ class ListKeys(Request, frozen=True):
     """Keys and tags of one partition, or of all as far as they fit in one page.
 
     A page holds the keys that come ``after`` this one, ``limit`` at most (0: as many as a page takes). Where that key
-    was cleared meanwhile the list begins anew: keys may come twice, and none is left out.
+    was cleared meanwhile the list begins anew: keys may come twice, and none is left out. ``where``: only keys whose
+    tags match this filter.
     """
 
     partition: str | None = None
     after: str | None = None
     limit: Count = 0
+    where: str | None = None
+
+
+class WatchKeys(Request, frozen=True):
+    """What changed about the keys of a partition since ``position``, of an earlier ChangedKeys. Parked until it did.
+
+    ``position`` None: list all keys; parked until there is such a partition. ``where``: only keys whose tags match this
+    filter; those that match no more count as removed. A request without an effect: it may be sent again.
+    """
+
+    partition: str
+    position: tuple[Call, Call, Call] | None = None
+    where: str | None = None
+    wait_s: Seconds = 0.0
+
+
+class WaitKeys(Request, frozen=True):
+    """The first page of keys whose tags match the filter, as ListKeys gives it, once there are ``count`` of them."""
+
+    partition: str
+    where: str | None = None
+    count: Count = 1
+    wait_s: Seconds = 0.0
 
 
 class ForgetTask(Request, frozen=True):
@@ -419,8 +445,9 @@ class Restore(Request, frozen=True):
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
-    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
-    | EvictClient | JoinUnit | ListLost | ListUnits | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
+    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
+    | ForgetTask | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | Freeze | ReadFrozen | Thaw | Stage
+    | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,

@@ -7,11 +7,12 @@ A failure prints the steps and a ``@reproduce_failure`` line: put that line over
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 from control_checks import CLIENTS, GRACE_S, PARTITIONS, SPECS, UNNAMED, CheckedPlane
-from control_model import DP_SIZES, TASKS, PartitionModel, TaskPlan, View
+from control_model import DP_SIZES, FILTERS, TASKS, PartitionModel, TaskPlan, View
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,6 +25,7 @@ any_partitions = st.sampled_from((*PARTITIONS, UNNAMED))
 tasks = st.sampled_from(sorted(TASKS))
 some_keys = st.lists(st.sampled_from("uvwxyz"), min_size=1, max_size=3, unique=True)
 field_sets = st.sampled_from([["a"], ["b"], ["a", "b"]])
+filters = st.one_of(st.none(), st.sampled_from(list(FILTERS)))
 waits = st.sampled_from([0.0, 1.0, 3.0, 50.0])
 
 
@@ -206,11 +208,11 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     @rule(
         data=st.data(), client=clients, partition=partitions, task=tasks, fields=field_sets, wait_s=waits,
         batch_index=st.one_of(st.none(), st.integers(0, 4)), from_first=st.booleans(),
-        pass_start=st.one_of(st.none(), st.integers(0, 4)),
+        pass_start=st.one_of(st.none(), st.integers(0, 4)), where=filters,
     )  # fmt: skip
     def fetch(
         self, data: st.DataObject, client: str, partition: str, task: str, fields: list[str], wait_s: float,
-        batch_index: int | None, from_first: bool, pass_start: int | None,
+        batch_index: int | None, from_first: bool, pass_start: int | None, where: str | None,
     ) -> None:  # fmt: skip
         plan, dp_size = TASKS[task], DP_SIZES[task]
         batch_size = data.draw(st.sampled_from(plan.sizes), "batch_size")
@@ -223,7 +225,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         self.ask(
             client, p.Fetch, partition, task, fields, batch_size, rank, batch_index, None, wait_s, plan.finite, {},
             [token for where, who, token in acks if (where, who) == (partition, task)], 0 if from_first else None,
-            0, pass_start if plan.finite else None, after, data.draw(st.booleans(), "with_values"),
+            0, pass_start if plan.finite else None, after, data.draw(st.booleans(), "with_values"), False, where,
         )  # fmt: skip
 
     @rule(data=st.data(), task=tasks, partition=partitions)
@@ -302,9 +304,9 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     @invariant()
     def fetches_wait_only_for_lack_of_samples(self) -> None:
         for name, partition in self.model.items():
-            for task, plan in TASKS.items():
-                waiting = self.parked(name, task)
-                assert not waiting or not self.could_draw(partition, plan, waiting[0][2])
+            for task, where in product(TASKS, FILTERS):
+                waiting = self.parked(name, task, where)
+                assert not waiting or not self.could_draw(partition, TASKS[task], waiting[0][2])
                 fetches = [request for _, _, request in waiting]
                 assert not any(self.producers.lost(request.fields, self.now, GRACE_S) for request in fetches)
 
@@ -312,7 +314,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         known = self.known_batch(partition, request)
         if known is not None:
             return all(partition.has(index, request.fields) for index in known)
-        ready = partition.ready(request.task, request.fields)
+        ready = partition.ready(request.task, request.fields, request.where)
         return plan.exact and len(ready) >= self.needed(request)
 
     @invariant()
