@@ -56,6 +56,7 @@ REQUESTS = [
     p.JoinUnit(25, "unit0", "host", ["ipc:///unit0", "tcp://host:1"], 2**40),
     p.ListUnits(25, 7, 30.0),
     p.Freeze(26, 5.0),
+    p.ListLost(26, "p"),
     p.ReadFrozen(26, 1, 3),
     p.Thaw(27, 1),
     p.Stage(28, p.pack_indexes([3, 4])),
