@@ -29,6 +29,7 @@ from transfer_queue.schema import (
     Schema,
     Shape,
     described_rows,
+    dtypes_of,
     extract_field_schema,
     join_rows,
     normalized,
@@ -149,7 +150,7 @@ class BatchMeta(Annotations):
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """One dtype per row; KeyError for an unknown field."""
-        return [self._entry(field_name).get("dtype")] * self.size
+        return dtypes_of(self._entry(field_name), self.size)
 
     def get_shapes(self, field_name: str) -> list[Shape | None]:
         """One shape per row; KeyError for an unknown field."""
@@ -234,6 +235,7 @@ class BatchMeta(Annotations):
         """The rows of all parts, one part after the other; None and empty parts are skipped.
 
         ``validate=False`` trusts the caller: it keeps the common fields, and the last value of each extra_info key.
+        Dtypes may then differ; ``get_data`` wants one per field.
 
         Raises:
             ValueError: field names, dtypes or values in extra_info differ.

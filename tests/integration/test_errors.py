@@ -121,15 +121,16 @@ def test_more_or_fewer_rows_than_samples_write_nothing(client, name):
     assert client.get_data(meta)["a"].tolist() == [1, 2]
 
 
-def test_a_dtype_that_changes_names_both_and_the_old_values_stay(client, name):
+def test_a_dtype_that_was_not_declared_names_both_and_the_old_values_stay(client, name):
+    assert client.create_partition(name, fields={"a": (torch.int64, None)})
     meta = client.put(rows(a=torch.tensor([1, 2])), partition_id=name)
-    text = "'a' of partition .* holds dtype int64, this put brings dtype float32"
+    text = "'a' of partition .* is declared as dtype int64, this put brings dtype float32"
     with pytest.raises(ValueError, match=text) as caught:
         client.put(rows(a=torch.zeros(2)), metadata=meta)
     assert isinstance(caught.value, tq.SchemaConflictError)
     with pytest.raises(ValueError, match=text):
         client.put(rows(a=torch.zeros(2)), partition_id=name)
-    with pytest.raises(ValueError, match="holds dtype int64, this put brings plain objects"):
+    with pytest.raises(ValueError, match="declared as dtype int64, this put brings plain objects"):
         client.put(TensorDict({"a": ["x", "y"]}, batch_size=[2]), metadata=meta)
     everything = client.get_meta(["a"], partition_id=name, mode="force_fetch")
     assert (everything.global_indexes, client.get_data(everything)["a"].tolist()) == (meta.global_indexes, [1, 2])

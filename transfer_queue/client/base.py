@@ -13,6 +13,7 @@ from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
+from transfer_queue.schema import with_dtypes
 from transfer_queue.storage.backends import create as create_storage
 from transfer_queue.storage.backends import storage_settings
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -133,6 +134,9 @@ def _to_entry(spec: FieldSpec, count: int) -> dict[str, Any]:
     if spec.row_shapes is not None and count:
         rows = np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, -1)
         entry["per_sample_shapes"] = [tuple(row) for row in rows.tolist()]
+    if spec.row_dtypes is not None and count:
+        dtypes = [None if name is None else getattr(torch, name) for name in spec.dtypes]
+        return with_dtypes(entry, [dtypes[number] for number in spec.row_dtypes])
     return entry
 
 

@@ -16,6 +16,7 @@ from transfer_queue.client.base import ClientBase, to_meta
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.schema import check_one_dtype
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
@@ -119,7 +120,7 @@ class Gets(ClientBase):
         if fields is None and len(pages) > 1:  # every field that all samples have
             common = set.intersection(*(set(each.field_names) for each in pages))
             pages = [each.select_fields([name for name in each.field_names if name in common]) for each in pages]
-        return BatchMeta.concat(pages) if len(pages) > 1 else pages[0]
+        return BatchMeta.concat(pages, validate=False) if len(pages) > 1 else pages[0]
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.
@@ -158,6 +159,7 @@ class Gets(ClientBase):
             raise InvalidRequestError(
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
             )
+        check_one_dtype(batch.meta.field_schema, batch.meta.global_indexes)
         data = await batch.values()
         return await self.async_get_data(batch.meta) if data is None else data
 
@@ -166,9 +168,11 @@ class Gets(ClientBase):
 
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
+            SchemaConflictError: samples of one field have different dtypes; the text names both.
         """
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
+        check_one_dtype(metadata.field_schema, metadata.global_indexes)
         await self.session.config()
         return await self.storage_manager.get_data(metadata)
 

@@ -18,10 +18,14 @@ from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.columns import parsed_rows
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.session import Session
+from transfer_queue.utils.logging_utils import get_logger
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
+_log = get_logger(__name__)
+_warned: set[str] = set()
+"""Fields of several dtypes that were told."""
 
 
 class WriteTransaction:
@@ -103,7 +107,10 @@ class Puts(ClientBase):
         columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
         transaction = WriteTransaction(self.session, begin, columns, count, tags)
-        return await (transaction.in_steps(storage) if front is None else transaction.through(front))
+        reply = await (transaction.in_steps(storage) if front is None else transaction.through(front))
+        for field, dtypes in _of_several_dtypes(reply).items():
+            _warn_once(field, begin.partition, ", ".join(str(dtype or "objects") for dtype in dtypes))
+        return reply
 
     async def async_put(
         self,
@@ -186,6 +193,26 @@ class Puts(ClientBase):
         begin = p.CheckFields(self.session.number(), partition, packed, specs, wait_s)
         by_row = {row: tags[index] for row, index in enumerate(meta.global_indexes) if index in tags}
         await self.write(begin, rows, by_row)
+
+
+def _of_several_dtypes(reply: p.Reply) -> dict[str, list[str | None]]:
+    if isinstance(reply, p.Reserved):
+        return reply.dtypes
+    if isinstance(reply, p.Batch):
+        return {name: spec.dtypes for name, spec in reply.fields.items() if spec.dtypes}
+    return reply.value or {} if isinstance(reply, p.Done) else {}
+
+
+def _warn_once(field: str, partition: str, dtypes: str) -> None:
+    """One warning per field and process: every partition of a run may have the same mix."""
+    if field in _warned:
+        return
+    _warned.add(field)
+    _log.warning(
+        "samples of field %r in partition %r have several dtypes: %s. A batch that would mix them can't be read; "
+        "create_partition(fields=...) refuses such puts.",
+        field, partition, dtypes,
+    )  # fmt: skip
 
 
 def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:

@@ -187,7 +187,8 @@ def check(state: PlaneState, request: Writer) -> None:
     if count:
         partition.check_open(count)
     if not isinstance(request, p.Insert):
-        partition.schema.check(request.fields, request.partition)
+        num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else request.count
+        partition.schema.check(request.fields, request.partition, num_rows)
 
 
 def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
@@ -203,7 +204,8 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
     rows = partition.reserve(request.count)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
-        reserved = p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
+        several = partition.schema.dtypes_with(request.fields)
+        reserved = p.Reserved(request.id, p.pack_indexes(indexes), several)
         state.calls.add(client, request.id, Reservation(state, client, request, reserved, partition, indexes))
         state.producers.announced(client, request.fields)
         return reserved
@@ -318,9 +320,9 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
 def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Reply:
     """Check that these fields may be written to these samples."""
     partition = state.get(request.partition)
-    partition.rows_of(p.unpack_indexes(request.indexes))
-    partition.schema.check(request.fields, request.partition)
-    reply = p.Done(request.id, partition.schema.dtypes())
+    rows = partition.rows_of(p.unpack_indexes(request.indexes))
+    partition.schema.check(request.fields, request.partition, len(rows))
+    reply = p.Done(request.id, partition.schema.dtypes_with(request.fields))
     state.producers.announced(client, request.fields)
     if len(checkpoints.replaced(state, request)):
         state.freezes.permit(client, request.id)

@@ -36,10 +36,10 @@ class Welcome(Reply, frozen=True):
 
 
 class Reserved(Reply, frozen=True):
-    """Indexes for a put, ascending, and the dtypes the partition's fields already have."""
+    """Indexes for a put, ascending, and the dtypes of those of its fields that have several, counting this put."""
 
     indexes: bytes
-    dtypes: dict[str, str | None] = {}
+    dtypes: dict[str, list[str | None]] = {}
 
 
 class Published(Reply, frozen=True):
