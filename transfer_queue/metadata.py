@@ -292,8 +292,16 @@ class BatchMeta(Annotations):
     # --- fields ---
 
     def select_fields(self, field_names: str | Iterable[str]) -> BatchMeta:
-        """The same rows with these fields only; unknown names are ignored."""
+        """The same rows with these fields only; names of fields that they don't have are ignored.
+
+        Raises:
+            ValueError: the batch has fields, and none of those that are named.
+        """
         names = {field_names} if isinstance(field_names, str) else set(field_names)
+        if names and self.field_schema and names.isdisjoint(self.field_schema):
+            raise InvalidRequestError(
+                f"none of the fields {sorted(names)} is in this batch, it has {self.field_names}."
+            )
         selected = self._take(slice(None))
         selected.field_schema = {name: entry for name, entry in selected.field_schema.items() if name in names}
         # Entries that start with "_" belong to the row, not to a field.

@@ -172,3 +172,20 @@ def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
         encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
     except (OverflowError, UnicodeEncodeError) as error:
         raise UnsupportedValueError(f"a tag can't be sent: {error}. Store it as a field instead.") from error
+    for own in tags.values():
+        _check_lists(own)
+
+
+def _check_lists(tags: Mapping[str, Any]) -> None:
+    """Tuples and sets would come back as lists."""
+    inside: list[Any] = list(tags.values())
+    while inside:
+        value = inside.pop()
+        if isinstance(value, (tuple, set, frozenset)):
+            kind = type(value).__name__
+            raise UnsupportedValueError(
+                f"a tag holds a {kind}, {value!r:.50}, which would come back as a list. Make it a list, or store it as "
+                f"a field."
+            )
+        if isinstance(value, (dict, list)):
+            inside.extend(value.values() if isinstance(value, dict) else value)

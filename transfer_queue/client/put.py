@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.annotations import copy_tags
@@ -15,7 +15,7 @@ from transfer_queue.client.base import ClientBase, check_tags, to_specs
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.columns import parsed_rows
+from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
@@ -216,12 +216,17 @@ def _warn_once(field: str, partition: str, dtypes: str) -> None:
 
 
 def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
-    """These rows of a batch. A TensorDict can't pick rows of strided nested tensors itself."""
-    strided = [name for name, column in rows.items() if _is_strided_nested(column)]
-    picked: TensorDict = rows.exclude(*strided)[positions]
+    """These rows of a batch. A TensorDict can't pick rows of strided nested tensors and of single objects itself."""
+    columns = dict(named_columns(rows))
+    strided = [name for name, column in columns.items() if _is_strided_nested(column)]
+    single = [name for name, column in columns.items() if isinstance(column, NonTensorData)]
+    picked: TensorDict = rows.exclude(*strided, *single)[positions]
     for name in strided:
-        parts = rows[name].unbind()
+        parts = columns[name].unbind()
         picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=torch.strided))
+    for name in single:
+        values = values_of(columns[name], len(rows))
+        picked.set(name, NonTensorStack(*(values[at] for at in positions)))
     return picked
 
 

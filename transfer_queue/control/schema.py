@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -114,6 +114,10 @@ class Schema:
     def fields_of(self, rows: Rows) -> list[str]:
         """Written fields that every one of the rows has."""
         return [name for name in self.written() if all_of(self.has(name)[rows])]
+
+    def fields_of_some(self, rows: Rows, besides: Sequence[str]) -> list[str]:
+        """Written fields that some of the rows have, without those ``besides``."""
+        return [name for name in self.written() if name not in besides and self.has(name)[rows].any()]
 
     def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
         """Raises SchemaConflictError if a field isn't as it was declared.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
@@ -290,12 +291,14 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
-    """The samples of the known keys, with every field that all of them have."""
+    """The samples of the known keys, with every field that all of them have, and the names of those that some lack."""
     found = [(key, index) for key in keys if (index := partition.keys.index_of(key)) is not None]
     indexes = np.array([index for _, index in found], dtype=np.int64)
     rows = partition.rows_of(indexes)
     fields = partition.schema.fields_of(rows) if found else []
-    return describe(request_id, partition, indexes, fields, rows, keys=[key for key, _ in found])
+    described = describe(request_id, partition, indexes, fields, rows, keys=[key for key, _ in found])
+    partial = partition.schema.fields_of_some(rows, besides=fields)
+    return msgspec.structs.replace(described, partial=partial) if partial else described
 
 
 def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:

@@ -49,7 +49,8 @@ class Published(Reply, frozen=True):
 class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
-    ``more``: this is a page of a Describe, and not the last one.
+    ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
+    fields that some of them have and others lack.
     """
 
     partition: str
@@ -62,6 +63,7 @@ class Batch(Reply, frozen=True):
     padding: bytes | None = None
     keys: list[str] = []
     more: bool = False
+    partial: list[str] = []
 
 
 class NotReady(Reply, frozen=True):

@@ -20,6 +20,10 @@ INT, FLOAT = FieldSpec("int64", (4,)), FieldSpec("float32", (4,))
 OBJECTS = FieldSpec(None, None, is_non_tensor=True)
 
 
+def ragged(*shapes: list[int]) -> FieldSpec:
+    return FieldSpec("int64", None, is_nested=True, row_shapes=np.array(shapes, dtype="<i4").tobytes())
+
+
 def make_schema() -> Schema:
     table = RowTable()
     table.append(np.arange(ROWS, dtype=np.int64), RowState.LIVE)
@@ -76,7 +80,7 @@ def test_a_row_that_is_written_again_has_its_new_dtype(schema):
 
 @pytest.mark.parametrize("gone", ["dead", "written again"])
 def test_a_field_is_of_one_dtype_again_where_no_other_sample_has_the_old_one(schema, gone):
-    record(schema, [0, 1], FieldSpec("int64", None, is_nested=True, row_shapes=np.array([1, 2], "<i4").tobytes()))
+    record(schema, [0, 1], ragged([1], [2]))
     if gone == "dead":
         schema._table.mark_dead(np.array([0, 1]))
     record(schema, [2] if gone == "dead" else [1, 0], FLOAT)
@@ -149,7 +153,7 @@ def test_each_row_has_the_dtype_and_shape_that_it_was_written_with_last_also_aft
         (DeclaredField("int64", (4,)), INT),
         (DeclaredField("int64", (None,)), INT),
         (DeclaredField("int64", ()), FieldSpec("int64", (1,))),
-        (DeclaredField("int64", (None, 8)), FieldSpec("int64", None, True, row_shapes=np.array([[1, 8], [3, 8]], "<i4").tobytes())),
+        (DeclaredField("int64", (None, 8)), ragged([1, 8], [3, 8])),
         (DeclaredField(None), OBJECTS),
     ],
 )  # fmt: skip
@@ -166,7 +170,7 @@ def test_a_write_that_matches_its_declaration_passes(schema, declared, spec):
         (DeclaredField(None), INT, ["declared as plain objects", "brings dtype int64"]),
         (DeclaredField("int64", (5,)), INT, ["shape [5]", "shape [4]"]),
         (DeclaredField("int64", (None, None)), INT, ["shape [None, None]", "shape [4]"]),
-        (DeclaredField("int64", (None, 8)), FieldSpec("int64", None, True, row_shapes=np.array([[1, 8], [3, 7]], "<i4").tobytes()), ["not the same for all"]),
+        (DeclaredField("int64", (None, 8)), ragged([1, 8], [3, 7]), ["not the same for all"]),
         (DeclaredField("int64", (None,)), FieldSpec("int64", None, True), ["not the same for all"]),
     ],
 )  # fmt: skip

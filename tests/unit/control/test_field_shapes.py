@@ -8,7 +8,7 @@ import pytest
 
 from transfer_queue.control.rows import RowState, RowTable
 from transfer_queue.control.schema import Schema
-from transfer_queue.errors import InvalidRequestError, SchemaConflictError
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import FieldSpec
 
 ROWS = 6

@@ -154,7 +154,11 @@ def test_dates_in_rows_are_one_row_per_sample():
 
 def test_a_shared_value_belongs_to_each_sample():
     assert kept(NonTensorData("q", batch_size=[2]), 2).tolist() == ["q", "q"]
-    assert kept(NonTensorData([1, 2], batch_size=[2]), 2).tolist() == [[1, 2], [1, 2]]
+    assert kept(NonTensorData([1, 2, 3], batch_size=[2]), 2).tolist() == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_a_list_with_an_entry_per_row_is_one_row_per_entry():
+    assert kept(NonTensorData([[1], "b"], batch_size=[2]), 2).tolist() == [[1], "b"]
 
 
 def test_lists_of_numbers_are_what_tensordict_makes_of_them():
