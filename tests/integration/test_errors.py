@@ -194,3 +194,11 @@ def test_a_late_fetch_names_the_clients_that_still_owe_samples(queue, client, na
 def test_a_late_fetch_says_what_it_waited_for(client, name):
     with pytest.raises(tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 samples of .* nothing was published"):
         client.get_meta(["a"], 1, name, task_name="t", timeout_s=0.0)
+
+
+def test_a_late_fetch_whose_sampler_picked_nothing_says_so(client, name):
+    client.register_task(f"task of {name}", sampler=tq.GRPOGroupNSampler(2))
+    meta = client.put(rows(a=torch.arange(3)), partition_id=name)
+    client.put(rows(b=torch.arange(2)), metadata=meta.select_samples([0, 2]))
+    with pytest.raises(RuntimeError, match=r"2 ready.*Sampler returned no samples"):
+        client.get_meta(["b"], 2, name, task_name=f"task of {name}", timeout_s=0.0)

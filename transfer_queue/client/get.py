@@ -227,6 +227,8 @@ def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str],
         f"task {task!r} waited {waited_s:.1f} s for {reply.wanted} samples of {partition!r}: {reply.ready} ready"
         f"{''.join(', ' + each for each in missing)} (last published: {last})."
     )
+    if reply.ready >= reply.wanted:
+        text += " Sampler returned no samples of those that are ready, or earlier fetches of the task still wait."
     unknown = [name for name in fields if reply.known_fields and name not in reply.known_fields]
     if unknown:
         known = ", ".join(reply.known_fields)

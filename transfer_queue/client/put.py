@@ -216,22 +216,18 @@ def _warn_once(field: str, partition: str, dtypes: str) -> None:
 
 
 def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
-    """These rows of a batch. A TensorDict can't pick rows of strided nested tensors and of single objects itself."""
+    """These rows of a batch. A TensorDict can't pick rows of every nested tensor and of single objects itself."""
     columns = dict(named_columns(rows))
-    strided = [name for name, column in columns.items() if _is_strided_nested(column)]
+    nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
     single = [name for name, column in columns.items() if isinstance(column, NonTensorData)]
-    picked: TensorDict = rows.exclude(*strided, *single)[positions]
-    for name in strided:
-        parts = columns[name].unbind()
-        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=torch.strided))
+    picked: TensorDict = rows.exclude(*nested, *single)[positions]
+    for name in nested:
+        parts, layout = columns[name].unbind(), columns[name].layout
+        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=layout))
     for name in single:
         values = values_of(columns[name], len(rows))
         picked.set(name, NonTensorStack(*(values[at] for at in positions)))
     return picked
-
-
-def _is_strided_nested(column: Any) -> bool:
-    return isinstance(column, torch.Tensor) and column.is_nested and column.layout is torch.strided
 
 
 def as_tensordict(data: Any) -> TensorDict:
