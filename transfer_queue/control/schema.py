@@ -54,9 +54,6 @@ class Schema:
         """Fields that some row has, in order of registration."""
         return [name for name, field in self._fields.items() if field is not None]
 
-    def dtypes(self) -> dict[str, tuple[str | None, ...]]:
-        return {name: field.dtypes for name, field in self._fields.items() if field is not None}
-
     def dtypes_with(self, specs: Mapping[str, FieldSpec]) -> dict[str, list[str | None]]:
         """The dtypes of those fields that have several, these of a write included."""
         found = {}
