@@ -106,7 +106,11 @@ _MODULES = {
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = sorted(_WHERE)
-__version__ = Path(__file__).with_name("version").joinpath("version").read_text().strip()
+_versions = Path(__file__).with_name("version")
+__version__ = (_versions / "version").read_text().strip()
+"""Level of the API: the version of TransferQueue whose public names work here. Programs compare it."""
+__distribution_version__ = (_versions / "distribution").read_text().strip()
+"""Version of lightning-tq, which both packages belong to."""
 
 
 def __getattr__(name: str) -> Any:

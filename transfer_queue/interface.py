@@ -216,14 +216,21 @@ async def async_kv_batch_get(
 ) -> TensorDict:
     """Values by key, rows in the order of the keys; without ``select_fields``, every field that all of them have.
 
+    Selected fields that none of the samples has are left out.
+
     Raises:
-        ValueError: a key is unknown ("not found"), or some key lacks a field ("not ready").
+        ValueError: a key is unknown ("not found"), a selected field is there for some keys and not for others, or no
+            selected field is there at all ("not ready").
     """
     return await kv.batch_get(get_client(), keys, partition_id, select_fields)
 
 
 async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
-    """Values of the keys and fields that a put or a list returned."""
+    """Values of the keys and fields that a put or a list returned.
+
+    Raises:
+        ValueError: as ``kv_batch_get``, or none of ``select_fields`` is a field of the metadata ("not found").
+    """
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 
 

@@ -29,6 +29,7 @@ from transfer_queue.schema import (
     Schema,
     Shape,
     described_rows,
+    dtypes_of,
     extract_field_schema,
     join_rows,
     normalized,
@@ -153,7 +154,7 @@ class BatchMeta(Annotations):
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """One dtype per row; KeyError for an unknown field."""
-        return [self._entry(field_name).get("dtype")] * self.size
+        return dtypes_of(self._entry(field_name), self.size)
 
     def get_shapes(self, field_name: str) -> list[Shape | None]:
         """One shape per row; KeyError for an unknown field."""
@@ -238,6 +239,7 @@ class BatchMeta(Annotations):
         """The rows of all parts, one part after the other; None and empty parts are skipped.
 
         ``validate=False`` trusts the caller: it keeps the common fields, and the last value of each extra_info key.
+        Dtypes may then differ; ``get_data`` wants one per field.
 
         Raises:
             ValueError: field names, dtypes or values in extra_info differ.
@@ -296,8 +298,16 @@ class BatchMeta(Annotations):
     # --- fields ---
 
     def select_fields(self, field_names: str | Iterable[str]) -> BatchMeta:
-        """The same rows with these fields only; unknown names are ignored."""
+        """The same rows with these fields only; names of fields that they don't have are ignored.
+
+        Raises:
+            ValueError: the batch has fields, and none of those that are named.
+        """
         names = {field_names} if isinstance(field_names, str) else set(field_names)
+        if names and self.field_schema and names.isdisjoint(self.field_schema):
+            raise InvalidRequestError(
+                f"none of the fields {sorted(names)} is in this batch, it has {self.field_names}."
+            )
         selected = self._take(slice(None))
         selected.field_schema = {name: entry for name, entry in selected.field_schema.items() if name in names}
         # Entries that start with "_" belong to the row, not to a field.

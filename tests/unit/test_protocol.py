@@ -67,7 +67,7 @@ REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),
     p.Failed(2, "SamplerError", "text"),
     p.Welcome(3, b"{}"),
-    p.Reserved(4, INDEXES, {"x": "int64", "y": None}),
+    p.Reserved(4, INDEXES, {"x": ["int64", None]}),
     p.Published(5),
     p.Batch(6, "p", INDEXES, SPEC, b"\1\1\0", TAGS, "token", 3, b"\0\0\1", ["k"], True),
     p.NotReady(7, 8, 1, 3, {"x": 2}, 1.5, ["x"], 2, ["writer"]),

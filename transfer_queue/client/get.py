@@ -24,6 +24,7 @@ from transfer_queue.errors import (
     UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.schema import check_one_dtype
 from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.unread import UnreadBatch
@@ -140,7 +141,7 @@ class Gets(ClientBase):
         if fields is None and len(pages) > 1:  # every field that all samples have
             common = set.intersection(*(set(each.field_names) for each in pages))
             pages = [each.select_fields([name for name in each.field_names if name in common]) for each in pages]
-        return BatchMeta.concat(pages) if len(pages) > 1 else pages[0]
+        return BatchMeta.concat(pages, validate=False) if len(pages) > 1 else pages[0]
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.
@@ -190,6 +191,7 @@ class Gets(ClientBase):
             raise InvalidRequestError(
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
             )
+        check_one_dtype(batch.meta.field_schema, batch.meta.global_indexes)
         data = await batch.values()
         if data is not None:
             return data
@@ -200,9 +202,11 @@ class Gets(ClientBase):
 
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
+            SchemaConflictError: samples of one field have different dtypes; the text names both.
         """
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
+        check_one_dtype(metadata.field_schema, metadata.global_indexes)
         await self.session.config()
         storage, units = self.storage_manager, None
         if isinstance(storage, SharedMemoryManager) and await self.has_more_units(storage):
@@ -297,6 +301,8 @@ def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str],
         f"task {task!r} waited {waited_s:.1f} s for {reply.wanted} samples of {partition!r}: {reply.ready} ready"
         f"{''.join(', ' + each for each in missing)} (last published: {last})."
     )
+    if reply.ready >= reply.wanted:
+        text += " Sampler returned no samples of those that are ready, or earlier fetches of the task still wait."
     unknown = [name for name in fields if reply.known_fields and name not in reply.known_fields]
     if unknown:
         known = ", ".join(reply.known_fields)

@@ -13,6 +13,7 @@ import torch
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_tags
 from transfer_queue.client.kv import Keys
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.utils.logging_utils import get_logger
@@ -25,9 +26,24 @@ Status = tuple[torch.Tensor | None, torch.Tensor | None]
 class Partitions(Keys):
     """Verbs about whole partitions, tasks and the queue."""
 
-    async def async_create_partition(self, partition_id: str, num_samples: int | None = None) -> bool:
-        """Make a partition ahead of its first put; False if it exists. It seals itself at ``num_samples``."""
-        return bool((await self.session.ask(p.CreatePartition, p.Done, partition_id, num_samples)).value)
+    async def async_create_partition(
+        self,
+        partition_id: str,
+        num_samples: int | None = None,
+        fields: Mapping[str, tuple[torch.dtype | str, Sequence[int | None] | None]] | None = None,
+    ) -> bool:
+        """Make a partition ahead of its first put; False if it exists.
+
+        Args:
+            num_samples: It seals itself at this number.
+            fields: ``{name: (dtype, shape of one sample)}``. Every later put of such a field must match; otherwise it
+                fails before anything is written. "object" is the dtype of plain objects; a size of None is any size,
+                as in ``("int64", [None])``, and a shape of None any shape.
+        Raises:
+            SchemaConflictError: a field was declared otherwise, or has samples of another dtype.
+        """
+        declared = {name: _declared(name, *of_field) for name, of_field in (fields or {}).items()}
+        return bool((await self.session.ask(p.CreatePartition, p.Done, partition_id, num_samples, declared)).value)
 
     async def async_seal_partition(self, partition_id: str) -> None:
         """Say that no more samples will be put: the end of the stream."""
@@ -190,6 +206,16 @@ class Partitions(Keys):
         if tags:
             await self.session.ask(p.SetTags, p.Done, tags)
             metadata.mark_custom_meta_clean()
+
+
+def _declared(name: str, dtype: torch.dtype | str, shape: Sequence[int | None] | None = None) -> p.DeclaredField:
+    """Raises ValueError for what is no dtype."""
+    text = str(dtype).removeprefix("torch.")
+    if text == "object":
+        return p.DeclaredField(None, None)
+    if not isinstance(getattr(torch, text, None), torch.dtype):
+        raise InvalidRequestError(f'field {name!r} is declared as {dtype!r}, which is no dtype of torch, nor "object".')
+    return p.DeclaredField(text, None if shape is None else tuple(shape))
 
 
 def _reasons(cleared: p.Cleared) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.annotations import copy_tags
@@ -17,14 +17,18 @@ from transfer_queue.client.base import ClientBase, check_tags, to_specs
 from transfer_queue.errors import InvalidRequestError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.columns import parsed_rows
+from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.session import Session
+from transfer_queue.utils.logging_utils import get_logger
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]
 _TRIES = 3
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
+_log = get_logger(__name__)
+_warned: set[str] = set()
+"""Fields of several dtypes that were told."""
 
 
 class WriteTransaction:
@@ -113,7 +117,14 @@ class Puts(ClientBase):
         storage = self.storage_manager
         columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
-        front = self.front
+        reply = await self._carried_out(begin, columns, count, tags)
+        for field, dtypes in _of_several_dtypes(reply).items():
+            _warn_once(field, begin.partition, ", ".join(str(dtype or "objects") for dtype in dtypes))
+        return reply
+
+    async def _carried_out(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
+        """In one message to the controller's process, or in steps, to units that have room."""
+        storage, front = self.storage_manager, self.front
         if front is not None and await front.writes_in_front():
             transaction = WriteTransaction(self.session, begin, columns, count, tags)
             if not await self.has_more_units(front):
@@ -211,18 +222,39 @@ class Puts(ClientBase):
         await self.write(begin, rows, by_row)
 
 
+def _of_several_dtypes(reply: p.Reply) -> dict[str, list[str | None]]:
+    if isinstance(reply, p.Reserved):
+        return reply.dtypes
+    if isinstance(reply, p.Batch):
+        return {name: spec.dtypes for name, spec in reply.fields.items() if spec.dtypes}
+    return reply.value or {} if isinstance(reply, p.Done) else {}
+
+
+def _warn_once(field: str, partition: str, dtypes: str) -> None:
+    """One warning per field and process: every partition of a run may have the same mix."""
+    if field in _warned:
+        return
+    _warned.add(field)
+    _log.warning(
+        "samples of field %r in partition %r have several dtypes: %s. A batch that would mix them can't be read; "
+        "create_partition(fields=...) refuses such puts.",
+        field, partition, dtypes,
+    )  # fmt: skip
+
+
 def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
-    """These rows of a batch. A TensorDict can't pick rows of strided nested tensors itself."""
-    strided = [name for name, column in rows.items() if _is_strided_nested(column)]
-    picked: TensorDict = rows.exclude(*strided)[positions]
-    for name in strided:
-        parts = rows[name].unbind()
-        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=torch.strided))
+    """These rows of a batch. A TensorDict can't pick rows of every nested tensor and of single objects itself."""
+    columns = dict(named_columns(rows))
+    nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
+    single = [name for name, column in columns.items() if isinstance(column, NonTensorData)]
+    picked: TensorDict = rows.exclude(*nested, *single)[positions]
+    for name in nested:
+        parts, layout = columns[name].unbind(), columns[name].layout
+        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=layout))
+    for name in single:
+        values = values_of(columns[name], len(rows))
+        picked.set(name, NonTensorStack(*(values[at] for at in positions)))
     return picked
-
-
-def _is_strided_nested(column: Any) -> bool:
-    return isinstance(column, torch.Tensor) and column.is_nested and column.layout is torch.strided
 
 
 def as_tensordict(data: Any) -> TensorDict:

@@ -17,22 +17,23 @@ from transfer_queue.errors import InvalidRequestError
 
 
 def create(state: PlaneState, request: p.CreatePartition) -> p.Reply:
-    """Create a partition, or return False if it exists. ``num_samples`` applies either way, as a producer may have come
-    first.
+    """Create a partition, or return False if it exists. ``num_samples`` and ``fields`` apply either way, as a producer
+    may have come first.
     """
     wanted = request.num_samples
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"num_samples must be at least 1 or None, got {wanted}.")
     partition = state.partitions.get(request.partition)
     if partition is None:
-        state.create(request.partition, wanted)
+        state.create(request.partition, wanted).schema.declare(request.fields, request.partition)
         return p.Done(request.id, True)
+    if wanted is not None and partition.num_samples not in (None, wanted):
+        raise InvalidRequestError(
+            f"partition {request.partition!r} seals itself at {partition.num_samples} samples, now num_samples is "
+            f"{wanted}. Name one number, or clear the partition first."
+        )
+    partition.schema.declare(request.fields, request.partition)
     if wanted is not None:
-        if partition.num_samples not in (None, wanted):
-            raise InvalidRequestError(
-                f"partition {request.partition!r} seals itself at {partition.num_samples} samples, now num_samples is "
-                f"{wanted}. Name one number, or clear the partition first."
-            )
         partition.num_samples = wanted
         partition.seal_if_complete()
         state.mark_dirty(request.partition)

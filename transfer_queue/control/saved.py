@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from transfer_queue.control.rows import Rows, RowState, positions_in
 from transfer_queue.errors import CheckpointError
-from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
+from transfer_queue.protocol import DeclaredField, Indexes, pack_indexes, unpack_indexes
 
 FORMAT = 1
 
@@ -78,6 +78,7 @@ class SavedField(msgspec.Struct):
     """``has`` bool per row; ``shapes`` int32 [rows, ndim] if rows differ. ``written`` False: only expected.
 
     ``units`` int32 per row: where the values lay in the queue that saved this; None: all in unit 0.
+    ``dtypes``, if there are several, with uint8 ``row_dtypes``: the position of each row's.
     """
 
     name: str
@@ -90,6 +91,9 @@ class SavedField(msgspec.Struct):
     ndim: int | None = None
     mixed: bool = False
     shapes: bytes | None = None
+    dtypes: list[str | None] = []
+    row_dtypes: bytes | None = None
+    declared: DeclaredField | None = None
     units: bytes | None = None
 
 
@@ -283,6 +287,7 @@ def _cut(whole: SavedPartition) -> Iterator[SavedPartition]:
 def _check_lengths(whole: SavedPartition, num_rows: int) -> None:
     of_rows = [len(whole.index) // 8, *(len(getattr(whole, name)) // 4 for name in _PUT_COLUMNS)]
     of_rows += [len(each.has) for each in whole.fields]
+    of_rows += [len(each.row_dtypes) for each in whole.fields if each.row_dtypes is not None]
     of_rows += [len(each.shapes) // (4 * each.ndim) for each in whole.fields if each.shapes is not None and each.ndim]
     for each in whole.consumers:
         of_rows += [len(each.consumed), len(each.given) // 4]
@@ -307,8 +312,9 @@ def _cut_field(whole: SavedField, start: int, stop: int) -> SavedField:
     if shapes is not None:
         width = 4 * (whole.ndim or 0)
         shapes = shapes[width * start : width * stop]
+    row_dtypes = None if whole.row_dtypes is None else whole.row_dtypes[start:stop]
     units = None if whole.units is None else whole.units[4 * start : 4 * stop]
-    return _replace(whole, has=whole.has[start:stop], shapes=shapes, units=units)
+    return _replace(whole, has=whole.has[start:stop], shapes=shapes, row_dtypes=row_dtypes, units=units)
 
 
 def _cut_consumer(whole: SavedConsumer, at: int) -> SavedConsumer:
@@ -353,11 +359,13 @@ def _join(sections: list[SavedPartition]) -> SavedPartition:
 
 
 def _join_field(sections: list[SavedField]) -> SavedField:
-    shapes = None if sections[0].shapes is None else b"".join(section.shapes or b"" for section in sections)
-    units = None
+    joined: dict[str, bytes | None] = {"has": b"".join(section.has for section in sections)}
+    for name in ("shapes", "row_dtypes"):
+        if getattr(sections[0], name) is not None:
+            joined[name] = b"".join(getattr(section, name) or b"" for section in sections)
     if any(section.units is not None for section in sections):
-        units = b"".join(section.units or bytes(4 * len(section.has)) for section in sections)
-    return _replace(sections[0], has=b"".join(section.has for section in sections), shapes=shapes, units=units)
+        joined["units"] = b"".join(section.units or bytes(4 * len(section.has)) for section in sections)
+    return _replace(sections[0], **joined)
 
 
 def _join_consumer(sections: list[SavedConsumer]) -> SavedConsumer:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
+from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
 from transfer_queue.protocol.replies import AnyReply
 from transfer_queue.protocol.requests import (
     AnyRequest,
@@ -114,6 +115,8 @@ def encode(message: Any) -> bytes:
 def encode_request(request: Any, received: Sequence[int] = (), read: Sequence[int] = ()) -> bytes:
     """A request as it travels. Raises UnsupportedValueError for tags that aren't plain data or are nested too deep."""
     _check_depth(request, UnsupportedValueError)
+    if isinstance(request, Fetch) and request.sampler_args:
+        request = msgspec.structs.replace(request, sampler_args=pack_arrays(request.sampler_args))
     return encode(ClientMessage(list(received), request, list(read)))
 
 
@@ -169,9 +172,17 @@ def message_decoder(*more: type[msgspec.Struct]) -> Decode:
                 f"lightning-tq on both sides."
             ) from error
         _check_depth(message.request, ProtocolError)
-        return message
+        return _with_arrays(message)
 
     return decode
+
+
+def _with_arrays(message: ClientMessage[Any]) -> ClientMessage[Any]:
+    fetch = message.request
+    if not isinstance(fetch, Fetch) or not fetch.sampler_args:
+        return message
+    arguments = unpack_arrays(fetch.sampler_args)
+    return ClientMessage(message.received, msgspec.structs.replace(fetch, sampler_args=arguments))
 
 
 decode_message = message_decoder()

@@ -36,10 +36,10 @@ class Welcome(Reply, frozen=True):
 
 
 class Reserved(Reply, frozen=True):
-    """Indexes for a put, ascending, and the dtypes the partition's fields already have."""
+    """Indexes for a put, ascending, and the dtypes of those of its fields that have several, counting this put."""
 
     indexes: bytes
-    dtypes: dict[str, str | None] = {}
+    dtypes: dict[str, list[str | None]] = {}
 
 
 class Published(Reply, frozen=True):
@@ -49,7 +49,8 @@ class Published(Reply, frozen=True):
 class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
-    ``more``: this is a page of a Describe, and not the last one.
+    ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
+    fields that some of them have and others lack.
     """
 
     partition: str
@@ -62,6 +63,7 @@ class Batch(Reply, frozen=True):
     padding: bytes | None = None
     keys: list[str] = []
     more: bool = False
+    partial: list[str] = []
 
 
 class NotReady(Reply, frozen=True):

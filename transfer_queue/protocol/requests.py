@@ -15,6 +15,7 @@ Tags = dict[str, Any]
 Call = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Number of a call within its client's session: ascending, never reused."""
 Count = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
 LONGEST_WAIT_S = 1e9
@@ -30,6 +31,8 @@ UnitRuns = list[tuple[UnitNumber, Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1
 class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
     """What the controller knows of one field of some rows. ``row_shapes`` is [rows, ndim], only where rows differ.
 
+    ``dtypes``: all that the field has in its partition, if there are several. ``row_dtypes`` is one uint8 per row, a
+    position in them, only where these rows differ; ``dtype`` is the first row's then.
     ``units`` None: all values lie in unit 0, which shares the controller's process.
     """
 
@@ -38,7 +41,16 @@ class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
     is_nested: bool = False
     is_non_tensor: bool = False
     row_shapes: bytes | None = None
+    dtypes: list[str | None] = []
+    row_dtypes: bytes | None = None
     units: UnitRuns | None = None
+
+
+class DeclaredField(msgspec.Struct, frozen=True, array_like=True):
+    """What every write of a field must bring. ``dtype`` None: plain objects; ``shape`` of a row, None: any (size)."""
+
+    dtype: str | None
+    shape: tuple[Size | None, ...] | None = None
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -59,10 +71,14 @@ class Goodbye(Request, frozen=True):
 
 
 class CreatePartition(Request, frozen=True):
-    """Make a partition; with ``num_samples`` it seals itself when that many samples are published."""
+    """Make a partition; with ``num_samples`` it seals itself when that many samples are published.
+
+    ``fields``: writes of these are checked.
+    """
 
     partition: str
     num_samples: Position | None = None
+    fields: dict[str, DeclaredField] = {}
 
 
 class SealPartition(Request, frozen=True):
@@ -81,7 +97,7 @@ class RegisterTask(Request, frozen=True):
 
 
 class Reserve(Request, frozen=True):
-    """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked for dtype."""
+    """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked if declared."""
 
     partition: str
     count: Count

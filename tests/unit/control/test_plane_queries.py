@@ -259,7 +259,7 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
     [
         p.CreatePartition(7, "p", -1),
         p.Reserve(7, "p", 0),
-        p.Reserve(7, "p", 1, {"x": p.FieldSpec("float16", (1,))}),
+        p.Reserve(7, "p", 1, {"declared": p.FieldSpec("float16", (1,))}),
         p.Insert(7, "p", -2),
         p.CheckFields(7, "nowhere", b"", {}),
         p.Cancel(7, 3),
@@ -292,6 +292,7 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
 )
 def test_refused_and_reading_requests_get_one_answer_and_change_nothing(plane, request_):
     put(plane, 2, "x", lengths=[1, 2])
+    ask(plane, ROLLOUT, p.CreatePartition, "p", None, {"declared": p.DeclaredField("int64")})
     before = fingerprint(plane)
     (to,) = plane.handle(CRITIC, request_, 1.0)
     assert (to.client, to.reply.id) == (CRITIC, 7)

@@ -167,6 +167,7 @@ def test_a_write_that_its_client_has_committed_is_not_committed_again(front, jan
 
 def test_a_write_whose_publish_was_refused_is_not_committed_and_its_values_are_deleted(front, janitor, storage):
     me, other = Client(front, "me"), Client(front, "other")
+    other.one(p.CreatePartition(other.number(), "p", None, {"x": p.DeclaredField("uint8")}))
     published(other)
     _, answer = published(me, "int64")
     failed(answer, "SchemaConflictError")
