@@ -16,7 +16,7 @@ from transfer_queue.errors import InvalidRequestError, ProtocolError, Unsupporte
 
 UNITS = [(0, 2), (3, 1)]
 SPEC = {
-    "x": p.FieldSpec("bfloat16", None, True, False, b"\1\0\0\0", UNITS),
+    "x": p.FieldSpec("bfloat16", None, True, False, b"\1\0\0\0", ["bfloat16", None], b"\0\1", UNITS),
     "y": p.FieldSpec(None, None, is_non_tensor=True),
 }
 TAGS = {7: {"a": 1, "b": 2.5, "c": "text", "d": None, "e": [True, {"f": []}]}}

@@ -182,7 +182,7 @@ def _with_arrays(message: ClientMessage[Any]) -> ClientMessage[Any]:
     if not isinstance(fetch, Fetch) or not fetch.sampler_args:
         return message
     arguments = unpack_arrays(fetch.sampler_args)
-    return ClientMessage(message.received, msgspec.structs.replace(fetch, sampler_args=arguments))
+    return msgspec.structs.replace(message, request=msgspec.structs.replace(fetch, sampler_args=arguments))
 
 
 decode_message = message_decoder()
