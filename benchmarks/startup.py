@@ -35,7 +35,7 @@ children = [
     for child in psutil.Process().children(recursive=True)
 ]
 figures = {{"import_s": imported, "init_s": up - ready, "import_to_first_put_s": put - started}}
-print("FIGURES", json.dumps({{**figures, "version": tq.__version__, "children": children}}), flush=True)
+print("FIGURES", json.dumps({{**figures, "version": tq.__distribution_version__, "children": children}}), flush=True)
 tq.close()
 """
 

@@ -61,7 +61,7 @@ def _ask(package: Package, name: str, quick: bool) -> dict[str, Any]:
 def facts(quick: bool) -> dict[str, Any]:
     """What decides the figures besides the code. ``load``: what else ran while the comparison began."""
     return {
-        "peer": environment.VERSION, "ours": tq.__version__, "python": platform.python_version(),
+        "peer": environment.VERSION, "ours": tq.__distribution_version__, "python": platform.python_version(),
         "torch": torch.__version__, "cores": os.cpu_count(),
         "load": os.getloadavg()[0], "quick": quick,
     }  # fmt: skip
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     names = [name for name in (STARTUP, *ROWS) if args.only is None or name in args.only]
     peer = Package(PEER, environment.interpreter(args.venv), environment.VERSION, needs_ray=True)
-    ours = Package(OURS, sys.executable, tq.__version__, needs_ray=False)
+    ours = Package(OURS, sys.executable, tq.__distribution_version__, needs_ray=False)
     known = facts(args.quick)
     with closing(peer), closing(ours):
         result = compared(measured([ours, peer], names, args.quick), known)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import transfer_queue
+
 _NAMES_BY_MODULE = {
     "lightning_tq.batch": ("TQBatch",),
     "lightning_tq.callbacks.partition_switch": ("PartitionSwitch",),
@@ -28,6 +30,7 @@ _NAMES_BY_MODULE = {
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
+__version__ = transfer_queue.__distribution_version__
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
@@ -18,13 +18,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 import transfer_queue as tq
 from lightning_tq.checks import nearest
-from transfer_queue import TransferQueueClient
 from transfer_queue.errors import ConfigError, NotInitializedError
+
+if TYPE_CHECKING:
+    from transfer_queue import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 
 _SECTIONS = (
-    "address", "listen", "key_file", "launch", "server_processes", "metrics", "client", "controller", "backend",
+    "address", "listen", "key_file", "encryption", "launch", "server_processes", "metrics", "client", "controller",
+    "backend",
 )  # fmt: skip
 _SIZE = re.compile(r"\s*(?=[\d.]*[1-9])\d+(\.\d+)?\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}

@@ -69,6 +69,9 @@ class Stream:
     """Copy batches into page-locked memory for faster transfer to an accelerator. No effect without one."""
     sampling_config: dict[str, Any] | None = None
     """More keyword arguments for the sampler, sent with every fetch."""
+    where: str | None = None
+    """Read only samples whose tags match, such as "policy_version >= 7 and env == 'math'". The others stay for other
+    streams, and clear_consumed never deletes them. Default: all samples."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -81,6 +84,8 @@ class Stream:
         for name in ("persistent_workers", "multiprocessing_context"):
             if getattr(self, name) and not self.num_workers:
                 raise InvalidRequestError(f"{name} needs num_workers of at least 1, got num_workers=0.")
+        if self.where is not None and not isinstance(self.where, str):
+            raise InvalidRequestError(f"where must be a filter over tags, or None, got {self.where!r}.")
         _check_clearing(self.clear_consumed, bool(self.replay))
         if not isinstance(self.sampler, (BaseSampler, str, type(None))):
             raise InvalidRequestError(

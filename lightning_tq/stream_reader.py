@@ -109,7 +109,7 @@ class StreamReader:
             config=config, batch_size=stream.batch_size, micro_batch_size=stream.micro_size, data_fields=stream.fields,
             partition_id="", task_name=stream.task, dp_rank=run.topology.dp_rank, dp_size=run.topology.dp_size,
             sampling_config=stream.sampling_config, prefetch=stream.prefetch, layout=stream.layout,
-            timeout_s=stream.timeout_s, should_stop=should_stop,
+            timeout_s=stream.timeout_s, should_stop=should_stop, where=stream.where,
         )  # fmt: skip
         self.dataset.reader = self
 

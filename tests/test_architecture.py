@@ -28,6 +28,7 @@ GROUPS = {
     "transfer_queue.schema": ("metadata", 3),
     "transfer_queue.metadata_rows": ("metadata", 3),
     "transfer_queue.kv_metadata": ("metadata", 3),
+    "transfer_queue.unread": ("metadata", 3),
     "transfer_queue.metadata": ("metadata", 3),
     "transfer_queue.utils.logging_utils": ("logging", 4),
     "transfer_queue.utils.common": ("logging", 4),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps both lists equal
     from transfer_queue.client import (
         AsyncTransferQueueClient as AsyncTransferQueueClient,
+        KeyChanges as KeyChanges,
         TransferQueueClient as TransferQueueClient,
     )
     from transfer_queue.dataloader import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         ConfigError as ConfigError,
         EndOfPartitionError as EndOfPartitionError,
         FieldNotReadyError as FieldNotReadyError,
+        KeysTimeoutError as KeysTimeoutError,
         ProducersGoneError as ProducersGoneError,
         QueueUnreachableError as QueueUnreachableError,
         SampleClearedError as SampleClearedError,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         async_kv_clear as async_kv_clear,
         async_kv_list as async_kv_list,
         async_kv_put as async_kv_put,
+        async_kv_wait_keys as async_kv_wait_keys,
+        async_kv_watch as async_kv_watch,
         close as close,
         get_client as get_client,
         get_metrics_endpoint as get_metrics_endpoint,
@@ -53,9 +57,12 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         kv_clear as kv_clear,
         kv_list as kv_list,
         kv_put as kv_put,
+        kv_wait_keys as kv_wait_keys,
+        kv_watch as kv_watch,
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
     )
+    from transfer_queue.launch.serve import serve as serve
     from transfer_queue.metadata import (
         BatchMeta as BatchMeta,
         KVBatchMeta as KVBatchMeta,
@@ -71,17 +78,20 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
 
 # isort: on
 
-_KV = ("kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear")
+_KV = (
+    "kv_put", "kv_batch_put", "kv_batch_get", "kv_batch_get_by_meta", "kv_list", "kv_clear", "kv_wait_keys", "kv_watch",
+)  # fmt: skip
 _MODULES = {
     "transfer_queue.interface": (
         "init", "close", "get_client", "get_metrics_endpoint", "save_checkpoint", "load_checkpoint",
         *_KV, *(f"async_{name}" for name in _KV),
     ),
+    "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
-    "transfer_queue.client": ("AsyncTransferQueueClient", "TransferQueueClient"),
+    "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
     "transfer_queue.errors": (
         "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
-        "FieldNotReadyError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",
+        "FieldNotReadyError", "KeysTimeoutError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",
         "SchemaConflictError", "StorageFullError", "StorageKeyNotFoundError", "TransferQueueError",
         "UnsupportedValueError",
     ),
@@ -96,7 +106,11 @@ _MODULES = {
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = sorted(_WHERE)
-__version__ = Path(__file__).with_name("version").joinpath("version").read_text().strip()
+_versions = Path(__file__).with_name("version")
+__version__ = (_versions / "version").read_text().strip()
+"""Level of the API: the version of TransferQueue whose public names work here. Programs compare it."""
+__distribution_version__ = (_versions / "distribution").read_text().strip()
+"""Version of lightning-tq, which both packages belong to."""
 
 
 def __getattr__(name: str) -> Any:

@@ -106,9 +106,7 @@ class Annotations:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are equal, also inside containers. NaN equals NaN, and a tuple equals the list it becomes on
-    the wire.
-    """
+    """Whether two values are equal, also inside containers. NaN equals NaN, and a tuple equals a list."""
     if a is b:
         return True
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ADDRESS_VARIABLE = "TQ_ADDRESS"
+KEY_FILE_VARIABLE = "TQ_KEY_FILE"
 _FREE_SECTIONS = ("zmq_info", "ucx_env_vars")
 _TYPO_CUTOFF = 0.75
 _SHARE_OF_MACHINE = 2
@@ -225,6 +226,8 @@ class FullConfig:
     """``tcp://HOST:PORT`` where clients of other hosts may join, besides this host's sockets. Port 0 takes a free
     one. None: no other host can join.
     """
+    encryption: Literal["curve", "none"] = "curve"
+    """Of connections between hosts. none: whoever reaches the address can read and change everything."""
     launch: Literal["local"] = "local"
     """How the servers are started: "local" is as child processes of this one."""
     server_processes: Literal["auto", "one", "each"] = "auto"
@@ -252,6 +255,11 @@ def environment_number(name: str, default: float) -> float:
 def queue_address() -> str | None:
     """The queue's address in TQ_ADDRESS."""
     return os.environ.get(ADDRESS_VARIABLE) or None
+
+
+def queue_key_file() -> str | None:
+    """The file of the queue's keys in TQ_KEY_FILE."""
+    return os.environ.get(KEY_FILE_VARIABLE) or None
 
 
 def announce_address(address: str | None) -> None:

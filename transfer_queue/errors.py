@@ -48,6 +48,10 @@ class BatchTimeoutError(TransferQueueError, TimeoutError, RuntimeError):
     """No batch was complete before the deadline; the text says what was missing."""
 
 
+class KeysTimeoutError(TransferQueueError, TimeoutError, RuntimeError):
+    """Too few keys matched before the deadline, or none changed; the text says how many matched of how many."""
+
+
 class EndOfPartitionError(TransferQueueError, EOFError):
     """The stream has ended: sealed and fully read, or cleared. This differs from "nothing yet"."""
 
@@ -66,6 +70,10 @@ class UnsupportedValueError(TransferQueueError, TypeError, ValueError):
 
 class QueueUnreachableError(TransferQueueError, ConnectionError, TimeoutError, RuntimeError):
     """The controller or a storage unit doesn't answer: wrong address, or it has ended."""
+
+
+class UnitLostError(QueueUnreachableError):
+    """A storage unit has ended, and the values that it held are lost."""
 
 
 class CheckpointError(TransferQueueError, ValueError, RuntimeError):

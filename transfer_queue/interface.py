@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.client import TransferQueueClient, kv
-from transfer_queue.config import announce_address, merge, queue_address
+from transfer_queue.client.key_watch import KeyWatch
+from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
 from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
@@ -59,7 +60,7 @@ def _start_or_join(merged: DictConfig) -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     address = merged.address or queue_address()
     if address is not None and address not in _ended:  # else: a queue that this process closed
-        _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file)
+        _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file or queue_key_file())
         return
     queue = LocalQueue(merged)
     _started.add(queue)
@@ -107,11 +108,17 @@ def _with_objects(plain: Mapping[str, Any]) -> Any:
 
 
 def _seen_from_here(conf: Any, joined: ZMQServerInfo) -> Any:
-    """Replace the servers' addresses by the one joined, because another host can't reach their local sockets."""
-    address = joined.to_addr("request_handle_socket")
-    if not address.startswith("tcp://"):
+    """Replace the servers' addresses by the one joined, because another host can't reach their local sockets.
+
+    A server that has joined the queue itself names the controller's address, which is for all hosts.
+    """
+    conf.key_file = joined.key_file or conf.key_file
+    address, controller = joined.to_addr("request_handle_socket"), conf.controller.zmq_info
+    if not address.startswith("tcp://") or controller.to_addr("request_handle_socket").startswith("tcp://"):
+        if conf.listen is not None:
+            controller.key_file = conf.key_file  # storage units on other hosts need it
         return conf
-    conf.address, conf.key_file, conf.controller.zmq_info = address, joined.key_file, joined
+    conf.address, conf.controller.zmq_info = address, joined
     for section in _sections_of(conf):
         section.zmq_info = {
             name: ZMQServerInfo(info.role, name, ports={"put_get_socket": address}, key_file=joined.key_file)
@@ -216,20 +223,48 @@ async def async_kv_batch_get(
 ) -> TensorDict:
     """Values by key, rows in the order of the keys; without ``select_fields``, every field that all of them have.
 
+    Selected fields that none of the samples has are left out.
+
     Raises:
-        ValueError: a key is unknown ("not found"), or some key lacks a field ("not ready").
+        ValueError: a key is unknown ("not found"), a selected field is there for some keys and not for others, or no
+            selected field is there at all ("not ready").
     """
     return await kv.batch_get(get_client(), keys, partition_id, select_fields)
 
 
 async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
-    """Values of the keys and fields that a put or a list returned."""
+    """Values of the keys and fields that a put or a list returned.
+
+    Raises:
+        ValueError: as ``kv_batch_get``, or none of ``select_fields`` is a field of the metadata ("not found").
+    """
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 
 
-async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, Tag]]:
-    """{partition: {key: tag}}, in order of insertion; an unknown partition gives {}."""
-    return await get_client().async_kv_list(partition_id)
+async def async_kv_list(partition_id: str | None = None, where: str | None = None) -> dict[str, dict[str, Tag]]:
+    """{partition: {key: tag}}, in order of insertion; an unknown partition gives {}.
+
+    Args:
+        where: Only keys whose tags match, such as ``"done == true"``.
+    """
+    return await get_client().async_kv_list(partition_id, where)
+
+
+async def async_kv_wait_keys(
+    partition_id: str, where: str | None = None, count: int = 1, timeout_s: float = 60.0
+) -> dict[str, Tag]:
+    """Keys and tags that match, as soon as at least ``count`` do; see ``TransferQueueClient.wait_keys``.
+
+    Raises:
+        KeysTimeoutError: fewer matched for ``timeout_s`` seconds.
+        EndOfPartitionError: the partition was cleared meanwhile.
+    """
+    return await get_client().async_wait_keys(partition_id, where, count, timeout_s)
+
+
+def async_kv_watch(partition_id: str, where: str | None = None, timeout_s: float | None = None) -> KeyWatch:
+    """Follow the keys of a partition and their tags, without polling; see ``TransferQueueClient.kv_watch``."""
+    return get_client().async_kv_watch(partition_id, where, timeout_s)
 
 
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
@@ -243,3 +278,5 @@ kv_batch_get = blocking(async_kv_batch_get)
 kv_batch_get_by_meta = blocking(async_kv_batch_get_by_meta)
 kv_list = blocking(async_kv_list)
 kv_clear = blocking(async_kv_clear)
+kv_wait_keys = blocking(async_kv_wait_keys)
+kv_watch = async_kv_watch

@@ -29,12 +29,14 @@ from transfer_queue.schema import (
     Schema,
     Shape,
     described_rows,
+    dtypes_of,
     extract_field_schema,
     join_rows,
     normalized,
     shapes_of,
     take_rows,
 )
+from transfer_queue.unread import UnreadBatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -56,6 +58,7 @@ class BatchMeta(Annotations):
         "field_schema",
         "partition_ids",
         "production_status",
+        "unread",
     )
 
     partition_ids: list[str]
@@ -64,6 +67,7 @@ class BatchMeta(Annotations):
     field_schema: Schema
     _token: str | None
     _batch_index: int | None
+    unread: tuple[UnreadBatch, ...]  # the batches of these rows that the queue keeps until they are read
 
     def __init__(
         self,
@@ -107,6 +111,7 @@ class BatchMeta(Annotations):
         self.extra_info = dict(extra_info or {})
         self._token = token
         self._batch_index = batch_index
+        self.unread = ()
         self.mark_custom_meta_clean()
 
     @classmethod
@@ -149,7 +154,7 @@ class BatchMeta(Annotations):
 
     def get_dtypes(self, field_name: str) -> list[Any]:
         """One dtype per row; KeyError for an unknown field."""
-        return [self._entry(field_name).get("dtype")] * self.size
+        return dtypes_of(self._entry(field_name), self.size)
 
     def get_shapes(self, field_name: str) -> list[Shape | None]:
         """One shape per row; KeyError for an unknown field."""
@@ -234,6 +239,7 @@ class BatchMeta(Annotations):
         """The rows of all parts, one part after the other; None and empty parts are skipped.
 
         ``validate=False`` trusts the caller: it keeps the common fields, and the last value of each extra_info key.
+        Dtypes may then differ; ``get_data`` wants one per field.
 
         Raises:
             ValueError: field names, dtypes or values in extra_info differ.
@@ -257,6 +263,7 @@ class BatchMeta(Annotations):
         part.extra_info = dict(self.extra_info)
         part._token = self._token
         part._batch_index = self._batch_index
+        part.unread = self.unread
         if part._padding is not None and not any(part._padding):
             part._padding = None
         return part
@@ -281,6 +288,7 @@ class BatchMeta(Annotations):
         whole.extra_info = merge_extra_info([part.extra_info for part in parts], validate=validate)
         whole._token = _only({part._token for part in parts})
         whole._batch_index = _only({part._batch_index for part in parts})
+        whole.unread = tuple({batch for part in parts for batch in part.unread})
         return whole
 
     def _adopt(self, other: BatchMeta) -> None:
@@ -290,8 +298,16 @@ class BatchMeta(Annotations):
     # --- fields ---
 
     def select_fields(self, field_names: str | Iterable[str]) -> BatchMeta:
-        """The same rows with these fields only; unknown names are ignored."""
+        """The same rows with these fields only; names of fields that they don't have are ignored.
+
+        Raises:
+            ValueError: the batch has fields, and none of those that are named.
+        """
         names = {field_names} if isinstance(field_names, str) else set(field_names)
+        if names and self.field_schema and names.isdisjoint(self.field_schema):
+            raise InvalidRequestError(
+                f"none of the fields {sorted(names)} is in this batch, it has {self.field_names}."
+            )
         selected = self._take(slice(None))
         selected.field_schema = {name: entry for name, entry in selected.field_schema.items() if name in names}
         # Entries that start with "_" belong to the row, not to a field.
@@ -354,6 +370,7 @@ class BatchMeta(Annotations):
         mine.extra_info.update(theirs.extra_info)
         mine._token = _only({mine._token, theirs._token} - {None})
         mine._batch_index = _only({mine._batch_index, theirs._batch_index} - {None})
+        mine.unread = tuple({*mine.unread, *theirs.unread})
         return mine
 
     # --- pickle ---
@@ -370,8 +387,8 @@ class BatchMeta(Annotations):
 
 
 _ATTRIBUTES = (*Annotations.__slots__, *BatchMeta.__slots__)
-# Not the snapshot of the tags: it says how the batch came about, not what it is.
-_COMPARED = tuple(name for name in _ATTRIBUTES if name != "_tags_as_made")
+# Not the snapshot of the tags and the unread batches: they say how the batch came about, not what it is.
+_COMPARED = tuple(name for name in _ATTRIBUTES if name not in ("_tags_as_made", "unread"))
 
 
 def _status(status: Any, size: int) -> NDArray[np.int8]:

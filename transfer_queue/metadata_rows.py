@@ -81,12 +81,14 @@ def consecutive(sizes: Iterable[int], size: int) -> list[slice]:
 
 
 def _row_of(schema: Mapping[str, Mapping[str, Any]], position: int) -> dict[str, dict[str, Any]]:
-    """The schema of one row, with that row's shape in ``shape`` and without ``per_sample_shapes``."""
+    """The schema of one row: its own shape and dtype, without ``per_sample_shapes`` and ``per_sample_dtypes``."""
     row = {name: dict(entry) for name, entry in schema.items()}
     for entry in row.values():
-        shapes = entry.pop("per_sample_shapes", None)
+        shapes, dtypes = entry.pop("per_sample_shapes", None), entry.pop("per_sample_dtypes", None)
         if shapes is not None:
             entry["shape"] = shapes[position]
+        if dtypes is not None:
+            entry["dtype"], entry["is_non_tensor"] = dtypes[position], dtypes[position] is None
     return row
 
 

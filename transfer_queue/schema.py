@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 Entry: TypeAlias = dict[str, Any]
-"""dtype (None: objects), shape of one sample (None: nested or objects), is_nested, is_non_tensor, per_sample_shapes?"""
+"""dtype (None: objects), shape of one sample (None: nested or objects), is_nested, is_non_tensor, per_sample_shapes?,
+per_sample_dtypes? (only where they differ; ``dtype`` is the first row's then)
+"""
 Schema: TypeAlias = dict[str, Entry]
+_PER_ROW = ("per_sample_shapes", "per_sample_dtypes")
 
 
 def extract_field_schema(data: TensorDictBase) -> Schema:
@@ -86,19 +89,24 @@ def _length(name: str, column: Any) -> int | None:
     return len(column)
 
 
+_OBJECTS: Entry = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
+
+
 def _describe(column: Any) -> Entry:
     import torch
 
     if isinstance(column, list) and all(isinstance(value, torch.Tensor) for value in column):
         return _describe_rows(column)
     if not isinstance(column, torch.Tensor):
-        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
+        return dict(_OBJECTS)
     if column.is_nested:
         return _nested(column.dtype, _nested_shapes(column))
     return _dense(column.dtype, tuple(column.shape[1:]))
 
 
 def _describe_rows(rows: list[torch.Tensor]) -> Entry:
+    if len({row.dtype for row in rows}) > 1:
+        return dict(_OBJECTS)
     shapes = [tuple(row.shape) or (1,) for row in rows]
     return _dense(rows[0].dtype, shapes[0]) if len(set(shapes)) == 1 else _nested(rows[0].dtype, shapes)
 
@@ -136,14 +144,15 @@ def _normalized_entry(name: str, entry: Mapping[str, Any], num_rows: int) -> Ent
     copied = dict(entry)
     if copied.get("shape") is not None:
         copied["shape"] = tuple(copied["shape"])
-    shapes = copied.get("per_sample_shapes")
-    if shapes is None:
-        return copied
-    if len(shapes) != num_rows:
-        raise InvalidRequestError(
-            f"field {name!r} has {len(shapes)} per_sample_shapes, the batch has {num_rows} rows. Give one per row."
-        )
-    copied["per_sample_shapes"] = [shape if shape is None else tuple(shape) for shape in shapes]
+    for key in _PER_ROW:
+        rows = copied.get(key)
+        if rows is not None and len(rows) != num_rows:
+            raise InvalidRequestError(
+                f"field {name!r} has {len(rows)} {key}, the batch has {num_rows} rows. Give one per row."
+            )
+    if copied.get("per_sample_shapes") is not None:
+        shapes = copied["per_sample_shapes"]
+        copied["per_sample_shapes"] = [shape if shape is None else tuple(shape) for shape in shapes]
     return copied
 
 
@@ -153,19 +162,64 @@ def shapes_of(entry: Mapping[str, Any], num_rows: int) -> list[Shape | None]:
     return [entry.get("shape")] * num_rows if shapes is None else list(shapes)
 
 
+def dtypes_of(entry: Mapping[str, Any], num_rows: int) -> list[Any]:
+    """One dtype per row, None for objects."""
+    dtypes = entry.get("per_sample_dtypes")
+    return [entry.get("dtype")] * num_rows if dtypes is None else list(dtypes)
+
+
+def with_dtypes(entry: Entry, dtypes: list[Any]) -> Entry:
+    """The entry for rows that have these dtypes; what all of them share is said once."""
+    if not dtypes:
+        return {key: value for key, value in entry.items() if key != "per_sample_dtypes"}
+    if all(dtype is None for dtype in dtypes):
+        return dict(_OBJECTS)
+    given = {**entry, "dtype": dtypes[0], "is_non_tensor": False, "per_sample_dtypes": dtypes}
+    if all(dtype == dtypes[0] for dtype in dtypes):
+        del given["per_sample_dtypes"]
+    elif None in dtypes:  # objects have no shape
+        shapes = shapes_of(entry, len(dtypes))
+        given["per_sample_shapes"] = [
+            None if dtype is None else shape for dtype, shape in zip(dtypes, shapes, strict=True)
+        ]
+    return given
+
+
+def check_one_dtype(schema: Schema, global_indexes: Sequence[int]) -> None:
+    """Raise SchemaConflictError if samples of one field have different dtypes: no column holds them together."""
+    for name, entry in schema.items():
+        if entry.get("per_sample_dtypes") is None:
+            continue
+        samples: dict[str, list[int]] = {}
+        for index, dtype in zip(global_indexes, entry["per_sample_dtypes"], strict=True):
+            samples.setdefault("objects" if dtype is None else str(dtype), []).append(index)
+        text = ", ".join(
+            f"{dtype} in {len(own)} samples ({', '.join(map(str, own[:5]))}{', …' if len(own) > 5 else ''})"
+            for dtype, own in samples.items()
+        )
+        raise SchemaConflictError(
+            f"field {name!r} of these samples has several dtypes: {text}. Put some of them again with another dtype, "
+            f"get them apart (meta.select_samples), or select other fields."
+        )
+
+
 def take_rows(schema: Schema, positions: slice | list[int]) -> Schema:
     """The schema of a selection of rows."""
-    taken = {name: dict(entry) for name, entry in schema.items()}
-    for entry in taken.values():
-        if entry.get("per_sample_shapes") is not None:
-            entry["per_sample_shapes"] = pick(entry["per_sample_shapes"], positions)
-    return taken
+    return {name: _take_rows(entry, positions) for name, entry in schema.items()}
+
+
+def _take_rows(entry: Entry, positions: slice | list[int]) -> Entry:
+    taken = dict(entry)
+    for key in _PER_ROW:
+        if taken.get(key) is not None:
+            taken[key] = pick(taken[key], positions)
+    return with_dtypes(taken, taken["per_sample_dtypes"]) if taken.get("per_sample_dtypes") is not None else taken
 
 
 def join_rows(schemas: Sequence[Schema], sizes: Sequence[int], *, validate: bool = True) -> Schema:
     """The schema of the rows of all parts, one part after the other.
 
-    Without ``validate`` only the fields common to all parts are kept, with the first part's dtype.
+    Without ``validate`` only the fields common to all parts are kept, and dtypes may differ.
 
     Raises:
         ValueError: the parts differ in their fields, or in the dtype of one.
@@ -193,13 +247,19 @@ def _check_joinable(schemas: Sequence[Schema]) -> None:
 
 
 def _kind(entry: Entry) -> Any:
+    if entry.get("per_sample_dtypes") is not None:
+        return " and ".join(sorted({str(dtype) for dtype in entry["per_sample_dtypes"]}))
     return "objects" if entry.get("is_non_tensor") else entry.get("dtype")
 
 
 def _join_entries(entries: Sequence[Entry], sizes: Sequence[int]) -> Entry:
-    joined = {key: value for key, value in entries[0].items() if key != "per_sample_shapes"}
+    joined = {key: value for key, value in entries[0].items() if key not in _PER_ROW}
     nested = any(entry.get("is_nested") or entry.get("per_sample_shapes") is not None for entry in entries)
-    if not nested and all(entry.get("shape") == entries[0].get("shape") for entry in entries):
+    if nested or any(entry.get("shape") != entries[0].get("shape") for entry in entries):
+        shapes = [shape for entry, size in zip(entries, sizes, strict=True) for shape in shapes_of(entry, size)]
+        joined.update(shape=None, is_nested=True, per_sample_shapes=shapes)
+    if len({entry.get("dtype") for entry in entries}) == 1 and not any("per_sample_dtypes" in each for each in entries):
         return joined
-    shapes = [shape for entry, size in zip(entries, sizes, strict=True) for shape in shapes_of(entry, size)]
-    return {**joined, "shape": None, "is_nested": True, "per_sample_shapes": shapes}
+    return with_dtypes(
+        joined, [dtype for entry, size in zip(entries, sizes, strict=True) for dtype in dtypes_of(entry, size)]
+    )

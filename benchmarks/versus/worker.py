@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     """``arguments``: descriptor of the pipe, and Ray's folder when the package needs Ray."""
     line, queue = Connection(int(arguments[0])), Queue(arguments[1] if len(arguments) > 1 else None)
     try:
-        _say(line, {"package": tq.__file__, "version": tq.__version__})
+        _say(line, {"package": tq.__file__, "version": getattr(tq, "__distribution_version__", tq.__version__)})
         while order := json.loads(line.recv_bytes()):
             row = ROWS[order["row"]]
             queue.set_up(row.streaming)

@@ -75,6 +75,7 @@ class QueueMonitor(Callback):
 def _counts(stats: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:
     partition = stats["partitions"].get(reader.partition, {})
     task = partition.get("tasks", {}).get(reader.stream.task, {})
-    ready = task.get("ready", {}).get(",".join(reader.stream.fields), 0)
+    where = "" if reader.stream.where is None else f" where {reader.stream.where}"
+    ready = task.get("ready", {}).get(",".join(reader.stream.fields) + where, 0)
     in_flight = task.get("in_flight", 0) - reader.batches_done * dp_size
     return {"queue/ready": float(ready), "queue/in_flight": float(max(0, in_flight))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands for a running queue: ``status``, ``clients``, ``evict`` and ``forget-task``."""
+"""The subcommands for a running queue: ``status``, ``clients``, ``evict`` and ``forget-task``; and ``serve``."""
 
 # Options are parsed before torch and rich are imported, so that --help and mistakes are fast.
 
@@ -45,6 +45,10 @@ _HOLDINGS = {
 
 def main(name: str, args: Sequence[str]) -> int:
     """Returns the exit code: 0, 1 for an unknown client or task, 2 if no queue answers or an option is invalid."""
+    if name == "serve":
+        from lightning_tq.cli import serve_command
+
+        return serve_command.main(args)
     act, description = _COMMANDS[name]
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=description, allow_abbrev=False)
     if act is _evict:

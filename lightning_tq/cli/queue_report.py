@@ -142,6 +142,8 @@ def tables(report: Numbers) -> RenderableType:
         parts.append(_table(_UNITS, [_unit_row(unit) for unit in report["units"]]))
     if report["units_error"]:
         parts.append(Text(f"storage: {report['units_error']}", style="red"))
+    if report.get("lost_units"):
+        parts.append(Text(f"lost with what they held: {', '.join(report['lost_units'])}", style="red"))
     if report["alarms"]:
         parts.append(Text("\n".join(_alarm(each) for each in report["alarms"][-_ALARMS_SHOWN:]), style="red"))
     return Group(*(line for part in parts for line in (part, Text())))
@@ -189,6 +191,8 @@ def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
 def _state(partition: Numbers) -> str | Text:
     if partition.get("abandoned"):
         return Text(f"producers of {partition['abandoned']!r} died", style="red")
+    if partition.get("lost"):
+        return Text(", ".join(f"lost {name!r} of {count:,}" for name, count in partition["lost"].items()), style="red")
     if partition["sealed"]:
         return "sealed"
     return f"{partition['held']:,} coming" if partition["held"] else "open"
@@ -208,12 +212,16 @@ def _task_row(task: Numbers) -> list[str | Text]:
 
 
 def _waiting_row(waiting: Numbers) -> list[str | Text]:
-    waiter = f"a put of {waiting['client']}" if waiting["writer"] else f"task {waiting['task']}"
-    lacking = ", ".join(f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items())
+    what = "a put of" if waiting["writer"] else "a wait for keys of" if "keys" in waiting else None
+    waiter = f"task {waiting['task']}" if what is None else f"{what} {waiting['client']}"
+    lacks = [f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items()]
+    if waiting.get("unmatched"):
+        lacks.append(f"matches: {waiting['unmatched']:,} don't")
+    lacking = ", ".join(lacks)
     if waiting["writer"]:
         lacking = "space: clear samples"
     elif not lacking:
-        lacking = waiting.get("refused") or "samples"
+        lacking = waiting.get("refused") or waiting.get("keys") or "samples"
     ready = waiting.get("ready")
     return [
         waiter, waiting["partition"] or "", f"{waiting['waited_s']:.1f} s", _wanted(waiting),

@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from transport_kit import SOCKETS, Desk, desk_behind, held
 
 from transfer_queue.transport.base import Peer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def thread_of_pyzmq() -> None:
+    """The first buffer that is shared with ZMQ starts a thread of pyzmq, which stays."""
+    zmq.Frame(bytearray(1 << 20), copy=False)
 
 
 @pytest.fixture

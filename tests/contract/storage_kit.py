@@ -55,18 +55,16 @@ def meta(indexes, fields=()):
     return SimpleNamespace(global_indexes=list(indexes), field_names=sorted(fields))
 
 
-def simple(num_units: int, capacity_bytes: int | None = None) -> Backend:
-    units = {f"u{n}": StorageUnit(f"u{n}", capacity_bytes) for n in range(num_units)}
-    handlers = {name: Front({}, None, unit) for name, unit in units.items()}
-    peers = [{"name": name, "address": f"local://{name}"} for name in units]
+def simple(capacity_bytes: int | None = None) -> Backend:
+    """A unit in this process; values travel as frames."""
+    unit = StorageUnit("u0", capacity_bytes)
+    handlers = {"u0": Front({}, None, unit)}
+    peers = [{"name": "u0", "address": "local://u0"}]
 
     def another(**config) -> StorageManager:
         return create("SimpleStorage", local_session(handlers), {"units": peers, **config})
 
-    def held_nbytes() -> int:
-        return sum(unit.stats().held_nbytes for unit in units.values())
-
-    return Backend(another(), held_nbytes, another)
+    return Backend(another(), lambda: unit.stats().held_nbytes, another)
 
 
 _names = itertools.count()
@@ -83,19 +81,18 @@ def local_session(handlers: Mapping[str, Handler]) -> Session:
 
 @contextmanager
 def hosted(
-    num_units: int, directory: Path, inline_nbytes: int, capacity_bytes: int | None = None, shared: bool = True
+    directory: Path, inline_nbytes: int, capacity_bytes: int | None = None, shared: bool = True
 ) -> Iterator[Backend]:
-    """Units with arenas (``shared`` False: without), each behind a server in a thread of its own."""
+    """A unit with an arena (``shared`` False: without), behind a server in a thread of its own."""
     with ExitStack() as stack:
-        peers, servers = [], ExitStack()
-        for n in range(num_units):
-            server = SocketServer(f"ipc://{directory}/u{n}")
-            unit = host_unit(f"u{n}", capacity_bytes, shared, server, inline_nbytes)
-            thread = threading.Thread(target=server.serve, args=(Front({}, None, unit),))
-            thread.start()
-            servers.callback(thread.join, 10.0)
-            servers.callback(server.stop)
-            peers.append({"name": f"u{n}", "address": server.address})
+        servers = ExitStack()
+        server = SocketServer(f"ipc://{directory}/u0")
+        unit = host_unit("u0", capacity_bytes, shared, server, inline_nbytes)
+        thread = threading.Thread(target=server.serve, args=(Front({}, None, unit),))
+        thread.start()
+        servers.callback(thread.join, 10.0)
+        servers.callback(server.stop)
+        peers = [{"name": "u0", "address": server.address}]
 
         def another(**config) -> StorageManager:
             session = Session("another", Peer("controller", f"ipc://{directory}/controller"))
@@ -115,10 +112,9 @@ def hosted(
 
 
 BACKENDS = {
-    **{f"frames, {n} units": (lambda path, n=n: nullcontext(simple(n))) for n in (1, 3)},
-    "arena, 1 unit, all of it": lambda path: hosted(1, path, 0),
-    "arena, 2 units": lambda path: hosted(2, path, INLINE_NBYTES),
-    "arena, 3 units, all of it": lambda path: hosted(3, path, 0),
+    "frames": lambda path: nullcontext(simple()),
+    "arena": lambda path: hosted(path, INLINE_NBYTES),
+    "arena, all of it": lambda path: hosted(path, 0),
 }
 
 

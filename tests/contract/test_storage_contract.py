@@ -89,9 +89,9 @@ def test_objects_come_back_with_their_types_one_per_sample(storage):
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
-@given(data=st.data(), num_units=st.integers(1, 3))
-def test_any_rows_at_any_indexes_come_back_in_any_order(data, num_units):
-    storage = simple(num_units)
+@given(data=st.data())
+def test_any_rows_at_any_indexes_come_back_in_any_order(data):
+    storage = simple()
     indexes = data.draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=40, unique=True))
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=len(indexes), max_size=len(indexes)))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -272,7 +272,7 @@ def test_every_verb_works_on_an_event_loop(storage):
 
 
 def test_a_put_without_room_waits_for_a_clear():
-    storage = simple(1, capacity_bytes=10_000)
+    storage = simple(capacity_bytes=10_000)
     row = TensorDict({"a": torch.zeros(1, 1000, dtype=torch.int64)}, batch_size=[1])
 
     async def story() -> None:
@@ -288,7 +288,7 @@ def test_a_put_without_room_waits_for_a_clear():
 
 
 def test_a_put_that_found_no_room_in_time_fails():
-    storage = simple(1, capacity_bytes=10_000)
+    storage = simple(capacity_bytes=10_000)
     row = TensorDict({"a": torch.zeros(1, 1000, dtype=torch.int64)}, batch_size=[1])
     manager = storage.another(put_timeout_s=0.05)
     run_blocking(manager.put_data(row, meta([0])))

@@ -39,7 +39,7 @@ def door(tmp_path: Path) -> Iterator[socket.socket]:
 @pytest.fixture
 def storage(door: socket.socket, tmp_path: Path) -> Iterator[Backend]:
     """One unit that holds samples 0 to 63. It answers all requests."""
-    with hosted(1, tmp_path, 0, shared=False) as storage:
+    with hosted(tmp_path, 0, shared=False) as storage:
         data = TensorDict({"x": torch.arange(64)}, batch_size=[64])
         asyncio.run(storage.another(arena=False).put_data(data, meta(range(64))))
         yield storage
@@ -53,10 +53,6 @@ async def get(manager: SharedMemoryManager) -> None:
     assert torch.equal((await manager.get_rows(range(64), ["x"]))["x"], torch.arange(64))
 
 
-async def decide(manager: SharedMemoryManager) -> None:
-    assert not await manager.decide_mapping()
-
-
 async def stored(manager: SharedMemoryManager) -> None:
     async with manager.stored(range(64), ["x"]) as parts:
         assert list(parts) == ["x"]
@@ -67,7 +63,7 @@ async def path(manager: SharedMemoryManager) -> str:
     return unit.path
 
 
-@pytest.mark.parametrize("first", [put, get, decide, stored], ids=lambda first: first.__name__)
+@pytest.mark.parametrize("first", [put, get, stored], ids=lambda first: first.__name__)
 def test_an_event_loop_keeps_turning_while_the_first_call_waits_for_it(
     storage: Backend, door: socket.socket, first: Callable[[Any], Awaitable[None]]
 ) -> None:

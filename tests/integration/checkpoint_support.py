@@ -81,9 +81,14 @@ def _plain(value: Any) -> Any:
 
 
 def held(client: tq.TransferQueueClient) -> tuple[int, int]:
-    """(samples, values) in all units."""
+    """(samples, values) in all units. A sample counts in every unit that has some of its fields."""
     stats = asyncio.run(client.storage_manager.stats())
     return sum(unit.samples for unit in stats), sum(unit.values for unit in stats)
+
+
+def values_held(client: tq.TransferQueueClient) -> int:
+    """In all units."""
+    return held(client)[1]
 
 
 def samples_of_units(client: tq.TransferQueueClient) -> list[int]:

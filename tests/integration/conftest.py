@@ -121,7 +121,8 @@ def script() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def run(code: str, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", code, *args],
+            # torch 2.6 leaves a temporary directory of its own to the end of the process
+            [sys.executable, "-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning", "-c", code, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.PIPE,

@@ -68,7 +68,8 @@ def client_of(conf: Any, name: str, timeout_s: float | None = None) -> tq.Transf
     own.client.timeout_s = timeout_s or conf.client.timeout_s
     client = connect(name, own)
     client.get_partition_list()
-    run_blocking(client.storage_manager.decide_mapping())
+    for _, unit in run_blocking(client.storage_manager._units.all()):
+        assert (unit.arena is None) == (unit.path == "frames")  # asking for the arena maps it
     return client
 
 

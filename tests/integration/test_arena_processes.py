@@ -21,7 +21,7 @@ from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue.storage.copying import Copies
 from transfer_queue.transport.modes import run_blocking
 
-ROWS, WIDTH = 2048, 256  # 2 MiB of int32; where there are two units, 16 runs of 64 rows for each of them
+ROWS, WIDTH = 2048, 256  # 2 MiB of int32
 
 
 def batch(first: int = 0) -> TensorDict:
@@ -84,7 +84,7 @@ def test_what_a_killed_process_was_reading_is_recycled_when_its_samples_are_clea
     assert here.poll(WAIT_S)
     here.recv()
     client.clear_samples(meta)
-    assert summed("pins") == len(units()), "one of each unit"
+    assert summed("pins") == 1
     assert summed("arena_nbytes") >= ROWS * WIDTH * 4
     reader.kill()
     assert ended(reader) == -signal.SIGKILL
@@ -150,10 +150,11 @@ def test_a_process_without_room_for_the_mapping_puts_and_gets_in_frames(client, 
     assert ended(fork(work_with_little_address_space, name, 256 << 20, there)) == 0
     same, ways, indexes = here.recv()
     assert same
-    assert ways == ["frames"] * len(units())
+    assert "frames" in ways
+    assert set(ways) <= {"frames", "undecided"}, "a unit that it did not use"
     data = client.get_data(tq.BatchMeta(indexes, [name] * ROWS, {"x": {"dtype": torch.int32, "shape": (WIDTH,)}}))
     assert holds(data, 7)
-    assert paths(client) == ["arena"] * len(units())
+    assert "arena" in paths(client)
 
 
 def read_in_a_fork(meta: Any, pipe: Any) -> None:
@@ -166,7 +167,8 @@ def test_a_fork_maps_the_arena_for_itself_and_leaves_its_parents_alone(client, n
     client.get_data(meta)
     here, there = multiprocessing.get_context("fork").Pipe()
     assert ended(fork(read_in_a_fork, meta, there)) == 0
-    assert here.recv() == (True, ["arena"] * len(units()))
+    same, ways = here.recv()
+    assert (same, set(ways) <= {"arena", "undecided"}, "arena" in ways) == (True, True, True)
     assert holds(client.get_data(meta), 0)
 
 
@@ -197,7 +199,7 @@ def test_what_is_mapped_where_the_configuration_says_so_and_after_close(queue, s
         "        client = tq.get_client()\n"
         "        values = client.get_data(client.put(data, partition_id='p'))['x'].values()\n"
         "        stats = client.get_storage_stats()\n"
-        "        assert {unit['path'] for unit in stats} == {'arena' if arena else 'frames'}, stats\n"
+        "        assert {unit['path'] for unit in stats} - {'undecided'} == {'arena' if arena else 'frames'}, stats\n"
         "        assert (sum(unit['arena_nbytes'] for unit in stats) > 0, maps()) == (arena, arena), stats\n"
         "        tq.close()\n"
         "        assert torch.equal(values.view(2048, -1), data['x'])\n"

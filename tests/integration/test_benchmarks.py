@@ -28,6 +28,7 @@ PROMISED = {
     "cluster_frames": {"settings", "torch_threads", "cases"},
     "copies": {"torch_threads", "by_mib", "first_touch_mib", "first_touch"},
     "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "measured_samples"},
+    "filters": {"ready", "first_fetch_ms", "first_fetch_turns", "first_fetch_longest_turn_ms", "fetch_ms", "put_ms"},
     "inline": {"servers", "by_kib"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},
@@ -134,7 +135,7 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
 
 
 def test_a_worker_answers_row_after_row_and_a_late_one_is_ended_with_its_servers() -> None:
-    package = Package(OURS, sys.executable, tq.__version__, needs_ray=False)
+    package = Package(OURS, sys.executable, tq.__distribution_version__, needs_ray=False)
     assert package.ask("strings", True, 60.0).keys() == {"put_ms", "get_ms", "memcpy_ms"}
     assert package.ask("small", True, 60.0).keys() == {"put_p50_ms", "fetch_and_get_p50_ms"}
     with pytest.raises(WorkerError, match="said nothing for 0 s"):

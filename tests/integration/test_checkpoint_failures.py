@@ -170,7 +170,7 @@ def killed_in_the_middle(verb: str, place: Path) -> Iterator[None]:
 
 def test_a_loader_killed_in_the_middle_leaves_the_queue_as_it_was(filled, good):
     with killed_in_the_middle("load_checkpoint", good):
-        assert held(filled)[0] == 8 + ROWS
+        assert held(filled)[1] == 8 + 12 * ROWS
         assert values(filled, fetch(filled, 2, 0)) == [0, 1]
     wait_until(lambda: held(filled) == (8, 8))
     assert values(filled, fetch(filled, 2, 1)) == [2, 3]

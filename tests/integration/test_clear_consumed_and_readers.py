@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``clear_consumed`` never deletes values between a reader's get_meta and its get_data."""
+"""``clear_consumed`` all the time: it never deletes values between a reader's get_meta and its get_data."""
 
 from __future__ import annotations
 
-import os
-import signal
+import multiprocessing
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,8 +36,6 @@ def read_all(conf: Any, partition: str, task: str, results: Any) -> None:
 @pytest.mark.parametrize("tasks", [["one"], ["one", "two"]], ids=["a task", "two tasks"])
 @pytest.mark.parametrize("processes", ["one", "each"])
 def test_what_an_anonymous_reader_was_given_stays_until_it_has_read_it(start, fork, name, tasks, processes):
-    import multiprocessing
-
     conf = start({**CONF, "server_processes": processes})
     client, results = tq.get_client(), multiprocessing.get_context("fork").SimpleQueue()
     readers = [fork(read_all, conf, name, tasks[n % len(tasks)], results) for n in range(READERS)]
@@ -70,29 +69,70 @@ def left(client: tq.TransferQueueClient, partition: str) -> int:
     return int(client.get_stats()["partitions"].get(partition, {"samples": 0})["samples"])
 
 
-def test_a_batch_that_was_given_and_not_read_stays_however_often_one_clears(queue, name):
-    conf = queue
-    client, reader = tq.get_client(), client_of(conf, "reads")
-    client.put({"x": torch.arange(4)}, partition_id=name)
-    meta = reader.get_meta(["x"], 2, name, task_name="t", timeout_s=SERVED_S)
-    for _ in range(20):
-        client.clear_consumed(name)
-    assert reader.get_data(meta)["x"].tolist() == [0, 1]
-    reader.get_partition_list()
-    assert comes_true(lambda: client.clear_consumed(name) == 2 or left(client, name) == 2)
-    reader.close()
+def read_in_threads(client: tq.TransferQueueClient, partition: str, act: Callable[[tq.BatchMeta], Any]) -> list[Any]:
+    """Threads of one client fetch at the same time; what ``act`` returned for each batch, or what went wrong."""
+    found = list[Any]()
+
+    def read() -> None:
+        try:
+            while True:
+                found.append(act(client.get_meta(["x"], BATCH, partition, task_name="t", timeout_s=SERVED_S)))
+        except tq.EndOfPartitionError:
+            pass
+        except tq.TransferQueueError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
 
 
-def take_and_die(conf: Any, partition: str) -> None:
-    client = client_of(conf, "dies")
-    client.get_meta(["x"], 2, partition, task_name="t", timeout_s=SERVED_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+@contextmanager
+def cleared_all_the_time(client: tq.TransferQueueClient, partition: str) -> Iterator[list[int]]:
+    """Inside, a thread clears what is consumed again and again. Yields how many samples each time."""
+    over, counts = threading.Event(), list[int]()
+
+    def clear() -> None:
+        while not over.is_set():
+            counts.append(client.clear_consumed(partition))
+
+    thread = threading.Thread(target=clear)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        over.set()
+        thread.join()
 
 
-def test_what_a_killed_reader_had_not_read_is_given_out_again(queue, name, fork):
+@pytest.mark.parametrize("own_clear", [True, False], ids=["the client itself", "another client"])
+@pytest.mark.parametrize("processes", ["one", "each"])
+def test_threads_of_one_client_read_what_they_were_given_although_it_is_cleared_all_the_time(
+    start, name, processes, own_clear
+):
+    """Each thread's next message confirms the receipt of what the other one has yet to read."""
+    conf = start({**CONF, "server_processes": processes})
+    client, other = tq.get_client(), client_of(conf, "clears")
+    client.put({"x": torch.arange(ROWS)}, partition_id=name)
+    client.seal_partition(name)
+    with cleared_all_the_time(client if own_clear else other, name) as cleared:
+        found = read_in_threads(client, name, lambda meta: client.get_data(meta)["x"].tolist())
+    assert not [each for each in found if isinstance(each, Exception)]
+    assert sorted(value for each in found for value in each) == list(range(ROWS))
+    assert sum(cleared) > 0, "it was cleared while they read"
+    client.get_partition_list()
+    assert (other.clear_consumed(name) >= 0, left(client, name)) == (True, 0)
+    other.close()
+
+
+def test_what_a_client_fetches_and_never_reads_is_cleared_once_it_has_no_metadata_of_it(start, name):
+    start(CONF)
     client = tq.get_client()
-    client.put({"x": torch.arange(2)}, partition_id=name)
-    fork(take_and_die, queue, name).join(NOTICE_S)
-    assert client.clear_consumed(name) == 0
-    meta = client.get_meta(["x"], 2, name, task_name="t", timeout_s=SERVED_S)
-    assert client.get_data(meta)["x"].tolist() == [0, 1]
+    client.put({"x": torch.arange(ROWS)}, partition_id=name)
+    client.seal_partition(name)
+    with cleared_all_the_time(client, name) as cleared:
+        assert len(read_in_threads(client, name, lambda meta: meta.size)) == ROWS // BATCH
+    assert (sum(cleared) + client.clear_consumed(name), left(client, name)) == (ROWS, 0)

@@ -361,20 +361,26 @@ def test_a_fetch_cancelled_by_its_loop_takes_nothing(client, name):
 
 
 def test_what_keeps_samples_from_being_cleared_is_told_and_nothing_is_cleared(client, name):
-    assert client.held_up_by(name) == {"tasks": {}, "not_begun": [], "unread": 0}
+    nothing = {"tasks": {}, "not_begun": [], "unread": 0, "readers": {}}
+    assert client.held_up_by(name) == nothing
     client.put(rows(a=torch.arange(5)), partition_id=name)
-    assert client.held_up_by(name, ["later"]) == {"tasks": {}, "not_begun": ["later"], "unread": 5}
+    assert client.held_up_by(name, ["later"]) == nothing | {"not_begun": ["later"], "unread": 5}
     batch = client.get_meta(["a"], 2, name, task_name="learn", sampling_config={"dp_rank": 0, "batch_index": 0})
     client.get_meta(["a"], 5, name, task_name="judge")
     for _ in range(2):  # by then the answer to the first fetch has come, and is known to have
         told = client.held_up_by(name, ["learn", "later"])
-    assert told == {"tasks": {"learn": 5}, "not_begun": ["later"], "unread": 0}
+    assert told == nothing | {"tasks": {"learn": 5}, "not_begun": ["later"]}
     client.ack(batch, "learn")
-    assert client.held_up_by(name) == {"tasks": {"learn": 3}, "not_begun": [], "unread": 0}
+    assert client.held_up_by(name) == nothing | {"tasks": {"learn": 3}}
     assert client.clear_consumed(name) == 2
-    client.get_meta(["a"], 3, name, task_name="learn")
+    unread = client.get_meta(["a"], 3, name, task_name="learn")
+    for _ in range(2):
+        told = client.held_up_by(name)
+    own = client.get_stats()["asked_by"]
+    assert told == nothing | {"tasks": {"learn": 3}, "readers": {own: 3}}
+    client.get_data(unread)
     assert client.clear_consumed(name) == 3
-    assert client.held_up_by(name) == {"tasks": {}, "not_begun": [], "unread": 0}
+    assert client.held_up_by(name) == nothing
 
 
 def test_a_clear_of_nothing_says_why_in_the_log(client, name):

@@ -121,15 +121,16 @@ def test_more_or_fewer_rows_than_samples_write_nothing(client, name):
     assert client.get_data(meta)["a"].tolist() == [1, 2]
 
 
-def test_a_dtype_that_changes_names_both_and_the_old_values_stay(client, name):
+def test_a_dtype_that_was_not_declared_names_both_and_the_old_values_stay(client, name):
+    assert client.create_partition(name, fields={"a": (torch.int64, None)})
     meta = client.put(rows(a=torch.tensor([1, 2])), partition_id=name)
-    text = "'a' of partition .* holds dtype int64, this put brings dtype float32"
+    text = "'a' of partition .* is declared as dtype int64, this put brings dtype float32"
     with pytest.raises(ValueError, match=text) as caught:
         client.put(rows(a=torch.zeros(2)), metadata=meta)
     assert isinstance(caught.value, tq.SchemaConflictError)
     with pytest.raises(ValueError, match=text):
         client.put(rows(a=torch.zeros(2)), partition_id=name)
-    with pytest.raises(ValueError, match="holds dtype int64, this put brings plain objects"):
+    with pytest.raises(ValueError, match="declared as dtype int64, this put brings plain objects"):
         client.put(TensorDict({"a": ["x", "y"]}, batch_size=[2]), metadata=meta)
     everything = client.get_meta(["a"], partition_id=name, mode="force_fetch")
     assert (everything.global_indexes, client.get_data(everything)["a"].tolist()) == (meta.global_indexes, [1, 2])
@@ -193,3 +194,11 @@ def test_a_late_fetch_names_the_clients_that_still_owe_samples(queue, client, na
 def test_a_late_fetch_says_what_it_waited_for(client, name):
     with pytest.raises(tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 samples of .* nothing was published"):
         client.get_meta(["a"], 1, name, task_name="t", timeout_s=0.0)
+
+
+def test_a_late_fetch_whose_sampler_picked_nothing_says_so(client, name):
+    client.register_task(f"task of {name}", sampler=tq.GRPOGroupNSampler(2))
+    meta = client.put(rows(a=torch.arange(3)), partition_id=name)
+    client.put(rows(b=torch.arange(2)), metadata=meta.select_samples([0, 2]))
+    with pytest.raises(RuntimeError, match=r"2 ready.*Sampler returned no samples"):
+        client.get_meta(["b"], 2, name, task_name=f"task of {name}", timeout_s=0.0)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from tests.integration.calls import exchanges, fetch_of
+from tests.integration.faults import client_of
 
 SIZES = {"inline": 16, "in the arena": 256 * 1024}
 """float32 per row."""
@@ -26,6 +27,11 @@ def queue(request: pytest.FixtureRequest) -> Iterator[Any]:
     tq.get_client().get_config()  # says hello
     yield conf
     tq.close()
+
+
+def costs(client: tq.TransferQueueClient, verb: Callable[[], object]) -> list[list[str]]:
+    """The exchanges, without those that list the units: see the last test."""
+    return [kinds for kinds in exchanges(client, verb) if kinds != ["ListUnits"]]
 
 
 @pytest.fixture
@@ -52,7 +58,7 @@ def write(together: bool, numbers: int, begin: str = "Reserve") -> list[list[str
 @any_size
 def test_the_first_put_of_a_partition_costs_what_every_other_one_costs(client, name, numbers, together):
     data = rows(1, numbers)
-    found = [exchanges(client, lambda: client.put(data, partition_id=name)) for _ in range(100)]
+    found = [costs(client, lambda: client.put(data, partition_id=name)) for _ in range(100)]
     assert found == 100 * [write(together, numbers)]
     client.clear_partition(name)
 
@@ -60,7 +66,7 @@ def test_the_first_put_of_a_partition_costs_what_every_other_one_costs(client, n
 @any_size
 def test_puts_into_partitions_by_turns_cost_what_those_into_one_cost(client, name, numbers, together):
     data, names = rows(1, numbers), cycle(f"{name}.{number}" for number in range(3))
-    found = [exchanges(client, lambda: client.put(data, partition_id=next(names))) for _ in range(6)]
+    found = [costs(client, lambda: client.put(data, partition_id=next(names))) for _ in range(6)]
     assert found == 6 * [write(together, numbers)]
 
 
@@ -75,30 +81,28 @@ def test_puts_of_varying_rows_and_tokens_cost_what_those_of_one_size_cost(client
     lease = [] if tokens == 10 else ["Lease"]
     steps = [*lease, "Put"] if together else ["Reserve", *lease, "Write", "Publish", "Commit"]
     for count in (1, 8, 3, 16, 5, 2):
-        asked = [sorted(set(kinds)) for kinds in exchanges(client, lambda n=count: put(n))]
-        # Rows that two units hold need memory of both, one after the other.
-        assert list(dict.fromkeys(kind for kinds in asked for kind in kinds)) == steps
-        assert len(asked) - len(steps) in ((0,) if together else (0, len(lease)))
+        asked = [sorted(set(kinds)) for kinds in costs(client, lambda n=count: put(n))]
+        assert asked == [[step] for step in steps]
 
 
 @any_size
 def test_a_field_of_known_samples_costs_the_same_whether_it_is_new_or_replaced(client, name, numbers, together):
     meta = client.put(rows(1, 4), partition_id=name)
-    found = [exchanges(client, lambda: client.put(rows(1, numbers, "y"), metadata=meta)) for _ in range(3)]
+    found = [costs(client, lambda: client.put(rows(1, numbers, "y"), metadata=meta)) for _ in range(3)]
     assert found == 3 * [write(together, numbers, "CheckFields")]
 
 
 @any_size
 def test_a_put_by_key_costs_the_same_for_new_keys_and_known_ones(client, name, numbers, together):
     value = torch.ones(numbers)
-    found = [exchanges(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value}, {"n": n})) for n in range(3)]
-    found += [exchanges(client, lambda n=n: tq.kv_put(f"k{n}", name, {"y": value})) for n in range(3)]
-    found += [exchanges(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value})) for n in range(3)]
+    found = [costs(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value}, {"n": n})) for n in range(3)]
+    found += [costs(client, lambda n=n: tq.kv_put(f"k{n}", name, {"y": value})) for n in range(3)]
+    found += [costs(client, lambda n=n: tq.kv_put(f"k{n}", name, {"x": value})) for n in range(3)]
     assert found == 9 * [write(together, numbers, "ResolveKeys")]
 
 
 def test_tags_alone_need_no_storage(client, name, together):
-    found = exchanges(client, lambda: tq.kv_put("k", name, tag={"n": 1}))
+    found = costs(client, lambda: tq.kv_put("k", name, tag={"n": 1}))
     assert found == ([["Put"]] if together else [["ResolveKeys"], ["Publish"]])
 
 
@@ -106,14 +110,16 @@ def test_tags_alone_need_no_storage(client, name, together):
 
 
 @any_size
-def test_metadata_and_values_cost_one_exchange_each(client, name, numbers):
+def test_metadata_and_values_cost_one_exchange_each_and_one_more_to_find_values_that_are_elsewhere(
+    client, name, numbers, together
+):
     client.put(rows(8, numbers), partition_id=name)
     metas: list[tq.BatchMeta] = []
     for _ in range(4):
-        assert exchanges(client, lambda: metas.append(client.get_meta(["x"], 2, name, task_name="t"))) == [["Fetch"]]
+        assert costs(client, lambda: metas.append(client.get_meta(["x"], 2, name, task_name="t"))) == [["Fetch"]]
     for meta in metas:
-        asked = exchanges(client, lambda meta=meta: client.get_data(meta))
-        assert [set(kinds) for kinds in asked] == [{"Read"}], "units are asked at a time"
+        asked = costs(client, lambda meta=meta: client.get_data(meta))
+        assert asked == ([["Read"]] if together else [["Describe"], ["Read"]])
 
 
 @any_size
@@ -127,7 +133,7 @@ def test_a_batch_of_a_stream_costs_one_exchange_more_only_where_its_values_are_e
         assert (batch.meta.size, client.take(batch)["x"].values().sum()) == (2, 2 * numbers)
 
     for _ in range(4):
-        asked = [set(kinds) for kinds in exchanges(client, next_batch)]
+        asked = [set(kinds) for kinds in costs(client, next_batch)]
         assert asked == ([{"Fetch"}] if together else [{"Fetch"}, {"Read"}])
 
 
@@ -136,7 +142,22 @@ def test_a_batch_of_a_stream_costs_one_exchange_more_only_where_its_values_are_e
 
 def test_a_clear_costs_one_exchange_more_only_where_the_values_are_elsewhere(client, name, together):
     meta = client.put(rows(1, 4), partition_id=name)
-    steps = [] if together else [["Delete"]]
-    assert exchanges(client, lambda: client.clear_samples(meta)) == [["ClearSamples"], *steps]
+    steps = [] if together else [["Delete", "Delete"]]  # all units at a time
+    assert costs(client, lambda: client.clear_samples(meta)) == [["ClearSamples"], *steps]
     client.put(rows(1, 4), partition_id=name)
-    assert exchanges(client, lambda: client.clear_partition(name)) == [["ClearPartition"], *steps]
+    assert costs(client, lambda: client.clear_partition(name)) == [["ClearPartition"], *steps]
+
+
+# ---- which units there are ----
+
+
+def test_a_client_lists_the_units_before_its_first_put_and_not_before_every_one(queue, name, together):
+    client = client_of(queue, "puts")
+
+    def put_many() -> None:
+        for _ in range(10):
+            client.put(rows(1, 4), partition_id=name)
+
+    listed = exchanges(client, put_many).count(["ListUnits"])
+    assert listed == 0 if together else listed < 5
+    client.close()

@@ -118,6 +118,7 @@ def test_one_dict_object_given_as_every_tag_stays_separate(queue, name):
 
 
 def test_a_failed_put_takes_back_its_new_keys_and_keeps_the_known_ones(queue, name):
+    tq.get_client().create_partition(name, fields={"x": ("int64", [])})
     tq.kv_put("known", name, {"x": torch.tensor(1)})
     with pytest.raises(ValueError, match=r"int64.*float32"):
         tq.kv_batch_put(["known", "new"], name, rows(x=torch.tensor([0.5, 0.5])))

@@ -105,7 +105,8 @@ def test_a_put_that_is_refused_is_cleared_from_the_backend(own, client, name):
     assert client.get_stats()["partitions"][name]["held"] == 0
 
 
-def test_a_dtype_that_changes_is_refused_before_the_backend_replaces_anything(own, client, name):
+def test_a_dtype_that_was_not_declared_is_refused_before_the_backend_replaces_anything(own, client, name):
+    own.create_partition(name, fields={"a": ("int64", None)})
     meta = own.put(rows(a=torch.arange(2)), partition_id=name)
     before = kept(own)
     for data in (rows(a=torch.zeros(2)), rows(a=torch.zeros(2), b=torch.zeros(2))):

@@ -244,9 +244,10 @@ def test_a_partition_made_anew_by_another_client_with_another_dtype_loses_nothin
     other = connect("other", queue)
     client.put(rows(a=torch.arange(2), b=torch.zeros(2)), partition_id=name)
     other.clear_partition(name)
+    other.create_partition(name, fields={"b": ("int64", [])})
     other.put(rows(a=torch.tensor([8, 9]), b=torch.tensor([8, 9])), partition_id=name)
     meta = client.get_meta(["a"], 2, name, task_name="t")
-    with pytest.raises(ValueError, match="holds dtype int64, this put brings dtype float32"):
+    with pytest.raises(ValueError, match=r"declared as dtype int64, shape .*, this put brings dtype float32"):
         client.put(rows(b=torch.zeros(2)), metadata=meta)
     assert client.get_data(other.get_meta(["b"], 2, name, task_name="t2"))["b"].tolist() == [8, 9]
     other.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -210,31 +211,32 @@ def test_a_put_into_a_partition_that_another_client_sealed_is_refused(client, ot
     assert (stored(other, name, "a"), values(other), held(other, name)) == ([0, 1] * STEADY, num_values, 0)
 
 
-def test_a_put_of_another_dtype_is_refused(client, other, name):
+def test_a_put_of_another_dtype_than_declared_is_refused(client, other, name):
     steady(client, name)
+    client.create_partition(name, fields={"a": ("int64", None)})
     num_values = values(other)
-    with pytest.raises(tq.SchemaConflictError, match="holds dtype int64, this put brings dtype float32"):
+    with pytest.raises(tq.SchemaConflictError, match="declared as dtype int64, this put brings dtype float32"):
         client.put(rows(a=torch.zeros(2)), partition_id=name)
     assert (stored(other, name, "a"), values(other), held(other, name)) == ([0, 1] * STEADY, num_values, 0)
 
 
 @pytest.mark.parametrize("count", [2, 1500], ids=["one unit", "two units"])
-def test_new_samples_whose_field_got_another_dtype_meanwhile_are_refused(client, other, name, writing, count):
+def test_new_samples_whose_field_is_declared_otherwise_meanwhile_are_refused(client, other, name, writing, count):
     num_values = values(other)
     with (
-        before(client, writing, lambda: other.put(rows(a=torch.tensor([0.5])), partition_id=name)),
-        pytest.raises(tq.SchemaConflictError, match="holds dtype float32, this put brings dtype int64"),
+        before(client, writing, lambda: other.create_partition(name, fields={"a": ("float32", None)})),
+        pytest.raises(tq.SchemaConflictError, match="declared as dtype float32, this put brings dtype int64"),
     ):
         client.put(rows(a=torch.arange(count)), partition_id=name)
-    assert (stored(other, name, "a"), values(other), held(other, name)) == ([0.5], num_values + 1, 0)
+    assert (other.get_stats()["partitions"][name]["samples"], values(other), held(other, name)) == (0, num_values, 0)
 
 
 @pytest.mark.parametrize("count", [2, 1500], ids=["one unit", "two units"])
-def test_a_new_field_of_another_dtype_than_other_samples_have_is_refused(client, other, name, count):
+def test_a_new_field_of_another_dtype_than_declared_is_refused(client, other, name, count):
     meta = client.put(rows(a=torch.arange(count)), partition_id=name)
-    other.put(rows(b=torch.tensor([0.5])), partition_id=name)
+    other.create_partition(name, fields={"b": ("float32", None)})
     num_values = values(other)
-    with pytest.raises(tq.SchemaConflictError, match="holds dtype float32, this put brings dtype int64"):
+    with pytest.raises(tq.SchemaConflictError, match="declared as dtype float32, this put brings dtype int64"):
         client.put(rows(b=torch.arange(count)), metadata=meta)
     assert (values(other), held(other, name), meta.field_names) == (num_values, 0, ["a"])
     client.put(rows(b=torch.arange(count) / 2), metadata=meta)
@@ -263,7 +265,10 @@ def test_of_two_that_put_the_same_new_field_both_are_published_and_one_s_values_
     same, num_values = meta[:], values(other)
     with before(client, writing, lambda: other.put(rows(b=torch.tensor([1, 1])), metadata=same)):
         client.put(rows(b=torch.tensor([2, 2])), metadata=meta)
-    assert (stored(other, name, "b"), values(other)) == ([2, 2], num_values + 2)
+    assert stored(other, name, "b") == [2, 2]
+    assert values(other) - num_values in (2, 4), "the replaced ones may still lie in another unit"
+    client.clear_partition(name)
+    assert values(other) == num_values - 2
 
 
 # ---- writers that give up ----
@@ -288,6 +293,11 @@ def check_whole_or_not_at_all(
     assert values(client) == count + len(seen) - len(old)
 
 
+def raises_unless_it_goes_elsewhere(step: type[p.Request], error: type[BaseException]) -> Any:
+    """A write that a unit does not answer goes to another one."""
+    return nullcontext() if step is Write and error is QueueUnreachableError else pytest.raises(error)
+
+
 @of_any_kind
 @pytest.mark.parametrize("stream", [True, False], ids=["in a stream", "alone"])
 def test_new_samples_whose_put_was_given_up_when_it_was_answered(client, other, name, together, error, stream):
@@ -298,7 +308,7 @@ def test_new_samples_whose_put_was_given_up_when_it_was_answered(client, other, 
         else:
             other.put(rows(a=torch.tensor([9])), partition_id=partition)
         count = values(other)
-        with giving_up(client, step, error("given up")) as given_up, pytest.raises(error):
+        with giving_up(client, step, error("given up")) as given_up, raises_unless_it_goes_elsewhere(step, error):
             client.put(rows(a=torch.tensor([7, 8])), partition_id=partition)
         assert given_up
         check_whole_or_not_at_all(other, partition, "a", old, [7, 8], count)
@@ -312,12 +322,15 @@ def test_a_new_field_whose_put_was_given_up_when_it_was_answered(client, other, 
         partition = f"{name}/{at}"
         meta = client.put(rows(a=torch.arange(2)), partition_id=partition)
         count = values(other)
-        with giving_up(client, step, error("given up")) as given_up, pytest.raises(error):
+        with giving_up(client, step, error("given up")) as given_up, raises_unless_it_goes_elsewhere(step, error):
             client.put(rows(b=torch.tensor([7, 8])), metadata=meta[:])
         assert given_up
         check_whole_or_not_at_all(other, partition, "b", [], [7, 8], count)
         client.put(rows(b=torch.tensor([5, 6])), metadata=meta)
-        assert (stored(other, partition, "b"), values(other)) == ([5, 6], count + 2)
+        assert stored(other, partition, "b") == [5, 6]
+        assert values(other) - count in (2, 4), "the replaced ones may still lie in another unit"
+        client.clear_partition(partition)
+        assert values(other) == count - 2
 
 
 async def cancelled_when_told(put: Any, other: tq.TransferQueueClient, turns: int) -> None:

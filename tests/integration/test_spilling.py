@@ -126,7 +126,7 @@ def test_nothing_is_left_on_the_disk_when_the_server_is_killed(tmp_path):
     assert total(tq.get_client(), "spilled_nbytes") == 16 * MIB
     pid = conf.controller.zmq_info.pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert os.listdir(tmp_path / FOLDER) == []
     tq.close()
     assert [path.name for path in tmp_path.rglob("*")] == [FOLDER]

@@ -41,6 +41,19 @@ def test_every_sample_is_trained_once_in_the_epoch_of_its_partition(
     assert sorted(model.indexes()) == sorted(flat(indexes))
 
 
+def test_a_stream_with_a_filter_trains_what_matches_and_leaves_the_rest(data: Make, trainer: MakeTrainer) -> None:
+    first, second = stream(where="env == 'math'"), stream(where="env == 'code'", task="other")
+    dm = data(train=first, val=second)
+    meta = dm.client.put(rows(20), partition_id="train")
+    meta.update_custom_meta([{"env": ("math", "code")[index % 2]} for index in range(20)])
+    dm.client.set_custom_meta(meta)
+    dm.client.seal_partition("train")
+    model = Recorder()
+    trainer(num_sanity_val_steps=0).fit(model, datamodule=dm)
+    assert model.indexes() == meta.global_indexes[::2]
+    assert model.indexes("val") == meta.global_indexes[1::2]
+
+
 def test_validation_reads_the_partition_of_its_epoch_and_the_sanity_check_costs_it_nothing(
     data: Make, trainer: MakeTrainer
 ) -> None:

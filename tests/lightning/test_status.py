@@ -82,6 +82,10 @@ def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
     waiting = [
         {"partition": "train", "task": "learn", "client": "c", "waited_s": 3.21, "writer": False, "fields": ["x", "y"],
          "wanted": 8, "ready": 6, "lacking": {"y": 2}},
+        {"partition": "train", "task": None, "client": "Buffer.9", "waited_s": 2.0, "writer": False, "wanted": 3,
+         "keys": "keys where done == true"},
+        {"partition": "val", "task": "half", "client": "c", "waited_s": 1.0, "writer": False, "fields": ["x"],
+         "wanted": 4, "ready": 1, "lacking": {}, "unmatched": 3},
         {"partition": "train", "task": None, "client": "Rollout.7", "waited_s": 1.0, "writer": True, "wanted": 5},
         {"partition": None, "task": None, "client": "Rollout.8", "waited_s": 2.0, "writer": True, "wanted": None,
          "wanted_nbytes": 3 << 20},
@@ -92,12 +96,14 @@ def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
         "waiting": waiting, "capacity": 20, "clients": {"idle": {**HOLDINGS, "unreceived": 3, "parked": 1}},
     }  # fmt: skip
     assert drawn(make_report("ipc:///q", QueueSnapshot(stats, [UNIT], 1.0))) == [
-        "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 3 requests waiting",
+        "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 5 requests waiting",
         "partition samples put/s task ready batches in flight consumed per s",
         "train open 10 learn 6 1 4",
         "val sealed 10 of 10 no reader",
         "waits partition for wants ready lacks",
         "task learn train 3.2 s 8 6 y of 2",
+        "a wait for keys of Buffer.9 train 2.0 s 3 keys where done == true",
+        "task half val 1.0 s 4 1 matches: 3 don't",
         "a put of Rollout.7 train 1.0 s 5 space: clear samples",
         "a put of Rollout.8 2.0 s 3.0 MiB space: clear samples",
         "unit samples live held of arena",

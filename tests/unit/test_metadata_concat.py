@@ -8,6 +8,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from transfer_queue.metadata import BatchMeta
 
@@ -84,3 +86,32 @@ def test_padding_and_snapshot_of_parts_that_have_none_are_filled_in():
     plain = BatchMeta([10], ["p"], make(1).field_schema)
     whole = BatchMeta.concat([plain, make(1, first=7, custom_meta=[{"tag": 7}], padding_mask=[True])])
     assert (whole.padding_mask, whole.changed_custom_meta()) == ([False, True], {})
+
+
+# ---- samples of several dtypes ----
+
+DTYPES = st.lists(st.sampled_from([torch.int64, torch.float32, None]), min_size=1, max_size=8)
+
+
+def of_dtypes(dtypes: list[torch.dtype | None]) -> BatchMeta:
+    """One row per dtype, made as pages of a large partition are joined; None: an object."""
+    tensor = {"shape": (2,), "is_nested": False, "is_non_tensor": False}
+    objects = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
+    rows = [
+        BatchMeta([at], ["p"], {"x": objects if dtype is None else {**tensor, "dtype": dtype}})
+        for at, dtype in enumerate(dtypes)
+    ]
+    return BatchMeta.concat(rows, validate=False)
+
+
+@given(DTYPES, st.data())
+def test_dtypes_and_shapes_follow_their_rows_and_are_said_once_where_they_agree(dtypes, data):
+    meta = of_dtypes(dtypes)
+    positions = data.draw(st.lists(st.integers(0, len(dtypes) - 1), min_size=1))
+    part = meta.select_samples(positions)
+    wanted = [dtypes[at] for at in positions]
+    assert part.get_dtypes("x") == wanted
+    assert part.get_shapes("x") == [None if dtype is None else (2,) for dtype in wanted]
+    assert [row.fields["x"]["is_non_tensor"] for row in part.samples] == [dtype is None for dtype in wanted]
+    assert ("per_sample_dtypes" in part.field_schema["x"]) == (len(set(wanted)) > 1)
+    assert BatchMeta.concat(part.chunk(2) if part.size > 1 else [part], validate=False).get_dtypes("x") == wanted

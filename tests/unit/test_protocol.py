@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 
-SPEC = {"x": p.FieldSpec("bfloat16", None, True, False, b"\1\0\0\0"), "y": p.FieldSpec(None, None, is_non_tensor=True)}
+UNITS = [(0, 2), (3, 1)]
+SPEC = {
+    "x": p.FieldSpec("bfloat16", None, True, False, b"\1\0\0\0", ["bfloat16", None], b"\0\1", UNITS),
+    "y": p.FieldSpec(None, None, is_non_tensor=True),
+}
 TAGS = {7: {"a": 1, "b": 2.5, "c": "text", "d": None, "e": [True, {"f": []}]}}
 INDEXES = p.pack_indexes([0, 5, 2**40])
 
@@ -44,10 +48,15 @@ REQUESTS = [
     p.Put(22, p.Reserve(22, "p", 8, SPEC, 1.5), TAGS, b"columns"),
     p.KeysOf(23, "p", INDEXES),
     p.ListKeys(24, "p", "k", 100),
+    p.WatchKeys(1, "p", (1, 2, 3), "v == 1", 2.0),
+    p.WaitKeys(1, "p", "v == 1", 2, 3.0),
     p.ForgetTask(25, "t"),
     p.GetStats(25),
     p.EvictClient(25, "client"),
+    p.JoinUnit(25, "unit0", "host", ["ipc:///unit0", "tcp://host:1"], 2**40),
+    p.ListUnits(25, 7, 30.0),
     p.Freeze(26, 5.0),
+    p.ListLost(26, "p"),
     p.ReadFrozen(26, 1, 3),
     p.Thaw(27, 1),
     p.Stage(28, p.pack_indexes([3, 4])),
@@ -58,7 +67,7 @@ REPLIES = [
     p.Done(1, {"any": [1, "small", None]}),
     p.Failed(2, "SamplerError", "text"),
     p.Welcome(3, b"{}"),
-    p.Reserved(4, INDEXES, {"x": "int64", "y": None}),
+    p.Reserved(4, INDEXES, {"x": ["int64", None]}),
     p.Published(5),
     p.Batch(6, "p", INDEXES, SPEC, b"\1\1\0", TAGS, "token", 3, b"\0\0\1", ["k"], True),
     p.NotReady(7, 8, 1, 3, {"x": 2}, 1.5, ["x"], 2, ["writer"]),
@@ -67,7 +76,9 @@ REPLIES = [
     p.Cleared(10, INDEXES, {"t": 3}, ["u"], True, 4),
     p.Names(11, ["a", None]),
     p.KeyList(12, {"p": {"k": {"a": 1}}}, True),
-    p.Frozen(13, b"state", 2),
+    p.Units(13, 7, [p.UnitInfo(0, "unit0", "host", ["ipc:///unit0"], 2**40)]),
+    p.ChangedKeys(1, (1, 2, 3), {"k": {"v": 1}}, ["l"], True, "k"),
+    p.Frozen(14, b"state", 2),
 ]
 
 
@@ -83,8 +94,8 @@ def sent(request):
 @pytest.mark.parametrize("verb", p.AnyRequest.__args__, ids=lambda verb: verb.__name__)
 def test_every_request_survives_the_trip(verb):
     (request,) = of(verb, REQUESTS)
-    message = p.ClientMessage([3, 2**63 - 1], request)
-    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1])) == message
+    message = p.ClientMessage([3, 2**63 - 1], request, [4])
+    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1], [4])) == message
     assert p.decode_message(memoryview(p.encode_request(request))) == p.ClientMessage([], request)
 
 
@@ -102,7 +113,7 @@ def test_every_reply_survives_the_trip(verb):
 def test_requests_and_replies_are_told_apart():
     with pytest.raises(msgspec.DecodeError):
         p.decode_reply(p.encode(p.GetStats(1)))
-    with pytest.raises(ProtocolError, match="protocol version 2"):
+    with pytest.raises(ProtocolError, match="protocol version 3"):
         p.decode_message(p.encode(p.ClientMessage([], p.Done(1))))
 
 
@@ -208,6 +219,7 @@ BOUNDED = {
     "dp_size of RegisterTask: Expected `int` <= 65536": p.RegisterTask(1, "t", None, 20_000_000),
     "call of Cancel: Expected `int` <= 9223372036854775807": p.Cancel(1, 2**63),
     "id of Cancel: Expected `int` >= 0": p.Cancel(-1, 1),
+    "wait_s of ListUnits: Expected `float` <= 1000000000.0": p.ListUnits(1, 1, float("inf")),
     "partition of SealPartition: Expected `str`, got `int`": p.SealPartition(1, 3),
     "batch_size of Fetch: Expected `int`, got `float`": p.Fetch(1, "p", "t", ["x"], 1.5),
     "fields[1] of Fetch: Expected `str`, got `int`": p.Fetch(1, "p", "t", ["x", 2], 1),
@@ -278,5 +290,5 @@ def test_a_text_that_is_no_unicode_is_refused_by_its_sender(request_):
 
 def test_a_hello_of_another_version_is_refused_with_both_versions():
     p.check_version(p.Hello(1, 99, p.PROTOCOL_VERSION))
-    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 2"):
+    with pytest.raises(ProtocolError, match="version 0 of the protocol, this server version 3"):
         p.check_version(p.Hello(1, 99))

@@ -95,10 +95,10 @@ def check_user_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def complete(directory: Path, user: dict[str, Any], controller: DataFile) -> None:
     """Write the metadata, which marks the checkpoint as complete."""
-    from transfer_queue import __version__
+    from transfer_queue import __distribution_version__
 
     values = _described(directory / STORAGE / VALUES)
-    metadata = Metadata(FORMAT, values is not None, user, __version__, controller, values)
+    metadata = Metadata(FORMAT, values is not None, user, __distribution_version__, controller, values)
     write_bytes(directory / METADATA, msgspec.json.format(msgspec.json.encode(metadata), indent=1))
 
 

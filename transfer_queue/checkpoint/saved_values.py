@@ -25,8 +25,9 @@ from transfer_queue.checkpoint.files import (
     write_array,
     write_bytes,
 )
-from transfer_queue.control.saved import SavedPartition, SavedQueue, rows_with
+from transfer_queue.control.saved import SavedPartition, SavedQueue, StoredRows, places_of, rows_with
 from transfer_queue.errors import CheckpointError
+from transfer_queue.protocol import by_row, runs_of
 from transfer_queue.storage.base import PlacedColumns, StorageManager
 from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn
 from transfer_queue.transport.modes import off_loop
@@ -62,7 +63,7 @@ async def _save_partition(storage: StorageManager, saved: SavedPartition, root: 
         for number, field in enumerate(rows)
     }
     try:
-        await _copy(storage, samples, rows, writers)
+        await _copy(storage, samples, rows, places_of(saved), writers)
         files = [await off_loop(writer.close, samples) for writer in writers.values()]
         own = await off_loop(write_array, directory / "samples.npy", samples.astype(INT64, copy=False))
     finally:
@@ -72,7 +73,11 @@ async def _save_partition(storage: StorageManager, saved: SavedPartition, root: 
 
 
 async def _copy(
-    storage: StorageManager, samples: IntArray, rows: dict[str, IntArray], writers: dict[str, FieldWriter]
+    storage: StorageManager,
+    samples: IntArray,
+    rows: dict[str, IntArray],
+    places: dict[str, NDArray[np.int32]],
+    writers: dict[str, FieldWriter],
 ) -> None:
     has = np.zeros((len(rows), len(samples)), np.bool_)
     for number, own in enumerate(rows.values()):
@@ -80,7 +85,8 @@ async def _copy(
     names, start, step = list(rows), 0, _FIRST_ROWS
     while start < len(samples) and names:
         stop = min(len(samples), start + step)
-        async with _read(storage, samples[start:stop], names, has[:, start:stop]) as placed:
+        lying = {name: units[start:stop] for name, units in places.items()}
+        async with _read(storage, samples[start:stop], names, has[:, start:stop], lying) as placed:
             nbytes = sum(column.nbytes for each in placed.values() for _, column in each)
             for field, each in placed.items():
                 await off_loop(writers[field].add, samples[start:stop], each)
@@ -91,14 +97,19 @@ async def _copy(
 
 @asynccontextmanager
 async def _read(
-    storage: StorageManager, samples: IntArray, names: list[str], has: NDArray[np.bool_]
+    storage: StorageManager,
+    samples: IntArray,
+    names: list[str],
+    has: NDArray[np.bool_],
+    places: dict[str, NDArray[np.int32]],
 ) -> AsyncIterator[dict[str, PlacedColumns]]:
     """Read all fields of a sample in one request, so that its row is consistent despite concurrent writes."""
     found: dict[str, list[tuple[Positions, WireColumn]]] = {}
     async with AsyncExitStack() as stack:
         for pattern, where in _patterns(has):
             fields = [names[number] for number in pattern]
-            stored = await stack.enter_async_context(storage.stored(samples[where].tolist(), fields))
+            units = {name: runs_of(places[name][where]) for name in fields if name in places}
+            stored = await stack.enter_async_context(storage.stored(samples[where].tolist(), fields, units))
             for field, placed in stored.items():
                 found.setdefault(field, []).extend((where[at], column) for at, column in placed)
         yield dict(found)
@@ -135,13 +146,20 @@ class SavedValues:
         for partition, state in zip(manifest.partitions, saved.partitions, strict=True):
             self._blocks += _blocks(root / plain(partition.directory), partition, state)
 
-    async def put(self, storage: StorageManager, shift: int) -> None:
-        """Store everything, with ``shift`` added to every sample's index."""
+    async def put(self, storage: StorageManager, shift: int) -> list[StoredRows]:
+        """Store everything, with ``shift`` added to every sample's index.
+
+        Returns where the values lie, except those in unit 0. The samples have the indexes that were saved.
+        """
+        stored: list[StoredRows] = []
         for field, block in self._blocks:
             chunks = block.chunks()
             while (chunk := await off_loop(_next, chunks)) is not None:
                 samples, column = chunk
-                await storage.store((samples + shift).tolist(), {field: column})
+                units = await storage.store((samples + shift).tolist(), {field: column})
+                if units is not None:
+                    stored.append((field, samples, by_row(units)))
+        return stored
 
 
 def _next(chunks: Iterator[tuple[IntArray, WireColumn]]) -> tuple[IntArray, WireColumn] | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from transfer_queue.client.checkpoint import Checkpoints
 from transfer_queue.client.get import Gets
+from transfer_queue.client.key_watch import KeyChanges, KeyWaits
 from transfer_queue.client.partitions import Partitions
 from transfer_queue.transport.modes import blocking, starting
 
-__all__ = ["AsyncTransferQueueClient", "TransferQueueClient"]
+__all__ = ["AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"]
 
 
-class AsyncTransferQueueClient(Gets, Partitions, Checkpoints):
+class AsyncTransferQueueClient(Gets, Partitions, KeyWaits, Checkpoints):
     """Talks to two parties: asks the controller what is where, moves values to and from the storage.
 
     A put starts in ``client/put.py``, a get in ``client/get.py``.
@@ -40,6 +41,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     forget_task = blocking(AsyncTransferQueueClient.async_forget_task)
     evict_client = blocking(AsyncTransferQueueClient.async_evict_client)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
+    get_lost_samples = blocking(AsyncTransferQueueClient.async_get_lost_samples)
     get_storage_stats = blocking(AsyncTransferQueueClient.async_get_storage_stats)
     get_consumption_status = blocking(AsyncTransferQueueClient.async_get_consumption_status)
     get_production_status = blocking(AsyncTransferQueueClient.async_get_production_status)
@@ -50,6 +52,8 @@ class TransferQueueClient(AsyncTransferQueueClient):
     kv_retrieve_meta = blocking(AsyncTransferQueueClient.async_kv_retrieve_meta)
     kv_retrieve_keys = blocking(AsyncTransferQueueClient.async_kv_retrieve_keys)
     kv_list = blocking(AsyncTransferQueueClient.async_kv_list)
+    wait_keys = blocking(AsyncTransferQueueClient.async_wait_keys)
+    kv_watch = AsyncTransferQueueClient.async_kv_watch
     save_checkpoint = blocking(AsyncTransferQueueClient.async_save_checkpoint)
     load_checkpoint = blocking(AsyncTransferQueueClient.async_load_checkpoint)
     save_controller_checkpoint = blocking(AsyncTransferQueueClient.async_save_controller_checkpoint)

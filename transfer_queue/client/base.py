@@ -13,6 +13,7 @@ from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
+from transfer_queue.schema import with_dtypes
 from transfer_queue.storage.backends import create as create_storage
 from transfer_queue.storage.backends import storage_settings
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -67,9 +68,15 @@ class ClientBase:
 
     @property
     def front(self) -> SharedMemoryManager | None:
-        """The storage, where it shares the controller's process: a put or a get is one message then."""
+        """The storage, where a unit shares the controller's process: a put there or a get is one message then."""
         storage = self.storage_manager
         return storage if isinstance(storage, SharedMemoryManager) and storage.is_in_front else None
+
+    async def has_more_units(self, storage: SharedMemoryManager) -> bool:
+        """Whether values may lie elsewhere than in the controller's process. Units join queues that listen alone."""
+        if storage.is_in_front and (await self.session.config())["listen"] is None:
+            return False
+        return await storage.others() or not storage.is_in_front
 
     async def async_get_config(self) -> dict[str, Any]:
         """The running queue's configuration."""
@@ -164,6 +171,9 @@ def _to_entry(spec: FieldSpec, count: int) -> dict[str, Any]:
     if spec.row_shapes is not None and count:
         rows = np.frombuffer(spec.row_shapes, dtype="<i4").reshape(count, -1)
         entry["per_sample_shapes"] = [tuple(row) for row in rows.tolist()]
+    if spec.row_dtypes is not None and count:
+        dtypes = [None if name is None else getattr(torch, name) for name in spec.dtypes]
+        return with_dtypes(entry, [dtypes[number] for number in spec.row_dtypes])
     return entry
 
 
@@ -199,3 +209,20 @@ def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
         encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
     except (OverflowError, UnicodeEncodeError) as error:
         raise UnsupportedValueError(f"a tag can't be sent: {error}. Store it as a field instead.") from error
+    for own in tags.values():
+        _check_lists(own)
+
+
+def _check_lists(tags: Mapping[str, Any]) -> None:
+    """Tuples and sets would come back as lists."""
+    inside: list[Any] = list(tags.values())
+    while inside:
+        value = inside.pop()
+        if isinstance(value, (tuple, set, frozenset)):
+            kind = type(value).__name__
+            raise UnsupportedValueError(
+                f"a tag holds a {kind}, {value!r:.50}, which would come back as a list. Make it a list, or store it as "
+                f"a field."
+            )
+        if isinstance(value, (dict, list)):
+            inside.extend(value.values() if isinstance(value, dict) else value)

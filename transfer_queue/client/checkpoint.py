@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, replace_bytes, 
 from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
 from transfer_queue.checkpoint.saved_values import SavedValues, save_values
 from transfer_queue.client.base import ClientBase
-from transfer_queue.control.saved import SavedQueue, decode, encoded_parts, joined, saved_indexes
+from transfer_queue.control.saved import SavedQueue, StoredRows, decode, encoded_parts, joined, saved_indexes
 from transfer_queue.transport.modes import is_blocking, off_loop
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -140,7 +140,8 @@ class Checkpoints(ClientBase):
         shift = int((await session.send(stage, p.Done, keep=True)).value)
         self._staged = _Staged(stage.id, shift)
         try:
-            await values.put(self.storage_manager, shift)
+            stored = await values.put(self.storage_manager, shift)
+            self._staged = _Staged(stage.id, shift, stored)
         except BaseException:
             await self._unstage()
             raise
@@ -148,7 +149,7 @@ class Checkpoints(ClientBase):
     async def _restore(self, data: bytes) -> None:
         session, shift, first_call = self.session, self._staged.shift, 0
         try:
-            *first, last = await off_loop(encoded_parts, data)
+            *first, last = await off_loop(encoded_parts, data, self._staged.stored)
             for number, part in enumerate(first):
                 call = session.number()
                 first_call = first_call or call
@@ -174,7 +175,10 @@ class Checkpoints(ClientBase):
 
 
 class _Staged(NamedTuple):
-    """Values that are stored for a restore: the call that made room for them, and what was added to their indexes."""
+    """Values that are stored for a restore: the call that made room for them, what was added to their indexes, and
+    where they lie.
+    """
 
     call: int = 0
     shift: int = 0
+    stored: Sequence[StoredRows] = ()

@@ -9,16 +9,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, to_meta
 from transfer_queue.config import fetch_wait_s
-from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
+from transfer_queue.errors import (
+    BatchTimeoutError,
+    EndOfPartitionError,
+    InvalidRequestError,
+    SampleClearedError,
+    StorageKeyNotFoundError,
+    UnknownPartitionError,
+)
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.schema import check_one_dtype
+from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.unread import UnreadBatch
 
-_OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after")
+_OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
 
 
@@ -26,9 +37,16 @@ class FetchedBatch:
     """A batch, and the values that came with it. They stay where they are until they are taken, or it is closed."""
 
     def __init__(
-        self, meta: BatchMeta, call: int, front: SharedMemoryManager | None, frames: Sequence[memoryview]
+        self,
+        meta: BatchMeta,
+        call: int,
+        front: SharedMemoryManager | None,
+        frames: Sequence[memoryview],
+        units: Mapping[str, p.UnitRuns | None],
     ) -> None:
+        """``units``: by field, where the values lie."""
         self.meta = meta
+        self.units = units
         self._call = call
         self._front = front if frames else None
         self._frames = frames
@@ -61,6 +79,7 @@ class Gets(ClientBase):
         task_name: str | None = None,
         sampling_config: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        where: str | None = None,
     ) -> BatchMeta:
         """Metadata of samples.
 
@@ -71,13 +90,16 @@ class Gets(ClientBase):
             sampling_config: ``dp_rank``, ``batch_index``, ``dp_size``; ``first_index`` (where several readers of one
                 stream began: its batches are drawn in their order); ``pass_start`` (where this pass over a finite
                 stream began: all readers of a pass get the same end); ``after`` (token of the last batch, whose
-                partition may have been cleared since); the rest goes to the sampler as keywords.
+                partition may have been cleared since); ``where`` (as below); the rest goes to the sampler as keywords.
             timeout_s: Longest wait of a fetch (None: TQ_CONTROLLER_GET_METADATA_TIMEOUT, or 0 when polling).
+            where: Only samples whose tags match, such as ``"policy_version >= 7 and env == 'math'"``. The others stay
+                for other fetches. A missing tag matches no comparison. docs/semantics.md has the grammar.
         Returns:
             Empty ("not yet") only when the queue is configured with ``polling_mode``.
         Raises:
             BatchTimeoutError: not enough ready samples in time; says which fields were missing.
             EndOfPartitionError: no batch will come any more.
+            InvalidRequestError: ``where`` is no filter; says at which character.
         """
         if partition_id is None:
             raise InvalidRequestError("get_meta needs a partition_id.")
@@ -100,13 +122,13 @@ class Gets(ClientBase):
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name: who consumes the samples.")
         polling = bool((await self.session.config())["controller"]["polling_mode"])
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
-        fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s)
+        fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s, where)
         reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
             raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
-        return to_meta(reply)
+        return self._to_read(reply)
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
         """In pages, so that a large partition holds up no other client."""
@@ -119,7 +141,7 @@ class Gets(ClientBase):
         if fields is None and len(pages) > 1:  # every field that all samples have
             common = set.intersection(*(set(each.field_names) for each in pages))
             pages = [each.select_fields([name for name in each.field_names if name in common]) for each in pages]
-        return BatchMeta.concat(pages) if len(pages) > 1 else pages[0]
+        return BatchMeta.concat(pages, validate=False) if len(pages) > 1 else pages[0]
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.
@@ -136,11 +158,22 @@ class Gets(ClientBase):
         fetch = msgspec.structs.replace(fetch, id=self.session.number())
         try:
             reply, frames = await self._fetched(fetch)
-            return reply if isinstance(reply, p.NotReady) else FetchedBatch(to_meta(reply), reply.id, front, frames)
+            if isinstance(reply, p.NotReady):
+                return reply
+            meta = to_meta(reply) if frames else self._to_read(reply)
+            units = {name: spec.units for name, spec in reply.fields.items()}
+            return FetchedBatch(meta, reply.id, front, frames, units)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
                 await front.release(fetch.id)
             raise
+
+    def _to_read(self, batch: p.Batch) -> BatchMeta:
+        """Metadata of a batch without values. What is in no ledger is kept for as long as it may be read."""
+        meta = to_meta(batch)
+        if batch.batch_index is None:
+            meta.unread = (UnreadBatch(batch.id, meta.global_indexes, batch.fields, self.session.done_reading),)
+        return meta
 
     async def _fetched(self, fetch: p.Fetch) -> tuple[p.Batch | p.NotReady, list[memoryview]]:
         reply, frames = await self.session.send_with_frames(fetch, p.Reply, fetch.wait_s)
@@ -158,19 +191,57 @@ class Gets(ClientBase):
             raise InvalidRequestError(
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
             )
+        check_one_dtype(batch.meta.field_schema, batch.meta.global_indexes)
         data = await batch.values()
-        return await self.async_get_data(batch.meta) if data is None else data
+        if data is not None:
+            return data
+        return await self._read(batch.meta, batch.units)
 
     async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
 
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
+            SchemaConflictError: samples of one field have different dtypes; the text names both.
         """
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
+        check_one_dtype(metadata.field_schema, metadata.global_indexes)
         await self.session.config()
-        return await self.storage_manager.get_data(metadata)
+        storage, units = self.storage_manager, None
+        if isinstance(storage, SharedMemoryManager) and await self.has_more_units(storage):
+            units = await self._places(metadata, metadata.field_names)
+        return await self._read(metadata, units)
+
+    async def _read(self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None) -> TensorDict:
+        """The values, which lie there; the metadata's batches are read then."""
+        storage = self.storage_manager
+        in_units = units is not None and isinstance(storage, SharedMemoryManager)  # another backend gets all metadata
+        data = await storage.get_data(RowsOf(meta.global_indexes, meta.field_names, units) if in_units else meta)
+        for batch in meta.unread:
+            batch.was_read(meta.global_indexes, meta.field_names)
+        return data
+
+    async def _places(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, p.UnitRuns | None]:
+        """By field, where the values lie now."""
+        units = {name: np.zeros(meta.size, dtype=np.int32) for name in names}
+        partitions = np.array(meta.partition_ids, dtype=object)
+        for partition in dict.fromkeys(meta.partition_ids):
+            at = np.flatnonzero(partitions == partition)
+            own = p.pack_indexes([meta.global_indexes[row] for row in at])
+            try:
+                described = await self.session.ask(p.Describe, p.Batch, partition, list(names), own)
+            except (SampleClearedError, UnknownPartitionError) as error:
+                raise StorageKeyNotFoundError(str(error)) from None
+            if not np.frombuffer(described.status, dtype=np.int8).all():
+                raise StorageKeyNotFoundError(
+                    f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
+                    f"yet, or were lost with a storage unit. Fetch again."
+                )
+            for name, spec in described.fields.items():
+                if spec.units is not None:
+                    units[name][at] = p.by_row(spec.units)
+        return {name: p.runs_of(own) for name, own in units.items()}
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.
@@ -193,8 +264,12 @@ def fetch_request(
     task: str,
     sampling_config: Mapping[str, Any] | None,
     wait_s: float,
+    where: str | None = None,
 ) -> p.Fetch:
-    """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments."""
+    """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments.
+
+    ``where``: the filter, if it isn't in there.
+    """
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
     if math.isnan(wait_s):
         raise InvalidRequestError("timeout_s of a fetch must be a number of seconds, got NaN.")
@@ -202,6 +277,8 @@ def fetch_request(
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
         named.pop("skip", None)
+    if where is not None:
+        named["where"] = where
     return p.Fetch(0, partition, task, list(fields), batch_size, wait_s=wait_s, sampler_args=arguments, **named)
 
 
@@ -216,6 +293,8 @@ def as_names(fields: Sequence[str] | str) -> list[str]:
 def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> str:
     """Why a fetch got nothing, in one or two sentences."""
     missing = [f"{count} lack field {name!r}" for name, count in reply.lacking.items()]
+    if reply.unmatched:
+        missing.append(f"{reply.unmatched} don't match the filter")
     if reply.reserved:
         missing.append(_reserved(reply))
     last = "nothing was published yet" if reply.last_published_s is None else f"{reply.last_published_s:.0f} s ago"
@@ -223,6 +302,8 @@ def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str],
         f"task {task!r} waited {waited_s:.1f} s for {reply.wanted} samples of {partition!r}: {reply.ready} ready"
         f"{''.join(', ' + each for each in missing)} (last published: {last})."
     )
+    if reply.ready >= reply.wanted:
+        text += " Sampler returned no samples of those that are ready, or earlier fetches of the task still wait."
     unknown = [name for name in fields if reply.known_fields and name not in reply.known_fields]
     if unknown:
         known = ", ".join(reply.known_fields)

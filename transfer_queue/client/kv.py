@@ -65,15 +65,21 @@ class Keys(Puts):
             raise InvalidRequestError("global_indexes is empty.")
         return (await self.session.ask(p.KeysOf, p.Names, partition_id, p.pack_indexes(indexes))).names
 
-    async def async_kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-        """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}."""
+    async def async_kv_list(
+        self, partition_id: str | None = None, where: str | None = None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}.
+
+        Args:
+            where: Only keys whose tags match, such as ``"done == true"``; docs/semantics.md has the grammar.
+        """
         names = [partition_id] if partition_id is not None else await self._partitions()
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name in names:
-            page = await self.session.ask(p.ListKeys, p.KeyList, name)
+            page = await self.session.ask(p.ListKeys, p.KeyList, name, None, 0, where)
             found.update(page.keys)
             while page.more:  # in pages, so that a long list holds up no other client
-                page = await self.session.ask(p.ListKeys, p.KeyList, name, page.last)
+                page = await self.session.ask(p.ListKeys, p.KeyList, name, page.last, 0, where)
                 found.setdefault(name, {}).update(page.keys.get(name, {}))
         return found
 
@@ -173,7 +179,10 @@ def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag
 async def batch_get(
     client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str, select: Sequence[str] | str | None
 ) -> TensorDict:
-    """Rows in the order of the keys, including repeats. A missing key or field is an error."""
+    """Rows in the order of the keys, including repeats.
+
+    A missing key is an error, and so is a field that only some of the samples have, or none of the selected ones.
+    """
     names = check_keys(keys)
     unique = list(dict.fromkeys(names))
     batch = await client.session.ask(p.ResolveKeys, p.Batch, partition_id, unique)
@@ -185,29 +194,30 @@ async def batch_get(
         )
     meta = to_meta(batch)
     wanted = sorted(meta.field_names if select is None else {select} if isinstance(select, str) else set(select))
-    absent = [name for name in wanted if name not in meta.field_names]
-    if absent or not wanted:
+    present = [name for name in wanted if name in meta.field_names]
+    partial = [name for name in wanted if name in batch.partial]
+    if partial or not present:
+        absent = partial or wanted
         what = f"fields {absent}" if absent else "any field"
         raise InvalidRequestError(
             f"{what} not ready for all {len(unique)} keys; every one of them has: {meta.field_names}. "
             f"Wait for their producer, or select other fields."
         )
     order = {name: position for position, name in enumerate(unique)}
-    return await client.async_get_data(meta.select_fields(wanted).select_samples([order[name] for name in names]))
+    return await client.async_get_data(meta.select_fields(present).select_samples([order[name] for name in names]))
 
 
 async def batch_get_by_meta(
     client: AsyncTransferQueueClient, meta: KVBatchMeta, select: Sequence[str] | str | None
 ) -> TensorDict:
-    """``batch_get`` with the keys and fields of the metadata."""
+    """``batch_get`` with the keys and fields of the metadata; one of the selected fields must be among these."""
     if meta.partition_id is None:
         raise InvalidRequestError("the KVBatchMeta has no partition_id; set it to the partition of its keys.")
     if select is None:
         return await batch_get(client, meta.keys, meta.partition_id, meta.fields)
     wanted = [select] if isinstance(select, str) else list(select)
-    unknown = [name for name in wanted if name not in (meta.fields or [])]
-    if unknown:
-        raise InvalidRequestError(f"select_fields {unknown} not found in the metadata's fields {meta.fields}.")
+    if not set(wanted) & set(meta.fields or []):
+        raise InvalidRequestError(f"select_fields {wanted} not found in the metadata's fields {meta.fields}.")
     return await batch_get(client, meta.keys, meta.partition_id, wanted)
 
 

@@ -13,6 +13,7 @@ import torch
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_tags
 from transfer_queue.client.kv import Keys
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.utils.logging_utils import get_logger
@@ -25,9 +26,24 @@ Status = tuple[torch.Tensor | None, torch.Tensor | None]
 class Partitions(Keys):
     """Verbs about whole partitions, tasks and the queue."""
 
-    async def async_create_partition(self, partition_id: str, num_samples: int | None = None) -> bool:
-        """Make a partition ahead of its first put; False if it exists. It seals itself at ``num_samples``."""
-        return bool((await self.session.ask(p.CreatePartition, p.Done, partition_id, num_samples)).value)
+    async def async_create_partition(
+        self,
+        partition_id: str,
+        num_samples: int | None = None,
+        fields: Mapping[str, tuple[torch.dtype | str, Sequence[int | None] | None]] | None = None,
+    ) -> bool:
+        """Make a partition ahead of its first put; False if it exists.
+
+        Args:
+            num_samples: It seals itself at this number.
+            fields: ``{name: (dtype, shape of one sample)}``. Every later put of such a field must match; otherwise it
+                fails before anything is written. "object" is the dtype of plain objects; a size of None is any size,
+                as in ``("int64", [None])``, and a shape of None any shape.
+        Raises:
+            SchemaConflictError: a field was declared otherwise, or has samples of another dtype.
+        """
+        declared = {name: _declared(name, *of_field) for name, of_field in (fields or {}).items()}
+        return bool((await self.session.ask(p.CreatePartition, p.Done, partition_id, num_samples, declared)).value)
 
     async def async_seal_partition(self, partition_id: str) -> None:
         """Say that no more samples will be put: the end of the stream."""
@@ -62,7 +78,8 @@ class Partitions(Keys):
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.
 
-        ``ack`` acknowledges a batch; one fetched without a rank or batch_index needs none.
+        ``ack`` acknowledges a batch. One fetched without a rank or batch_index needs none: its samples stay until
+        ``get_data`` has returned all of them, or the client that fetched it has no metadata of it any more.
 
         Args:
             task_names: Tasks that must be done with a sample, too, even if they have not fetched yet.
@@ -83,13 +100,19 @@ class Partitions(Keys):
         """What keeps ``clear_consumed`` with the same arguments from clearing all samples. It changes nothing.
 
         Returns:
-            ``{"tasks": {task: samples}, "not_begun": [task, ...], "unread": samples}``, all empty for an unknown
-            partition. Samples of a task are those that it has not consumed, or has consumed and not acknowledged;
-            tasks without any are left out. ``not_begun`` are those of ``task_names`` that have never fetched from the
-            partition: until they do, nothing is cleared. ``unread`` samples stay because no task has fetched.
+            ``{"tasks": {task: samples}, "not_begun": [task, ...], "unread": samples, "readers": {client: samples}}``,
+            all empty for an unknown partition. Samples of a task are those that it has not consumed, or has consumed
+            and neither acknowledged nor read; tasks without any are left out. ``not_begun`` are those of ``task_names``
+            that have never fetched from the partition: until they do, nothing is cleared. ``unread`` samples stay
+            because no task has fetched. ``readers`` are the clients that were given samples without a rank or
+            batch_index, have not read all of them, and still have metadata of them; ``get_stats()["clients"]`` has the
+            same names.
         """
         cleared = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names), True)
-        return {"tasks": cleared.held_by, "not_begun": cleared.not_begun, "unread": cleared.unread}
+        return {
+            "tasks": cleared.held_by, "not_begun": cleared.not_begun, "unread": cleared.unread,
+            "readers": cleared.readers,
+        }  # fmt: skip
 
     async def async_clear_partition(self, partition_id: str) -> None:
         """Delete a partition and all it holds, if it exists. For consumers that wait, their stream has ended."""
@@ -122,6 +145,14 @@ class Partitions(Keys):
         that held the server.
         """
         return dict((await self.session.ask(p.GetStats, p.Done)).value)
+
+    async def async_get_lost_samples(self, partition_id: str) -> dict[str, list[int]]:
+        """Samples that lost values with a storage unit: {field: [global index, ...]}, without those put again.
+
+        They count as not produced. Put the field again with their metadata, or clear them.
+        """
+        lost = (await self.session.ask(p.ListLost, p.Done, partition_id)).value
+        return {name: p.unpack_indexes(indexes).tolist() for name, indexes in lost.items()}
 
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
         """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none.
@@ -177,13 +208,24 @@ class Partitions(Keys):
             metadata.mark_custom_meta_clean()
 
 
+def _declared(name: str, dtype: torch.dtype | str, shape: Sequence[int | None] | None = None) -> p.DeclaredField:
+    """Raises ValueError for what is no dtype."""
+    text = str(dtype).removeprefix("torch.")
+    if text == "object":
+        return p.DeclaredField(None, None)
+    if not isinstance(getattr(torch, text, None), torch.dtype):
+        raise InvalidRequestError(f'field {name!r} is declared as {dtype!r}, which is no dtype of torch, nor "object".')
+    return p.DeclaredField(text, None if shape is None else tuple(shape))
+
+
 def _reasons(cleared: p.Cleared) -> list[str]:
     """Why samples stay, one clause per reason."""
     held_by = [
         f"task {task!r} has not consumed or not acknowledged {count} samples" for task, count in cleared.held_by.items()
     ]
     not_begun = [f"task {task!r} has not begun" for task in cleared.not_begun]
-    return held_by + not_begun + ([f"no task reads its {cleared.unread} samples"] if cleared.unread else [])
+    readers = [f"client {client!r} may still read {count} samples" for client, count in cleared.readers.items()]
+    return held_by + readers + not_begun + ([f"no task reads its {cleared.unread} samples"] if cleared.unread else [])
 
 
 def _last_index(page: p.Status) -> int:

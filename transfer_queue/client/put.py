@@ -3,25 +3,32 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.annotations import copy_tags
 from transfer_queue.client.base import ClientBase, check_tags, to_specs
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import InvalidRequestError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.columns import parsed_rows
+from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.transport.session import Session
+from transfer_queue.utils.logging_utils import get_logger
 
 DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]
+_TRIES = 3
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
+_log = get_logger(__name__)
+_warned: set[str] = set()
+"""Fields of several dtypes that were told."""
 
 
 class WriteTransaction:
@@ -44,15 +51,17 @@ class WriteTransaction:
         self._num_rows = num_rows
         self._tags = {row: dict(own) for row, own in tags.items() if own}
 
-    async def through(self, front: SharedMemoryManager) -> p.Reply:
-        """All in one message, where controller and storage share a process. Returns the answer to ``begin``,
-        or for keys what their samples have now."""
-        begin, columns, frames, lease = self._begin, b"", list[Any](), 0
+    async def through(self, front: SharedMemoryManager, wait_s: float) -> p.Reply:
+        """All in one message, where controller and storage share a process. It waits up to ``wait_s`` for room.
+
+        Returns the answer to ``begin``, or for keys what their samples have now.
+        """
+        begin, columns, frames, lease = msgspec.structs.replace(self._begin, wait_s=wait_s), b"", list[Any](), 0
         try:
             if self._columns is not None:
                 lease = self._session.number()
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
-                columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced)
+                columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced, wait_s)
             put = p.Put(begin.id, begin, self._tags, columns)
             return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames))[0]
         except BaseException:
@@ -65,19 +74,23 @@ class WriteTransaction:
         session, begin = self._session, self._begin
         indexes: list[int] = []
         publish: p.Publish | None = None
+        units: p.UnitRuns | None = None
+        stored = False
         try:
             answer = await session.send(begin, p.Reply, begin.wait_s, keep=True)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._columns is not None:
-                await storage.write(begin.id, indexes, self._columns, begin.partition)
-            publish = self._publication(packed, indexes)
+                units = await storage.write(begin.id, indexes, self._columns, begin.partition)
+                stored = True
+            publish = self._publication(packed, indexes, units)
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None:
-                await storage.commit(begin.id, indexes)
-        except BaseException:
-            if publish is None:  # else it may be published: the controller knows, and has the write ended accordingly
-                await storage.abort(begin.id, indexes)
+                await storage.commit(begin.id, units)
+        except BaseException as error:
+            # Otherwise it may be published: the controller knows, and has the write ended accordingly.
+            if stored and (publish is None or isinstance(error, UnitLostError)):
+                await storage.abort(begin.id, units)
             await session.cancel(begin.id)
             raise
         if isinstance(begin, p.Reserve):
@@ -86,12 +99,14 @@ class WriteTransaction:
             await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else answer
 
-    def _publication(self, packed: bytes, indexes: Sequence[int]) -> p.Publish:
-        begin = self._begin
+    def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
+        begin, fields = self._begin, self._begin.fields
+        if units is not None:
+            fields = {name: msgspec.structs.replace(spec, units=units) for name, spec in fields.items()}
         tags = {indexes[row]: own for row, own in self._tags.items()}
         by_key = isinstance(begin, p.ResolveKeys)
         number = self._session.number()
-        return p.Publish(number, begin.partition, packed, begin.fields, tags, by_key, begin.id, uncommitted=True)
+        return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True)
 
 
 class Puts(ClientBase):
@@ -99,11 +114,30 @@ class Puts(ClientBase):
 
     async def write(self, begin: Begin, rows: TensorDict | None, tags: RowTags) -> p.Reply:
         """Carry out one write; ``begin.fields`` describes ``rows``."""
-        storage, front = self.storage_manager, self.front
+        storage = self.storage_manager
         columns = None if rows is None or not len(rows.keys()) else storage.prepare(rows)
         count = 0 if rows is None else int(rows.batch_size[0])
-        transaction = WriteTransaction(self.session, begin, columns, count, tags)
-        return await (transaction.in_steps(storage) if front is None else transaction.through(front))
+        reply = await self._carried_out(begin, columns, count, tags)
+        for field, dtypes in _of_several_dtypes(reply).items():
+            _warn_once(field, begin.partition, ", ".join(str(dtype or "objects") for dtype in dtypes))
+        return reply
+
+    async def _carried_out(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
+        """In one message to the controller's process, or in steps, to units that have room."""
+        storage, front = self.storage_manager, self.front
+        if front is not None and await front.writes_in_front():
+            transaction = WriteTransaction(self.session, begin, columns, count, tags)
+            if not await self.has_more_units(front):
+                return await transaction.through(front, begin.wait_s)
+            with contextlib.suppress(StorageFullError):
+                return await transaction.through(front, 0.0)
+            begin = msgspec.structs.replace(begin, id=self.session.number())
+        for _ in range(_TRIES):
+            try:
+                return await WriteTransaction(self.session, begin, columns, count, tags).in_steps(storage)
+            except UnitLostError:  # it ended between the write and its publish
+                begin = msgspec.structs.replace(begin, id=self.session.number())
+        return await WriteTransaction(self.session, begin, columns, count, tags).in_steps(storage)
 
     async def async_put(
         self,
@@ -188,18 +222,39 @@ class Puts(ClientBase):
         await self.write(begin, rows, by_row)
 
 
+def _of_several_dtypes(reply: p.Reply) -> dict[str, list[str | None]]:
+    if isinstance(reply, p.Reserved):
+        return reply.dtypes
+    if isinstance(reply, p.Batch):
+        return {name: spec.dtypes for name, spec in reply.fields.items() if spec.dtypes}
+    return reply.value or {} if isinstance(reply, p.Done) else {}
+
+
+def _warn_once(field: str, partition: str, dtypes: str) -> None:
+    """One warning per field and process: every partition of a run may have the same mix."""
+    if field in _warned:
+        return
+    _warned.add(field)
+    _log.warning(
+        "samples of field %r in partition %r have several dtypes: %s. A batch that would mix them can't be read; "
+        "create_partition(fields=...) refuses such puts.",
+        field, partition, dtypes,
+    )  # fmt: skip
+
+
 def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
-    """These rows of a batch. A TensorDict can't pick rows of strided nested tensors itself."""
-    strided = [name for name, column in rows.items() if _is_strided_nested(column)]
-    picked: TensorDict = rows.exclude(*strided)[positions]
-    for name in strided:
-        parts = rows[name].unbind()
-        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=torch.strided))
+    """These rows of a batch. A TensorDict can't pick rows of every nested tensor and of single objects itself."""
+    columns = dict(named_columns(rows))
+    nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
+    single = [name for name, column in columns.items() if isinstance(column, NonTensorData)]
+    picked: TensorDict = rows.exclude(*nested, *single)[positions]
+    for name in nested:
+        parts, layout = columns[name].unbind(), columns[name].layout
+        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=layout))
+    for name in single:
+        values = values_of(columns[name], len(rows))
+        picked.set(name, NonTensorStack(*(values[at] for at in positions)))
     return picked
-
-
-def _is_strided_nested(column: Any) -> bool:
-    return isinstance(column, torch.Tensor) and column.is_nested and column.layout is torch.strided
 
 
 def as_tensordict(data: Any) -> TensorDict:

@@ -5,26 +5,43 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.keys_and_tags import TagStore
 from transfer_queue.control.ledger import Ledger
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable, ascending
 from transfer_queue.control.saved import SavedConsumer
 from transfer_queue.control.schema import Schema
+from transfer_queue.control.tag_filter import parse_filter
 
 UNLEDGERED = -1
 """In the "given" column: given without a ledger entry."""
 
 FieldNames = tuple[str, ...]
+ReadyKey = tuple[FieldNames, str | None]
+"""The fields of a fetch, and its filter."""
 
 _MAX_ENDS = 64
 """How many ends of passes are remembered, the latest ones; no reader lags further behind."""
 
 _MAX_READY_SETS = 32
-"""Sets of fields that a task reads at the same time. The least recently used one is deleted, and scanned anew later."""
+"""Sets of fields, with their filters, that a task reads at the same time. The least recently used one is deleted, and
+scanned anew later."""
+
+_MAX_FILTERS_ENDED = 64
+"""Filters whose end of stream is remembered, the latest ones."""
+
+
+class StreamEnd(NamedTuple):
+    """Why a stream ended, and how many samples its tail dropped."""
+
+    reason: str
+    dropped: int
 
 
 class Consumer:
@@ -34,20 +51,20 @@ class Consumer:
     in the ledger are then unconsumed, but not drawn into another batch.
     """
 
-    def __init__(self, task: str, tokens: str, table: RowTable, schema: Schema) -> None:
+    def __init__(self, task: str, tokens: str, table: RowTable, schema: Schema, tags: TagStore) -> None:
         """``tokens``: the prefix of its batches' tokens."""
         self.task = task
         self.ledger = Ledger(tokens)
-        self.ended: str | None = None
-        self.dropped = 0
+        self._ended: dict[str | None, StreamEnd] = {}  # by filter
         self._table = table
         self._schema = schema
+        self._tags = tags
         self._given = f"given:{task}"
         self._consumed = f"consumed:{task}"
         table.add_column(self._given, np.int32)
         table.add_column(self._consumed, np.bool_)
         self.num_undrawn = self.num_unconsumed = len(self._live())
-        self._ready: dict[FieldNames, ReadySet] = {}
+        self._ready: dict[ReadyKey, ReadySet] = {}
         self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it
         self._over_at: int | None = None
         self._over_ranks: set[int] = set()
@@ -72,14 +89,18 @@ class Consumer:
 
     # ---- what is ready ----
 
-    def ready(self, fields: FieldNames) -> ReadySet:
-        """The ready set for these fields, made by one scan on first use and then kept up to date."""
-        ready = self._ready.pop(fields, None)
+    def ready(self, fields: FieldNames, where: str | None = None) -> ReadySet:
+        """The ready set for these fields, made by one scan on first use and then kept up to date.
+
+        With a filter it is a ``FilteredSet``, and each sample is compared once, and again when its tags change.
+        """
+        ready = self._ready.pop((fields, where), None)
         if ready is None:
-            ready = ReadySet(self._every_drawable(fields))
+            drawable = self._every_drawable(fields)
+            ready = ReadySet(drawable) if where is None else FilteredSet(parse_filter(where), self._tags, drawable)
             if len(self._ready) >= _MAX_READY_SETS:
                 del self._ready[next(iter(self._ready))]
-        self._ready[fields] = ready
+        self._ready[fields, where] = ready
         return ready
 
     def lacking(self, name: str) -> int:
@@ -90,9 +111,10 @@ class Consumer:
             self._undrawn_with[name] = int(np.count_nonzero(self._every_drawable((name,))))
         return self.num_undrawn - self._undrawn_with[name]
 
-    def ready_counts(self) -> dict[FieldNames, int]:
-        """Ready samples for every set of fields that was requested."""
-        return {fields: ready.count for fields, ready in self._ready.items()}
+    def ready_counts(self) -> dict[str, int]:
+        """Ready samples for every set of fields that was requested, as "a,b" or "a,b where <filter>"."""
+        names = {key: ",".join(key[0]) + (f" where {key[1]}" if key[1] is not None else "") for key in self._ready}
+        return {names[key]: ready.count for key, ready in self._ready.items()}
 
     def _every_drawable(self, fields: FieldNames) -> npt.NDArray[np.bool_]:
         mask: npt.NDArray[np.bool_] = (self._table.column("state") == RowState.LIVE) & (self.given == 0)
@@ -108,11 +130,26 @@ class Consumer:
     def published(self, rows: Rows, news: Mapping[str, Rows]) -> None:
         """Live rows have these fields now. ``news``: by field, the rows that did not have it before, each once."""
         undrawn = rows[self.given[rows] == 0]
-        for fields, ready in self._ready.items():
+        for (fields, _), ready in self._ready.items():
             if not news.keys().isdisjoint(fields):
                 ready.add(undrawn[self._schema.complete(undrawn, fields)])
         for name in self._undrawn_with.keys() & news.keys():
             self._undrawn_with[name] += int(np.count_nonzero(self.given[news[name]] == 0))
+
+    def lost(self, lost: Mapping[str, Rows]) -> None:
+        """``lost``: by field, the rows that don't have it any more."""
+        for (fields, _), ready in self._ready.items():
+            for name in lost.keys() & set(fields):
+                ready.discard(lost[name])
+        for name in self._undrawn_with.keys() & lost.keys():
+            self._undrawn_with[name] -= int(np.count_nonzero(self.given[lost[name]] == 0))
+
+    def retagged(self, rows: Rows) -> None:
+        """The tags of these rows changed: filters are to be compared with them again."""
+        for (fields, where), ready in self._ready.items():
+            if where is not None:
+                undrawn = rows[(self.given[rows] == 0) & (self._table.column("state")[rows] == RowState.LIVE)]
+                ready.add(undrawn[self._schema.complete(undrawn, fields)])
 
     # ---- what was given ----
 
@@ -136,11 +173,11 @@ class Consumer:
         self.num_undrawn += len(back)
         self.num_unconsumed += int(np.count_nonzero(self.consumed[back]))
         self.consumed[back] = False
-        for fields, ready in self._ready.items():
+        for (fields, _), ready in self._ready.items():
             ready.add(back[self._schema.complete(back, fields)])
         for name in self._undrawn_with:
             self._undrawn_with[name] += int(np.count_nonzero(self._schema.has(name)[back]))
-        self.ended, self.dropped = None, 0  # they may have been the last ones
+        self._ended.clear()  # they may have been the last ones
 
     def cleared(self, rows: Rows) -> None:
         """The rows are about to be cleared. Ledger entries without samples are acknowledged."""
@@ -171,7 +208,7 @@ class Consumer:
         self.consumed[:] = False
         live = self._live()
         self.num_undrawn, self.num_unconsumed = int(np.count_nonzero(given[live] == 0)), len(live)
-        self.ended, self.dropped = None, 0
+        self._ended.clear()
         self._over_at, self._over_ranks = None, set()
         self._ends.clear()
         self._undrawn_with.clear()
@@ -185,6 +222,18 @@ class Consumer:
     def rebuild(self) -> None:
         """Row numbers changed: rebuild the ready sets on next use."""
         self._ready.clear()
+
+    # ---- the end of a sealed stream ----
+
+    def end(self, where: str | None, reason: str, dropped: int) -> None:
+        """The stream of fetches with this filter ended. Other filters go on."""
+        self._ended[where] = StreamEnd(reason, dropped)
+        if len(self._ended) > _MAX_FILTERS_ENDED:
+            del self._ended[next(name for name in self._ended if name is not None)]
+
+    def end_of(self, where: str | None) -> StreamEnd | None:
+        """How the stream with this filter ended; None: it didn't."""
+        return self._ended.get(where)
 
     # ---- the end of an unsealed stream ----
 
@@ -216,9 +265,11 @@ class Consumer:
 
     def save(self) -> SavedConsumer:
         """Save everything except the columns and the ledger's entries. Ready sets are made again at their next use."""
+        reason, dropped = self._ended.get(None, (None, 0))
+        with_filter = [(where, *end) for where, end in self._ended.items() if where is not None]
         return SavedConsumer(
-            self.task, b"", b"", self.ledger.save(), self.ended, self.dropped,
-            self._over_at, sorted(self._over_ranks), list(self._ends.items()),
+            self.task, b"", b"", self.ledger.save(), reason, dropped,
+            self._over_at, sorted(self._over_ranks), list(self._ends.items()), with_filter,
         )  # fmt: skip
 
     def load(self, saved: SavedConsumer, shift: int, start: int) -> npt.NDArray[np.int32]:
@@ -235,7 +286,9 @@ class Consumer:
         self.num_undrawn -= int(np.count_nonzero(given[live]))
         self.num_unconsumed -= int(np.count_nonzero(consumed[live]))
         self.ledger.load(saved.ledger, shift)
-        self.ended, self.dropped = saved.ended, saved.dropped
+        self._ended = {where: StreamEnd(reason, dropped) for where, reason, dropped in saved.ended_filters}
+        if saved.ended is not None:
+            self._ended[None] = StreamEnd(saved.ended, saved.dropped)
         self._over_at, self._over_ranks = saved.over_at, set(saved.told)
         self._ends = {readers: list(ends) for readers, ends in saved.ends}
         of_batches: npt.NDArray[np.int32] = given[live & (given > 0)]
@@ -243,10 +296,12 @@ class Consumer:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the records disagree; for tests."""
-        for fields, ready in self._ready.items():
+        for (fields, _), ready in self._ready.items():
             expected = self._every_drawable(fields).nonzero()[0]
-            kept = list(ready.blocks())
-            assert np.array_equal(np.concatenate(kept) if kept else np.empty(0, dtype=np.intp), expected), fields
+            if isinstance(ready, FilteredSet):
+                ready.check_invariants(expected)
+                continue
+            assert np.array_equal(ready.all_rows(), expected), fields
             assert ready.count == len(expected), fields
         for name, count in self._undrawn_with.items():
             assert count == np.count_nonzero(self._every_drawable((name,))), f"undrawn ones with {name!r} are counted"

@@ -187,6 +187,7 @@ class Draw:
     consumer: Consumer
     sampler: BaseSampler
     fields: FieldNames
+    ready: ReadySet
     batch_size: int
     batch_index: int | None
     ranks: tuple[int | None, ...]
@@ -195,7 +196,7 @@ class Draw:
 
     def shares(self) -> list[Share] | None:
         """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
-        ready = self.consumer.ready(self.fields)
+        ready = self.ready
         if ready.count < self.needed() and not self._is_cached():
             return None
         taken: list[Share] = []
@@ -287,8 +288,7 @@ class Draw:
         """Distribute what is left by the tail policy; there may be fewer shares than ranks, or none."""
         if policy == "drop":
             return []
-        ready = self.consumer.ready(self.fields)
-        view = ReadyView(ready, self.partition.table.column("index"))
+        view = ReadyView(self.ready, self.partition.table.column("index"))
         with foreign(self.sampler, self.consumer.task):
             left = self.sampler.tail(view, self.batch_size, partition=SamplerView(self.partition))
         indexes = self._as_indexes(left)

@@ -131,6 +131,11 @@ _decoder = msgspec.msgpack.Decoder(Tags)
 _list_decoder = msgspec.msgpack.Decoder(list[Tags])
 
 
+def unpacked_tags(packed: bytes | None) -> Tags:
+    """The tags that ``TagStore.packed`` gave; ``{}`` for a sample without tags."""
+    return _decoder.decode(packed) if packed else {}
+
+
 class TagStore(Mapping[int, Tags]):
     """Global index -> tags, for samples with tags, in a column of the partition's table. Reads return copies."""
 
@@ -156,6 +161,13 @@ class TagStore(Mapping[int, Tags]):
             return {}
         packed = self._table.column(_COLUMN)[rows].tolist()
         return {i: _decoder.decode(own) for i, own in zip(indexes.tolist(), packed, strict=True) if own}
+
+    def packed(self, rows: Rows) -> list[bytes | None]:
+        """The tags of these rows as they are stored, for ``unpacked_tags``."""
+        if not self._table.has_column(_COLUMN):
+            return [None] * len(rows)
+        found: list[bytes | None] = self._table.column(_COLUMN)[rows].tolist()
+        return found
 
     def tagged(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """[len(rows)] Which of these rows have tags."""

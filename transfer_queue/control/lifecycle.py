@@ -4,33 +4,36 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.control.draw import foreign
 from transfer_queue.control.partition import Partition
+from transfer_queue.control.rows import Rows
 from transfer_queue.control.serving import Taken
 from transfer_queue.control.sessions import Record
-from transfer_queue.control.state import PlaneState
+from transfer_queue.control.state import PlaneState, keys_queue
 from transfer_queue.errors import InvalidRequestError
 
 
 def create(state: PlaneState, request: p.CreatePartition) -> p.Reply:
-    """Create a partition, or return False if it exists. ``num_samples`` applies either way, as a producer may have come
-    first.
+    """Create a partition, or return False if it exists. ``num_samples`` and ``fields`` apply either way, as a producer
+    may have come first.
     """
     wanted = request.num_samples
     if wanted is not None and wanted < 1:
         raise InvalidRequestError(f"num_samples must be at least 1 or None, got {wanted}.")
     partition = state.partitions.get(request.partition)
     if partition is None:
-        state.create(request.partition, wanted)
+        state.create(request.partition, wanted).schema.declare(request.fields, request.partition)
         return p.Done(request.id, True)
+    if wanted is not None and partition.num_samples not in (None, wanted):
+        raise InvalidRequestError(
+            f"partition {request.partition!r} seals itself at {partition.num_samples} samples, now num_samples is "
+            f"{wanted}. Name one number, or clear the partition first."
+        )
+    partition.schema.declare(request.fields, request.partition)
     if wanted is not None:
-        if partition.num_samples not in (None, wanted):
-            raise InvalidRequestError(
-                f"partition {request.partition!r} seals itself at {partition.num_samples} samples, now num_samples is "
-                f"{wanted}. Name one number, or clear the partition first."
-            )
         partition.num_samples = wanted
         partition.seal_if_complete()
         state.mark_dirty(request.partition)
@@ -86,6 +89,8 @@ def clear_samples(state: PlaneState, client: str, request: p.ClearSamples) -> p.
     return cleared(state, client, request, state.freezes.keep(gone))
 
 
+Reading = tuple[str, Taken]
+"""(client, batch)"""
 MOST_PER_CLEAR = 5_000
 """Samples that one request clears; more would block other clients for too long."""
 
@@ -98,7 +103,7 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     being_read = _being_read(state, partition)
     if request.dry_run:
         return _explained(p.Cleared(request.id, b""), partition, request.tasks, being_read)
-    done = partition.done_with(request.tasks, [batch.indexes for batch in being_read])
+    done = partition.done_with(request.tasks, [batch.indexes for _, batch in being_read])
     gone = partition.clear(done[:MOST_PER_CLEAR])
     if len(gone):
         state.mark_dirty(request.partition)
@@ -111,31 +116,46 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
 
 
 def _explained(
-    reply: p.Cleared, partition: Partition, tasks: list[str], being_read: list[Taken], more: bool = False
+    reply: p.Cleared, partition: Partition, tasks: list[str], being_read: list[Reading], more: bool = False
 ) -> p.Cleared:
     """The reply, with the reasons why samples stay."""
     not_begun = sorted(set(tasks) - partition.consumers.keys())
     unread = 0 if partition.consumers else partition.num_live
+    unnamed = [(client, batch) for client, batch in being_read if batch.batch is None]
+    by_client: dict[str, list[p.Indexes]] = {}
+    for client, batch in unnamed:
+        by_client.setdefault(client, []).append(batch.indexes)
+    readers = {client: len(_rows_left(partition, own)) for client, own in by_client.items()}
     return msgspec.structs.replace(
-        reply, held_by=_held_by(partition, being_read), not_begun=not_begun, more=more, unread=unread
-    )
+        reply, held_by=_held_by(partition, [batch for _, batch in unnamed]), not_begun=not_begun, more=more,
+        unread=unread, readers={client: count for client, count in readers.items() if count},
+    )  # fmt: skip
 
 
-def _being_read(state: PlaneState, partition: Partition) -> list[Taken]:
-    """Batches that may be unread, because their readers have not confirmed receipt."""
-    return [record for record in state.calls if isinstance(record, Taken) and record.serial == partition.serial]
+def _being_read(state: PlaneState, partition: Partition) -> list[Reading]:
+    """Batches that their clients may still read."""
+    return [
+        (client, record)
+        for client in state.calls.clients()
+        for _, record in state.calls.of(client)
+        if isinstance(record, Taken) and record.serial == partition.serial
+    ]
 
 
-def _held_by(partition: Partition, being_read: list[Taken]) -> dict[str, int]:
-    """By task: the number of samples that it has not consumed or has in flight."""
-    counts = {
-        task: consumer.num_unconsumed + consumer.ledger.num_open_samples()
-        for task, consumer in partition.consumers.items()
-    }
-    for batch in being_read:
-        if batch.batch is None and batch.task in counts:
-            counts[batch.task] += len(batch.indexes)
+def _held_by(partition: Partition, unnamed: list[Taken]) -> dict[str, int]:
+    """By task: the number of samples that it has not consumed or has in flight, or a client may still read."""
+    counts = {}
+    for task, consumer in partition.consumers.items():
+        unread = _rows_left(partition, [batch.indexes for batch in unnamed if batch.task == task])
+        counts[task] = consumer.num_unconsumed + consumer.ledger.num_open_samples()
+        counts[task] += int(np.count_nonzero(consumer.consumed[unread]))
     return {task: count for task, count in counts.items() if count}
+
+
+def _rows_left(partition: Partition, batches: list[p.Indexes]) -> Rows:
+    """Rows of the samples of these batches that aren't cleared."""
+    rows, found = partition.table.find(np.concatenate([np.empty(0, dtype=np.int64), *batches]))
+    return np.unique(rows[found])
 
 
 def register_task(state: PlaneState, request: p.RegisterTask) -> p.Reply:
@@ -188,7 +208,8 @@ def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -
         with foreign(sampler):
             sampler.clear_cache(request.partition)
     partition = state.partitions.pop(request.partition)
-    state.cut_off.extend(state.waiters.remove_queue(request.partition))
+    for queue in (request.partition, keys_queue(request.partition)):
+        state.cut_off.extend(state.waiters.remove_queue(queue))
     indexes = partition.drop()
     state.discard(partition)
     return cleared(state, client, request, state.freezes.keep(indexes))

@@ -10,6 +10,7 @@ import numpy as np
 
 from transfer_queue.control.consumer import Consumer
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
+from transfer_queue.control.listed_keys import ListedKeys
 from transfer_queue.control.rows import IndexAllocator, Rows, RowState, RowTable, all_of, ascending, one_of
 from transfer_queue.control.schema import Schema
 from transfer_queue.errors import InvalidRequestError, SampleClearedError
@@ -38,6 +39,7 @@ class Partition:
         self.schema = Schema(self.table)
         self.keys = KeyMap()
         self.tags = TagStore(self.table)
+        self.listed = ListedKeys(self.table, self.keys, self.tags)
         self.consumers: dict[str, Consumer] = {}
         self.last_published: float | None = None
         self.num_live = 0
@@ -51,6 +53,7 @@ class Partition:
         self.serial = next(_serials)  # of this object; a restored partition keeps the saved incarnation
         self._restored = restored
         self._num_forgotten = 0
+        self._lost: dict[str, Indexes] = {}
         self._allocator = allocator
 
     @property
@@ -134,6 +137,27 @@ class Partition:
             consumer.published(rows, news)
         return rows
 
+    def lose_unit(self, unit: int) -> bool:
+        """The values in this storage unit are gone. Returns whether samples have lost some."""
+        state = self.table.column("state")
+        lost = {name: rows[state[rows] == RowState.LIVE] for name, rows in self.schema.lose_unit(unit).items()}
+        for consumer in self.consumers.values():
+            consumer.lost(lost)
+        for name, rows in lost.items():
+            before = self._lost.get(name, np.empty(0, dtype=np.int64))
+            self._lost[name] = np.union1d(before, self.table.column("index")[rows])
+        return bool(lost)
+
+    def lost(self) -> dict[str, Indexes]:
+        """By field, the samples that lost it with a storage unit, and that nobody has put again."""
+        for name, indexes in list(self._lost.items()):
+            rows, found = self.table.find(indexes)
+            still = found & ~self.schema.has(name)[rows] if len(indexes) else found
+            self._lost[name] = indexes[still]
+            if not still.any():
+                del self._lost[name]
+        return dict(self._lost)
+
     def _check_published(self, rows: Rows) -> None:
         state = self.table.column("state")[rows]
         if self.num_free and (state == RowState.FREE).any():
@@ -151,6 +175,7 @@ class Partition:
             self.num_published += len(fresh)
             for consumer in self.consumers.values():
                 consumer.inserted(len(fresh))
+            self.listed.appeared(fresh)
         self.seal_if_complete()
 
     def seal_if_complete(self) -> None:
@@ -199,6 +224,7 @@ class Partition:
         self._allocator.num_used -= len(rows) - num_free
         indexes: Indexes = self.table.column("index")[rows].copy()
         if len(self.keys):
+            self.listed.removing(rows)
             self.keys.unbind(indexes.tolist())
         self.tags.delete(rows)
         self.table.mark_dead(rows)
@@ -208,6 +234,7 @@ class Partition:
         if self.table.wants_compaction():
             self.table.compact()
             self._first_free = 0
+            self.listed.rebuild()
             for consumer in self.consumers.values():
                 consumer.rebuild()
 
@@ -221,6 +248,9 @@ class Partition:
         rows, found = self.table.find(indexes)
         for index, row in zip(indexes[found].tolist(), rows[found].tolist(), strict=True):
             self.tags.put(row, tags[index], merge)
+        for consumer in self.consumers.values():
+            consumer.retagged(rows[found])
+        self.listed.retagged(rows[found])
 
     # ---- readers ----
 
@@ -229,7 +259,7 @@ class Partition:
         if consumer is None:
             made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
             tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task used this prefix
-            consumer = Consumer(task, tokens, self.table, self.schema)
+            consumer = Consumer(task, tokens, self.table, self.schema, self.tags)
             self.consumers[task] = consumer
         return consumer
 
@@ -283,9 +313,10 @@ class Partition:
             self.num_free or (self.num_reserved and (self.table.column("state") == RowState.RESERVED_FREE).any())
         )
 
-    def is_exhausted(self, consumer: Consumer) -> bool:
-        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all of them."""
-        return bool(self.num_live) and not (self.num_free or self.num_reserved or consumer.num_unconsumed)
+    def is_exhausted(self, consumer: Consumer, unmatched: int) -> bool:
+        """Whether there are samples, none is pre-allocated or reserved, and the task consumed all but ``unmatched``."""
+        under_way = self.num_free or self.num_reserved
+        return bool(self.num_live) and not under_way and consumer.num_unconsumed == unmatched
 
     def all_inserted(self) -> bool:
         """Whether several samples were pre-allocated, and every one of them was inserted."""
@@ -302,9 +333,9 @@ class Partition:
         done = self.table.column("state") == RowState.LIVE
         for consumer in self.consumers.values():
             done &= consumer.consumed
-        open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
-        for batch in (*open_batches, *being_read) if done.any() else ():
-            rows, found = self.table.find(batch)
+        if done.any():
+            open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
+            rows, found = self.table.find(np.concatenate([*open_batches, *being_read]))
             done[rows[found]] = False
         cleared: Indexes = indexes[done]
         return cleared
@@ -346,5 +377,6 @@ class Partition:
         assert known.issuperset(self.tags), "tags belong to rows"
         assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
         assert self.keys.is_ascending(), "keys are in the order of their samples"
+        self.listed.check_invariants()
         for consumer in self.consumers.values():
             consumer.check_invariants()

@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control import checkpoints, lifecycle, queries, writing
-from transfer_queue.control.serving import ServedFetch, check_fetch
+from transfer_queue.control import checkpoints, key_waits, lifecycle, queries, units, writing
+from transfer_queue.control.partition import Partition
+from transfer_queue.control.serving import ServedFetch, TakenUnread, check_fetch
 from transfer_queue.control.sessions import Record
-from transfer_queue.control.state import Parked, PlaneConfig, PlaneState, To, reply_or_error
+from transfer_queue.control.state import Line, Parked, PlaneConfig, PlaneState, To, line_of, reply_or_error
 from transfer_queue.errors import ProducersGoneError, ProtocolError
 
 _LAST = (math.inf, math.inf)
@@ -53,9 +54,14 @@ class ControlPlane:
             p.ListPartitions: lambda client, request, now: p.Names(request.id, list(state.partitions)),
             p.KeysOf: lambda client, request, now: queries.keys_of(state, request),
             p.ListKeys: lambda client, request, now: queries.list_keys(state, request),
+            p.WatchKeys: lambda client, request, now: key_waits.wait(state, client, request, now),
+            p.WaitKeys: lambda client, request, now: key_waits.wait(state, client, request, now),
             p.ForgetTask: lambda client, request, now: lifecycle.forget_task(state, request),
             p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
+            p.JoinUnit: lambda client, request, now: units.join(state, client, request),
+            p.ListLost: lambda client, request, now: queries.list_lost(state, request),
+            p.ListUnits: lambda client, request, now: units.list_units(state, client, request, now),
             p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
             p.ReadFrozen: lambda client, request, now: checkpoints.read_frozen(state, client, request),
             p.Thaw: lambda client, request, now: checkpoints.thaw(state, client, request),
@@ -73,6 +79,7 @@ class ControlPlane:
         """
         if self.state.waiters.find(client, request.id) is not None:
             return []
+        self.state.budget.begin_turn()
         reply = reply_or_error(request.id, partial(self._carry_out, client, request, now))
         own = [] if reply is None else [To(client, reply)]
         return own + self._serve_all_due(now)
@@ -90,20 +97,34 @@ class ControlPlane:
         """The client has these calls' answers, or no longer needs them: no cancel will undo them."""
         self.state.calls.received(client, calls)
 
+    def read(self, client: str, calls: Iterable[int]) -> None:
+        """The client has read the batches of these calls, or can't read them any more: they may be cleared."""
+        for call in calls:
+            if isinstance(self.state.calls.get(client, call), TakenUnread):
+                self.state.calls.take(client, call)
+
     def answered(self, client: str, call: int) -> p.Reply | None:
         """This call's answer, until the client has confirmed receipt."""
         record = self.state.calls.get(client, call)
         return None if record is None else record.reply
 
     def expire(self, now: float) -> list[To]:
-        """Answer parked requests past their deadline or with lost producers, and free a little memory."""
-        replies = []
+        """Answer parked requests past their deadline or with lost producers, and do a little of what takes long."""
         self.state.tidy()
+        self.state.budget.begin_turn()
+        for partition in self.state.budget.take_unfinished():
+            self.state.mark_dirty(partition)
+        return self._expire(now)
+
+    def _expire(self, now: float) -> list[To]:
+        replies = []
         for parked in self.state.waiters.expired(now):
             reply = reply_or_error(parked.request.id, partial(self._too_late, parked, now))
+            if reply is None:
+                self.state.waiters.put_back(parked)
+                continue
             self._make_way(parked)
-            if reply is not None:
-                replies.append(To(parked.client, reply))
+            replies.append(To(parked.client, reply))
         while self._grace_ends and self._grace_ends[0] <= now:
             heapq.heappop(self._grace_ends)
             self.state.mark_all_dirty()
@@ -111,7 +132,7 @@ class ControlPlane:
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has work: minus infinity for at once, None for never."""
-        return self._next_due() if self.state.is_tidy else -math.inf
+        return self._next_due() if self.state.is_tidy and self.state.budget.is_finished else -math.inf
 
     def _next_due(self) -> float | None:
         parked = self.state.waiters.next_deadline()
@@ -133,6 +154,7 @@ class ControlPlane:
             self._remove(parked)
         for record in state.calls.end(client):
             record.undo()
+        units.lose(state, client)
         for grace_end in state.producers.gone(client, died, now):
             heapq.heappush(self._grace_ends, grace_end)
 
@@ -171,10 +193,10 @@ class ControlPlane:
         """Also serve what is due at once: requests that don't wait, or producers that were lost long ago."""
         replies = self._serve_waiting(now)
         due = self._next_due()
-        return replies if due is None or due > now else replies + self.expire(now)
+        return replies if due is None or due > now else replies + self._expire(now)
 
     def _serve_waiting(self, now: float) -> list[To]:
-        """End fetches of a cleared partition, admit parked writers, and serve every dirty partition.
+        """End what waits for a cleared partition, admit parked writers, and serve every dirty partition.
 
         Without parked requests, only the first applies.
         """
@@ -184,63 +206,72 @@ class ControlPlane:
         if not state.waiters:
             state.dirty.clear()
             return replies
+        replies.extend(To(*answer) for answer in units.take_watchers(state))
         replies.extend(checkpoints.admit_freezes(state, now))
         replies.extend(writing.admit_rewriters(state, now))
         replies.extend(writing.admit_writers(state))
         while state.dirty:
             name = next(iter(state.dirty))
             replies.extend(self._serve(name, state.dirty.pop(name), now))
+            replies.extend(key_waits.serve(state, name))
         return replies
 
-    def _too_late(self, parked: Parked, now: float) -> p.Reply:
+    def _too_late(self, parked: Parked, now: float) -> p.Reply | None:
+        """The last answer; None: it needs more turns, because its filter isn't compared with all samples yet."""
         request = parked.request
         if parked.queue == checkpoints.FREEZERS:
             return checkpoints.take(self.state, parked.client, request, now)
         if parked.queue == checkpoints.REWRITERS:
             return checkpoints.kept_waiting(request, now - parked.since)
+        if parked.queue == units.WATCHERS:
+            return units.listing(self.state, request)
         if parked.queue == writing.WRITERS:
             return writing.full(self.state, request, now - parked.since)
-        may_draw = self.state.waiters.is_first(parked.queue, request.task, parked.rank)
-        return self._answer(parked.client, request, now, may_draw, waited=True) or self._not_ready(request, now)
+        if not isinstance(request, p.Fetch):
+            return key_waits.too_late(self.state, request, now - parked.since)
+        may_draw = self.state.waiters.is_first(parked.queue, line_of(request), parked.rank)
+        reply = self._answer(parked.client, request, now, may_draw, waited=True)
+        return reply or (None if may_draw and self._is_comparing(request) else self._not_ready(request, now))
 
     # ---- consumers ----
 
     def _fetch(self, client: str, fetch: p.Fetch, now: float) -> p.Reply | None:
         """Try to answer at once. Waiting fetches are examined only if this answer may affect them."""
-        state, queue, task = self.state, fetch.partition, fetch.task
+        state, queue, task, line = self.state, fetch.partition, fetch.task, line_of(fetch)
         check_fetch(fetch, state.tasks.get(task))
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
         deadline = now + fetch.wait_s
         partition = state.partitions.get(queue)
         num_acked = fetch.acks and partition is not None and partition.consumer(task).ledger.ack(fetch.acks)
-        if num_acked and not state.waiters.is_first(queue, task, _LAST):
+        if num_acked and not state.waiters.is_first(queue, line, _LAST):
             state.waiters.park(client, fetch, now, deadline, queue, order)
             state.mark_dirty(queue, task)  # earlier fetches may have waited for a batch that is acknowledged now
             return None
         due = deadline <= now
-        reply = self._answer(client, fetch, now, state.waiters.is_first(queue, task, (order, math.inf)), waited=due)
+        may_draw = state.waiters.is_first(queue, line, (order, math.inf))
+        reply = self._answer(client, fetch, now, may_draw, waited=due)
         if reply is not None:
             state.mark_dirty(queue, task)
-        elif due:
+        elif due and not (may_draw and self._is_comparing(fetch)):
             reply = self._not_ready(fetch, now)
         else:
             state.waiters.park(client, fetch, now, deadline, queue, order)
         return reply
 
     def _serve(self, queue: str, only: str | None, now: float) -> list[To]:
-        """Answer what can be answered. Within a task no fetch draws past an earlier one that still waits."""
+        """Answer what can be answered. Within a line no fetch draws past an earlier one that still waits."""
         replies = []
-        waiting: set[str] = set()
+        waiting: set[Line] = set()
         for parked in self.state.waiters.waiting_in(queue):
-            task = parked.request.task
+            task, line = parked.request.task, line_of(parked.request)
             if only not in (None, task):
                 continue
-            answer = partial(self._answer, parked.client, parked.request, now, may_draw=task not in waiting)
+            answer = partial(self._answer, parked.client, parked.request, now, may_draw=line not in waiting)
             reply = reply_or_error(parked.request.id, answer)
             if reply is None:
-                waiting.add(task)
+                waiting.add(line)
                 continue
-            if task in waiting:
+            if line in waiting:
                 # A repeated batch may have been the last one that the earlier fetches waited for.
                 self.state.mark_dirty(queue, task)
             self.state.waiters.remove(parked)
@@ -253,11 +284,20 @@ class ControlPlane:
             return p.Ended(fetch.id, "cleared")
         if partition is None:
             return self._producers_lost(fetch, now)
-        served = ServedFetch(fetch, partition, self.state.tasks.get(fetch.task))
+        served = self._served(fetch, partition)
         reply = served.answer(now, may_draw, waited)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             self.state.calls.add(client, fetch.id, served.taken(self.state, reply))
+        if reply is None and may_draw and self._is_comparing(fetch):
+            return None
         return reply or self._producers_lost(fetch, now)
+
+    def _served(self, fetch: p.Fetch, partition: Partition) -> ServedFetch:
+        return ServedFetch(fetch, partition, self.state.tasks.get(fetch.task), self.state.budget)
+
+    def _is_comparing(self, fetch: p.Fetch) -> bool:
+        partition = self.state.partitions.get(fetch.partition)
+        return partition is not None and fetch.where is not None and self._served(fetch, partition).is_comparing
 
     def _producers_lost(self, fetch: p.Fetch, now: float) -> p.Failed | None:
         missing = self.state.producers.missing(fetch.fields, now)
@@ -271,10 +311,9 @@ class ControlPlane:
 
     def _not_ready(self, fetch: p.Fetch, now: float) -> p.Reply:
         partition = self.state.partitions.get(fetch.partition)
-        task = self.state.tasks.get(fetch.task)
         if partition is None:
-            return p.NotReady(fetch.id, task.needed(fetch), 0, 0)
-        reply = ServedFetch(fetch, partition, task).not_ready(now)
+            return p.NotReady(fetch.id, self.state.tasks.get(fetch.task).needed(fetch), 0, 0)
+        reply = self._served(fetch, partition).not_ready(now)
         if not partition.num_reserved:
             return reply
         owed_by = writing.writers_of(self.state, partition)[:_MOST_NAMED]

@@ -16,6 +16,8 @@ from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState
+from transfer_queue.control.tag_filter import TagFilter, parse_filter
+from transfer_queue.control.units import WATCHERS
 from transfer_queue.control.writing import WRITERS, Reservation
 from transfer_queue.errors import TransferQueueError
 
@@ -92,7 +94,11 @@ def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
 
 
 def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
-    """A page of the keys of published samples and their tags; empty for an unknown partition."""
+    """A page of the keys of published samples and their tags; empty for an unknown partition.
+
+    With a filter, a page holds those that match of as many keys.
+    """
+    where = None if request.where is None else parse_filter(request.where)
     names = list(state.partitions) if request.partition is None else [request.partition]
     room, more, last = _page(request.limit), False, request.after
     keys: dict[str, dict[str, p.Tags]] = {}
@@ -103,20 +109,29 @@ def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
         if not room:
             return p.KeyList(request.id, keys, True, last)
         items, others = partition.keys.page(request.after, room)
-        keys[name] = _published_keys(partition, items)
+        keys[name] = published_keys(partition, items, where)
         room, more = room - len(items), more or others
         last = items[-1][0] if items else last
     return p.KeyList(request.id, keys, more, last if more else None)
 
 
-def _published_keys(partition: Partition, items: list[tuple[str, int]]) -> dict[str, p.Tags]:
+def published_keys(partition: Partition, items: list[tuple[str, int]], where: TagFilter | None) -> dict[str, p.Tags]:
+    """Those of these keys, with their indexes, that are published and match, and their tags."""
     if not items:
         return {}
     indexes = np.array([index for _, index in items], dtype=np.int64)
     rows = partition.rows_of(indexes)
     live = partition.table.column("state")[rows] == RowState.LIVE
     tags = partition.tags.of(indexes, rows)
-    return {key: tags.get(index, {}) for (key, index), shown in zip(items, live.tolist(), strict=True) if shown}
+    found = {key: tags.get(index, {}) for (key, index), shown in zip(items, live.tolist(), strict=True) if shown}
+    return found if where is None else {key: own for key, own in found.items() if where.matches(own)}
+
+
+def list_lost(state: PlaneState, request: p.ListLost) -> p.Reply:
+    """By field, the samples that lost it."""
+    partition = state.partitions.get(request.partition)
+    lost = {} if partition is None else partition.lost()
+    return p.Done(request.id, {name: p.pack_indexes(indexes) for name, indexes in lost.items()})
 
 
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
@@ -130,7 +145,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
             "client": parked.client, "waited_s": now - parked.since, "writer": parked.queue in (WRITERS, REWRITERS),
             **_wanting(state, parked.request, now),
         }
-        for parked in state.waiters.all()
+        for parked in state.waiters.all() if parked.queue != WATCHERS
     ]  # fmt: skip
     partitions = {}
     for name, partition in state.partitions.items():
@@ -138,7 +153,14 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
         partitions[name] = {**_partition_stats(partition), "abandoned": abandoned}
     return p.Done(
         request.id,
-        {"partitions": partitions, "waiting": waiting, "capacity": state.config.capacity, "clients": _clients(state)},
+        {
+            "partitions": partitions,
+            "waiting": waiting,
+            "capacity": state.config.capacity,
+            "clients": _clients(state),
+            "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
+            "lost_units": list(state.units.lost.values()),
+        },
     )
 
 
@@ -159,9 +181,15 @@ def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
 
 
 def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any]:
-    """What a parked request waits for: ``lacking`` counts, by field, the undrawn samples without it."""
+    """What a parked request waits for: ``lacking`` counts, by field, the undrawn samples without it.
+
+    ``unmatched``: samples that lack nothing, and don't match the fetch's filter.
+    """
     if isinstance(request, p.ResolveKeys):
         return {"wanted": len(request.keys)}
+    if isinstance(request, p.WatchKeys | p.WaitKeys):
+        keys = "keys" if request.where is None else f"keys where {request.where}"
+        return {"wanted": getattr(request, "count", None), "keys": keys}
     if not isinstance(request, p.Fetch):
         return {"wanted": getattr(request, "count", None)}
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
@@ -169,26 +197,30 @@ def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            missing = ServedFetch(request, partition, task).not_ready(now)
+            missing = ServedFetch(request, partition, task, state.budget).not_ready(now)
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
-    return {"fields": request.fields, "wanted": missing.wanted, "ready": missing.ready, "lacking": missing.lacking}
+    return {
+        "fields": request.fields, "wanted": missing.wanted, "ready": missing.ready, "lacking": missing.lacking,
+        "unmatched": missing.unmatched,
+    }  # fmt: skip
 
 
 def _partition_stats(partition: Partition) -> dict[str, Any]:
-    tasks = {
-        name: {
-            "ready": {",".join(fields): count for fields, count in consumer.ready_counts().items()},
+    tasks = {}
+    for name, consumer in partition.consumers.items():
+        end = consumer.end_of(None)
+        tasks[name] = {
+            "ready": consumer.ready_counts(),
             "consumed": partition.num_live - consumer.num_unconsumed,
             "in_flight": len(consumer.ledger),
             "settled": consumer.ledger.first_open(),
-            "ended": consumer.ended,
-            "dropped": consumer.dropped,
+            "ended": None if end is None else end.reason,
+            "dropped": 0 if end is None else end.dropped,
         }
-        for name, consumer in partition.consumers.items()
-    }
     return {
         "samples": partition.num_live, "published": partition.num_published, "held": partition.num_reserved,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
         "fields": partition.schema.names, "tasks": tasks,
+        "lost": {name: len(indexes) for name, indexes in partition.lost().items()},
     }  # fmt: skip

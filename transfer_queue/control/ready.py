@@ -93,6 +93,10 @@ class ReadySet:
                 start = (at + block) * _BLOCK
                 yield self._mask[start : start + _BLOCK].nonzero()[0] + start
 
+    def all_rows(self) -> Rows:
+        """Every ready row, ascending; for tests."""
+        return np.concatenate([np.empty(0, dtype=np.intp), *self.blocks()])
+
 
 class ReadyView(Sequence[int]):
     """What a sampler sees: the global indexes that are ready, ascending. Access near the front is cheap.

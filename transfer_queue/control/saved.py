@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows, RowState
+from transfer_queue.control.rows import Rows, RowState, positions_in
 from transfer_queue.errors import CheckpointError
-from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
+from transfer_queue.protocol import DeclaredField, Indexes, pack_indexes, unpack_indexes
 
 FORMAT = 1
 
@@ -57,7 +57,10 @@ class SavedLedger(msgspec.Struct):
 
 
 class SavedConsumer(msgspec.Struct):
-    """``given`` int32 and ``consumed`` bool, one per row."""
+    """``given`` int32 and ``consumed`` bool, one per row.
+
+    ``ended``, ``dropped``: of the stream without a filter. ``ended_filters``: (filter, reason, dropped) of others.
+    """
 
     task: str
     given: bytes
@@ -68,10 +71,15 @@ class SavedConsumer(msgspec.Struct):
     over_at: int | None = None
     told: list[int] = []
     ends: list[tuple[int | None, list[int]]] = []
+    ended_filters: list[tuple[str, str, int]] = []
 
 
 class SavedField(msgspec.Struct):
-    """``has`` bool per row; ``shapes`` int32 [rows, ndim] if rows differ. ``written`` False: only expected."""
+    """``has`` bool per row; ``shapes`` int32 [rows, ndim] if rows differ. ``written`` False: only expected.
+
+    ``units`` int32 per row: where the values lay in the queue that saved this; None: all in unit 0.
+    ``dtypes``, if there are several, with uint8 ``row_dtypes``: the position of each row's.
+    """
 
     name: str
     written: bool
@@ -83,6 +91,10 @@ class SavedField(msgspec.Struct):
     ndim: int | None = None
     mixed: bool = False
     shapes: bytes | None = None
+    dtypes: list[str | None] = []
+    row_dtypes: bytes | None = None
+    declared: DeclaredField | None = None
+    units: bytes | None = None
 
 
 class SavedPartition(msgspec.Struct):
@@ -172,6 +184,31 @@ def rows_with(saved: SavedPartition) -> tuple[Indexes, dict[str, Rows]]:
     return unpack_indexes(saved.index)[live], {name: rows for name, rows in has.items() if len(rows)}
 
 
+def places_of(saved: SavedPartition) -> dict[str, npt.NDArray[np.int32]]:
+    """By field, the storage unit of each sample, where some lay in another unit than 0."""
+    live = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
+    return {each.name: np.frombuffer(each.units, dtype="<i4")[live] for each in saved.fields if each.units is not None}
+
+
+StoredRows = tuple[str, Indexes, npt.NDArray[np.int32]]
+"""A field, some samples of it, and the storage unit of each."""
+
+
+def _place(saved: SavedQueue, stored: Iterable[StoredRows]) -> None:
+    """Replace what the state says of where values lie: those of a checkpoint lie where they were stored now."""
+    by_field: dict[str, list[StoredRows]] = {}
+    for each in stored:
+        by_field.setdefault(each[0], []).append(each)
+    for partition in saved.partitions:
+        own = unpack_indexes(partition.index)
+        for field in partition.fields:
+            units = np.zeros(len(own), dtype="<i4")
+            for _, indexes, where in by_field.get(field.name, ()):
+                at, found = positions_in(own, indexes)
+                units[at[found]] = where[found]
+            field.units = units.tobytes() if units.any() else None
+
+
 # ---- slices ----
 
 ROWS = 3000
@@ -250,6 +287,7 @@ def _cut(whole: SavedPartition) -> Iterator[SavedPartition]:
 def _check_lengths(whole: SavedPartition, num_rows: int) -> None:
     of_rows = [len(whole.index) // 8, *(len(getattr(whole, name)) // 4 for name in _PUT_COLUMNS)]
     of_rows += [len(each.has) for each in whole.fields]
+    of_rows += [len(each.row_dtypes) for each in whole.fields if each.row_dtypes is not None]
     of_rows += [len(each.shapes) // (4 * each.ndim) for each in whole.fields if each.shapes is not None and each.ndim]
     for each in whole.consumers:
         of_rows += [len(each.consumed), len(each.given) // 4]
@@ -274,7 +312,9 @@ def _cut_field(whole: SavedField, start: int, stop: int) -> SavedField:
     if shapes is not None:
         width = 4 * (whole.ndim or 0)
         shapes = shapes[width * start : width * stop]
-    return _replace(whole, has=whole.has[start:stop], shapes=shapes)
+    row_dtypes = None if whole.row_dtypes is None else whole.row_dtypes[start:stop]
+    units = None if whole.units is None else whole.units[4 * start : 4 * stop]
+    return _replace(whole, has=whole.has[start:stop], shapes=shapes, row_dtypes=row_dtypes, units=units)
 
 
 def _cut_consumer(whole: SavedConsumer, at: int) -> SavedConsumer:
@@ -319,8 +359,13 @@ def _join(sections: list[SavedPartition]) -> SavedPartition:
 
 
 def _join_field(sections: list[SavedField]) -> SavedField:
-    shapes = None if sections[0].shapes is None else b"".join(section.shapes or b"" for section in sections)
-    return _replace(sections[0], has=b"".join(section.has for section in sections), shapes=shapes)
+    joined: dict[str, bytes | None] = {"has": b"".join(section.has for section in sections)}
+    for name in ("shapes", "row_dtypes"):
+        if getattr(sections[0], name) is not None:
+            joined[name] = b"".join(getattr(section, name) or b"" for section in sections)
+    if any(section.units is not None for section in sections):
+        joined["units"] = b"".join(section.units or bytes(4 * len(section.has)) for section in sections)
+    return _replace(sections[0], **joined)
 
 
 def _join_consumer(sections: list[SavedConsumer]) -> SavedConsumer:
@@ -339,9 +384,8 @@ def joined(parts: list[bytes]) -> bytes:
     return parts[0] if len(parts) == 1 else msgspec.msgpack.encode(merge(map(decode, parts)))
 
 
-def encoded_parts(data: bytes) -> list[bytes]:
-    """The slices of an encoded queue, each encoded. What is small, or can't be read, stays as it is."""
-    if len(data) <= ROWS:  # a row takes more than a byte
-        return [data]
-    parts = [msgspec.msgpack.encode(each) for each in split(decode(data))]
-    return parts if len(parts) > 1 else [data]
+def encoded_parts(data: bytes, stored: Iterable[StoredRows]) -> list[bytes]:
+    """The slices of an encoded queue, each encoded. ``stored``: where its values lie now, if not in unit 0."""
+    saved = decode(data)
+    _place(saved, stored)
+    return [msgspec.msgpack.encode(each) for each in split(saved)]

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of one partition: dtype, shape of a row, and one shape per row if they differ."""
+"""The fields of one partition: dtype and shape of a row, and one of them per row where rows differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows, RowTable, all_of, ascending
+from transfer_queue.control.rows import Rows, RowState, RowTable, all_of, ascending
 from transfer_queue.control.saved import SavedField
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError
-from transfer_queue.protocol import FieldSpec
+from transfer_queue.protocol import DeclaredField, FieldSpec, UnitRuns, by_row, runs_of
 
 _MAX_SIZE = 2**31 - 1
+_MOST_DTYPES = 64
+"""Of one field. The number of a row's dtype must fit into a byte."""
 
 
 @dataclass(slots=True)
 class _Field:
-    """``shape`` None: rows differ; ``ndim``: the rank, if shapes are stored per row; ``mixed``: ranks differ, too."""
+    """``dtypes``: where there are several, a column holds the number of each row's. ``shape`` None: rows differ;
+    ``ndim``: the rank, if shapes are stored per row; ``mixed``: ranks differ, too.
+    """
 
-    dtype: str | None
+    dtypes: tuple[str | None, ...]
     shape: tuple[int, ...] | None
     is_nested: bool
     is_non_tensor: bool
@@ -39,6 +43,7 @@ class Schema:
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self._fields: dict[str, _Field | None] = {}
+        self._declared: dict[str, DeclaredField] = {}
 
     @property
     def names(self) -> list[str]:
@@ -49,8 +54,33 @@ class Schema:
         """Fields that some row has, in order of registration."""
         return [name for name, field in self._fields.items() if field is not None]
 
-    def dtypes(self) -> dict[str, str | None]:
-        return {name: field.dtype for name, field in self._fields.items() if field is not None}
+    def dtypes_with(self, specs: Mapping[str, FieldSpec]) -> dict[str, list[str | None]]:
+        """The dtypes of those fields that have several, these of a write included."""
+        found = {}
+        for name, spec in specs.items():
+            field = self._fields.get(name)
+            known = () if field is None else field.dtypes
+            if len(known) > 1 or (known and spec.dtype not in known):
+                found[name] = list(dict.fromkeys((*known, spec.dtype)))
+        return found
+
+    def declare(self, fields: Mapping[str, DeclaredField], partition: str) -> None:
+        """Check these fields in every later write.
+
+        Raises:
+            SchemaConflictError: a field was declared otherwise before, or has samples of another dtype.
+        """
+        for name, declared in fields.items():
+            field = self._fields.get(name)
+            dtypes = {declared.dtype} if field is None else {declared.dtype, *field.dtypes}
+            if self._declared.get(name, declared) != declared or len(dtypes) > 1:
+                raise SchemaConflictError(
+                    f"field {name!r} of partition {partition!r} can't be declared as {_declaration(declared)}: it was "
+                    f"declared otherwise, or has samples of another dtype. Declare it alike, and before the first put."
+                )
+        for name, declared in fields.items():
+            self._declared[name] = declared
+            self.expect(name)
 
     def knows(self, name: str) -> bool:
         """Whether the field was written or expected."""
@@ -82,20 +112,41 @@ class Schema:
         """Written fields that every one of the rows has."""
         return [name for name in self.written() if all_of(self.has(name)[rows])]
 
+    def lose_unit(self, unit: int) -> dict[str, Rows]:
+        """The values in this storage unit are gone. Returns, by field, the rows that don't have it any more."""
+        lost = {}
+        for name in self.written():
+            if self._table.has_column(_unit(name)):
+                has, units = self._table.column(_has(name)), self._table.column(_unit(name))
+                rows = (has & (units == unit)).nonzero()[0]
+                if len(rows):
+                    has[rows], units[rows] = False, 0
+                    lost[name] = rows
+        return lost
+
+    def fields_of_some(self, rows: Rows, besides: Sequence[str]) -> list[str]:
+        """Written fields that some of the rows have, without those ``besides``."""
+        return [name for name in self.written() if name not in besides and self.has(name)[rows].any()]
+
     def check(self, specs: Mapping[str, FieldSpec], partition: str, num_rows: int | None = None) -> None:
-        """Raises SchemaConflictError if a dtype differs from the field's existing one.
+        """Raises SchemaConflictError if a field isn't as it was declared.
 
         ``num_rows``: of the put with these per-row shapes.
         """
         for name, spec in specs.items():
-            known = self._fields.get(name)
-            if known is not None and known.dtype != spec.dtype:
+            if num_rows is not None:
+                _check_rows(spec, num_rows, name)
+            declared, known = self._declared.get(name), self._fields.get(name)
+            if declared is not None and not _fits(spec, declared, num_rows):
                 raise SchemaConflictError(
-                    f"field {name!r} of partition {partition!r} holds {_kind(known.dtype)}, this put brings "
-                    f"{_kind(spec.dtype)}. Convert it before the put, or use another field name."
+                    f"field {name!r} of partition {partition!r} is declared as {_declaration(declared)}, this put "
+                    f"brings {_kind(spec.dtype)}, shape {_shape_text(spec)}. Convert it before the put, or use another "
+                    f"field name."
                 )
-            if num_rows is not None and not spec.is_non_tensor:
-                _check_shapes(spec, num_rows, name)
+            if known is not None and spec.dtype not in known.dtypes and len(known.dtypes) == _MOST_DTYPES:
+                raise InvalidRequestError(
+                    f"field {name!r} of partition {partition!r} has {_MOST_DTYPES} dtypes already."
+                )
 
     def record(self, rows: Rows, specs: Mapping[str, FieldSpec]) -> dict[str, Rows]:
         """Record that the rows have these fields now. Returns, by field, the rows that did not, each once. Call
@@ -107,9 +158,14 @@ class Schema:
             has = self._table.column(_has(name))
             news[name] = ascending(rows[~has[rows]])
             has[rows] = True
+            self._place(name, rows, spec.units)
             known = self._fields[name]
-            if known is None:
-                known = self._fields[name] = _Field(spec.dtype, spec.shape, spec.is_nested, spec.is_non_tensor)
+            if known is None or (spec.dtype not in known.dtypes and not self._have_others(name, rows)):
+                self._table.drop_column(_shapes(name))
+                self._table.drop_column(_dtypes(name))
+                known = _Field((spec.dtype,), spec.shape, spec.is_nested, spec.is_non_tensor)
+                self._fields[name] = known
+            self._record_dtype(rows, name, known, spec.dtype)
             known.is_nested |= spec.is_nested
             if spec.is_non_tensor or (spec.shape is not None and known.shape == spec.shape):
                 continue
@@ -118,6 +174,30 @@ class Schema:
             if known.ndim is not None:
                 self._table.column(_shapes(name))[rows] = shapes
         return news
+
+    def _place(self, name: str, rows: Rows, units: UnitRuns | None) -> None:
+        """Record where the values lie. There is no column before some lie in another unit than 0."""
+        if units is None and not self._table.has_column(_unit(name)):
+            return
+        if not self._table.has_column(_unit(name)):
+            self._table.add_column(_unit(name), np.int32)
+        self._table.column(_unit(name))[rows] = 0 if units is None else by_row(units)
+
+    def _have_others(self, name: str, rows: Rows) -> bool:
+        """Whether rows besides these have the field."""
+        held = self.has(name) & (self._table.column("state") != RowState.DEAD)
+        held[rows] = False
+        return bool(held.any())
+
+    def _record_dtype(self, rows: Rows, name: str, field: _Field, dtype: str | None) -> None:
+        """Only a field of several dtypes takes memory per row for them."""
+        if dtype not in field.dtypes:
+            field.dtypes += (dtype,)
+        if len(field.dtypes) == 1:
+            return
+        if not self._table.has_column(_dtypes(name)):
+            self._table.add_column(_dtypes(name), np.uint8, 0)
+        self._table.column(_dtypes(name))[rows] = field.dtypes.index(dtype)
 
     def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
         """Store a shape per row from now on, unless ranks differ, too."""
@@ -140,19 +220,24 @@ class Schema:
         return [self._save(name, rows) for name in self._fields]
 
     def _save(self, name: str, rows: Rows) -> SavedField:
-        field, has = self._fields[name], self.has(name)[rows].tobytes()
+        field, has, declared = self._fields[name], self.has(name)[rows].tobytes(), self._declared.get(name)
         if field is None:
-            return SavedField(name, False, has)
+            return SavedField(name, False, has, declared=declared)
         shapes = None if field.ndim is None else self._table.column(_shapes(name))[rows].astype("<i4").tobytes()
+        several = len(field.dtypes) > 1
+        row_dtypes = self._table.column(_dtypes(name))[rows].tobytes() if several else None
+        units = self._table.column(_unit(name))[rows].astype("<i4") if self._table.has_column(_unit(name)) else None
         return SavedField(
-            name, True, has, field.dtype, field.shape, field.is_nested, field.is_non_tensor, field.ndim, field.mixed,
-            shapes,
+            name, True, has, field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, field.ndim,
+            field.mixed, shapes, list(field.dtypes) if several else [], row_dtypes, declared,
+            None if units is None or not units.any() else units.tobytes(),
         )  # fmt: skip
 
     def frozen(self, table: RowTable) -> Schema:
         """As it is now; ``table``: the rows as they are now."""
         copy = Schema(table)
         copy._fields = {name: field and replace(field) for name, field in self._fields.items()}
+        copy._declared = dict(self._declared)
         return copy
 
     def load(self, fields: Iterable[SavedField], start: int) -> None:
@@ -161,16 +246,34 @@ class Schema:
         for saved in fields:
             self.expect(saved.name)
             self._table.column(_has(saved.name))[start:] = np.frombuffer(saved.has, dtype=np.bool_)
+            if saved.declared is not None:
+                self._declared[saved.name] = saved.declared
             if not saved.written:
                 continue
-            field = _Field(saved.dtype, saved.shape, saved.is_nested, saved.is_non_tensor, saved.ndim, saved.mixed)
+            dtypes = tuple(saved.dtypes) or (saved.dtype,)
+            field = _Field(dtypes, saved.shape, saved.is_nested, saved.is_non_tensor, saved.ndim, saved.mixed)
             self._fields[saved.name] = field
+            if len(dtypes) > 1:
+                self._load_dtypes(saved, start)
             if saved.ndim is not None:
                 # Rows without the field show its fill, as they do where it was never saved.
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
                 if not self._table.has_column(_shapes(saved.name)):
                     self._table.add_column(_shapes(saved.name), np.int32, width=saved.ndim)
                 self._table.column(_shapes(saved.name))[start:] = shapes
+
+            if saved.units is not None:
+                if not self._table.has_column(_unit(saved.name)):
+                    self._table.add_column(_unit(saved.name), np.int32)
+                self._table.column(_unit(saved.name))[start:] = np.frombuffer(saved.units, dtype="<i4")
+
+    def _load_dtypes(self, saved: SavedField, start: int) -> None:
+        numbers = np.frombuffer(saved.row_dtypes or b"", dtype=np.uint8)
+        if (len(numbers) and int(numbers.max()) >= len(saved.dtypes)) or len(saved.dtypes) > _MOST_DTYPES:
+            raise ValueError(f"rows of field {saved.name!r} have unknown dtypes")
+        if not self._table.has_column(_dtypes(saved.name)):
+            self._table.add_column(_dtypes(saved.name), np.uint8, 0)
+        self._table.column(_dtypes(saved.name))[start:] = numbers
 
     def spec(self, name: str, rows: Rows) -> FieldSpec:
         """Describe the field for these rows; a field without values is a placeholder."""
@@ -180,7 +283,18 @@ class Schema:
         shapes = None
         if field.ndim is not None:
             shapes = np.ascontiguousarray(self._table.column(_shapes(name))[rows], dtype="<i4").tobytes()
-        return FieldSpec(field.dtype, field.shape, field.is_nested, field.is_non_tensor, shapes)
+        units = runs_of(self._table.column(_unit(name))[rows]) if self._table.has_column(_unit(name)) else None
+        if len(field.dtypes) == 1:
+            return FieldSpec(field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, shapes, units=units)
+        numbers = self._table.column(_dtypes(name))[rows]
+        dtype = field.dtypes[int(numbers[0]) if len(numbers) else 0]
+        if len(numbers) and (numbers != numbers[0]).any():
+            return FieldSpec(
+                dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), numbers.tobytes(), units
+            )
+        if dtype is None:
+            return FieldSpec(None, None, is_non_tensor=True, dtypes=list(field.dtypes), units=units)
+        return FieldSpec(dtype, field.shape, field.is_nested, False, shapes, list(field.dtypes), units=units)
 
 
 def _has(name: str) -> str:
@@ -189,6 +303,50 @@ def _has(name: str) -> str:
 
 def _shapes(name: str) -> str:
     return f"shapes:{name}"
+
+
+def _unit(name: str) -> str:
+    return f"unit:{name}"
+
+
+def _dtypes(name: str) -> str:
+    return f"dtypes:{name}"
+
+
+def _declaration(declared: DeclaredField) -> str:
+    return _kind(declared.dtype) + ("" if declared.shape is None else f", shape {list(declared.shape)}")
+
+
+def _shape_text(spec: FieldSpec) -> str:
+    return "not the same for all" if spec.shape is None else str(list(spec.shape))
+
+
+def _fits(spec: FieldSpec, declared: DeclaredField, num_rows: int | None) -> bool:
+    """Whether the dtype, and the shape of every row, is the declared one."""
+    if spec.dtype != declared.dtype:
+        return False
+    if declared.shape is None or spec.is_non_tensor:
+        return True
+    wanted = declared.shape or (1,)  # a column of scalars has rows of shape (1,)
+    if spec.shape is not None:
+        shapes = np.array([spec.shape], dtype=np.int64)
+    elif spec.row_shapes is None:  # rows of different rank
+        return False
+    elif not num_rows:
+        return True
+    else:
+        shapes = np.frombuffer(spec.row_shapes, dtype="<i4").reshape(num_rows, -1)
+    if shapes.shape[1] != len(wanted):
+        return False
+    return all(size is None or bool((shapes[:, dim] == size).all()) for dim, size in enumerate(wanted))
+
+
+def _check_rows(spec: FieldSpec, count: int, name: str) -> None:
+    """Raises InvalidRequestError if shapes or places are those of another number of rows."""
+    if not spec.is_non_tensor:
+        _check_shapes(spec, count, name)
+    if spec.units is not None and sum(own for _, own in spec.units) != count:
+        raise InvalidRequestError(f"field {name!r} says of other than {count} rows where their values lie.")
 
 
 def _check_shapes(spec: FieldSpec, count: int, name: str) -> None:

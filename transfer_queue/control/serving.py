@@ -9,13 +9,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.consumer import UNLEDGERED, Consumer
+from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
+from transfer_queue.control.filtered import FilteredSet, TurnBudget
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
+from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, all_of
 from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import PlaneState
+from transfer_queue.control.tag_filter import parse_filter
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import Batch, Ended, Fetch, Indexes, NotReady, pack_indexes, unpack_indexes
 
@@ -38,6 +41,8 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         number = getattr(fetch, name)
         if number is not None and number < 0:
             raise InvalidRequestError(f"{name} must be greater than or equal to 0, got {number}.")
+    if fetch.where is not None:
+        parse_filter(fetch.where)
     dp_size = task.size_for(fetch)
     if dp_size is not None and fetch.dp_rank is not None and fetch.dp_rank >= dp_size:
         raise InvalidRequestError(
@@ -80,6 +85,16 @@ class Taken(Record):
         return True
 
 
+class TakenUnread(Taken):
+    """A batch without ledger entry whose values did not come with it. It is kept until its client has read it."""
+
+    __slots__ = ()
+    holds = True
+
+    def undo(self) -> bool:
+        return self.reply is not None and super().undo()  # received means never given to another reader
+
+
 def _release(partition: Partition, taken: Taken) -> None:
     """Undo a batch that no client received: its samples are drawn again, or its rank gets the same share again."""
     consumer = partition.consumers.get(taken.task)
@@ -103,10 +118,11 @@ def _release(partition: Partition, taken: Taken) -> None:
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task) -> None:
+    def __init__(self, fetch: Fetch, partition: Partition, task: Task, budget: TurnBudget) -> None:
         self._fetch = fetch
         self._partition = partition
         self._task = task
+        self._budget = budget
         self._consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = task.size_for(fetch)
         self._drawn: Indexes = np.empty(0, dtype=np.int64)
@@ -128,13 +144,16 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                reply = ServedFetch(fetch, self._partition, self._task).answer(now, may_draw, waited)
+                served = ServedFetch(fetch, self._partition, self._task, self._budget)
+                reply = served.answer(now, may_draw, waited)
                 if not isinstance(reply, Batch):
                     return reply
         known_end = self._known_end(batch_index)
         if known_end is not None or not may_draw:
             return known_end
         draw = self._draw(batch_index)
+        if not self._budget.finish(draw.ready, self._partition.name):
+            return None
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
@@ -142,18 +161,36 @@ class ServedFetch:
 
     def _known_end(self, batch_index: int | None) -> Ended | None:
         """The end of stream, if an earlier fetch decided it."""
-        if self._consumer.ended is not None:
-            return Ended(self._fetch.id, self._consumer.ended, self._consumer.dropped)
+        end = self._consumer.end_of(self._fetch.where)
+        if end is not None:
+            return Ended(self._fetch.id, end.reason, end.dropped)
         if self._consumer.is_over(batch_index):
             return self._over(batch_index)
         if self._missed_by_tail(batch_index):
             return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed")
         return None
 
+    def _ready(self) -> ReadySet:
+        return self._consumer.ready(tuple(self._fetch.fields), self._fetch.where)
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether some ready samples are still to be compared with the filter, so that a draw isn't decided."""
+        ready = self._ready()
+        return isinstance(ready, FilteredSet) and ready.num_unchecked > 0
+
+    def _num_unmatched(self, ready: ReadySet) -> int:
+        """Samples that would be ready without the filter."""
+        if not isinstance(ready, FilteredSet):
+            return 0
+        return self._consumer.ready(tuple(self._fetch.fields)).count - ready.count - ready.num_unchecked
+
     def taken(self, state: PlaneState, batch: Batch) -> Taken:
         """Record what this batch took, for a fetch that did not name it."""
         key = None if batch.batch_index is None else (self._rank, batch.batch_index)
-        return Taken(state, batch, self._partition, self._consumer, self._drawn, key)
+        values_come = self._fetch.with_values and all(spec.units is None for spec in batch.fields.values())
+        kind = Taken if key is not None or values_come else TakenUnread
+        return kind(state, batch, self._partition, self._consumer, self._drawn, key)
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Whether this round was a tail that did not reach this rank."""
@@ -189,7 +226,7 @@ class ServedFetch:
             ranks = tuple(range(self._dp_size))
             self._check_free(batch_index)
         return Draw(
-            self._partition, self._consumer, self._task.sampler, tuple(fetch.fields), fetch.batch_size,
+            self._partition, self._consumer, self._task.sampler, tuple(fetch.fields), self._ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
 
@@ -223,7 +260,8 @@ class ServedFetch:
             if rank == self._rank:
                 reply = self._entry_batch(entry, share.rows)
         # None: a tail that did not reach this rank.
-        return reply or Ended(self._fetch.id, self._consumer.ended or "consumed", self._consumer.dropped)
+        end = self._consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)
+        return reply or Ended(self._fetch.id, end.reason, end.dropped)
 
     def _over(self, batch_index: int | None, dropped: int = 0) -> Ended:
         """The current end of an unsealed stream."""
@@ -272,20 +310,24 @@ class ServedFetch:
         return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
 
     def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
-        """Decide whether a round that can't be filled now will ever be."""
-        if self._fetch.finite and self._partition.is_exhausted(self._consumer):
+        """Decide whether a round that can't be filled now will ever be.
+
+        Samples that have all fields and don't match the filter count as not coming, although their tags may change.
+        """
+        ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
+        if self._fetch.finite and self._partition.is_exhausted(self._consumer, unmatched):
             return self._over(draw.batch_index)
         if not self._is_complete(now, waited):
             return None
-        ready = self._consumer.ready(draw.fields).count
-        coming = self._partition.num_reserved + self._consumer.num_undrawn - ready  # reserved, or lacking fields
+        lacking = self._consumer.num_undrawn - ready - unmatched
+        coming = self._partition.num_reserved + lacking
         policy = self._task.tail_policy(self._dp_size)
         if coming and (policy != "drop" or ready + coming >= draw.needed()):
             return None
         shares = draw.tail_shares(policy)
         left = ready + coming - sum(len(share.consumed) for share in shares)
         if self._partition.sealed and not (shares and left):
-            self._consumer.ended, self._consumer.dropped = "sealed", left
+            self._consumer.end(self._fetch.where, "sealed", left)
         if shares:
             return self._hand_out(draw, shares)
         return Ended(self._fetch.id, "sealed", left) if self._partition.sealed else self._over(draw.batch_index, left)
@@ -315,6 +357,7 @@ class ServedFetch:
         partition, fetch = self._partition, self._fetch
         batch_index = self._batch_index()
         entry = None if batch_index is None else self._consumer.ledger.get((self._rank, batch_index))
+        unmatched = 0
         if entry is not None:
             rows = partition.rows_of(entry.indexes)
             wanted = samples = len(rows)
@@ -322,12 +365,13 @@ class ServedFetch:
             lacking = {n: int(np.count_nonzero(~partition.schema.complete(rows, [n]))) for n in fetch.fields}
         else:
             wanted, samples = self._task.needed(fetch), self._consumer.num_undrawn
-            ready = self._consumer.ready(tuple(fetch.fields)).count
+            matching = self._ready()
+            ready, unmatched = matching.count, self._num_unmatched(matching)
             lacking = {name: self._consumer.lacking(name) for name in fetch.fields} if samples > ready else {}
         last = partition.last_published
         return NotReady(
             fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},
-            None if last is None else now - last, partition.schema.written(),
+            None if last is None else now - last, partition.schema.written(), unmatched=unmatched,
         )  # fmt: skip
 
 

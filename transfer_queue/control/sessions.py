@@ -21,7 +21,9 @@ class Record:
     """One answered call. ``reply`` None: it was received, and the record stays for what the call still holds."""
 
     holds: ClassVar[bool] = False
-    """Whether a later call must end it: a reservation, a permit to replace values, a freeze, or staged samples."""
+    """Whether it stays after its answer was received: a reservation, a permit to replace values, a freeze, staged
+    samples, or a batch that is still to be read.
+    """
 
     __slots__ = ("kind", "reply")
 
@@ -39,7 +41,7 @@ class Record:
 
 
 class Calls:
-    """The records of all sessions, bounded by the number of calls that clients leave unconfirmed."""
+    """The records of all sessions, bounded by the calls that clients leave unconfirmed, and the batches unread."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, dict[int, Record]] = {}
@@ -64,7 +66,7 @@ class Calls:
         return record
 
     def received(self, client: str, calls: Iterable[int]) -> None:
-        """The client has these answers. A call that still holds something stays recorded until another call ends it."""
+        """The client has these answers. The record of a call that still holds something stays."""
         for call in calls:
             record = self.get(client, call)
             if record is None:

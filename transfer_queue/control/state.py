@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from transfer_queue.config import FullConfig
 from transfer_queue.control.draw import Tasks
+from transfer_queue.control.filtered import TurnBudget
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import IndexAllocator
 from transfer_queue.control.sessions import Calls, Freezes, Producers
+from transfer_queue.control.units import UnitTable
 from transfer_queue.errors import UnknownPartitionError, to_wire
-from transfer_queue.protocol import Failed, Indexes, Reply
+from transfer_queue.protocol import Failed, Fetch, Indexes, Reply
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import resolve
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
@@ -86,6 +88,14 @@ class Parked:
     done: bool = False
 
 
+Line = tuple[str, str | None]
+"""A task and a filter. Fetches of one line don't overtake each other."""
+
+
+def line_of(fetch: Fetch) -> Line:
+    return fetch.task, fetch.where
+
+
 class Waiters:
     """Parked requests by wait queue (a partition's name, or a special queue), and the earliest deadline of all."""
 
@@ -129,10 +139,10 @@ class Waiters:
         """The request that has waited longest in a wait queue."""
         return next(iter(self._queues.get(queue, {}).values()), None)
 
-    def is_first(self, queue: str, task: str, rank: tuple[float, float]) -> bool:
-        """Return whether no request of the task waits in front of this rank."""
+    def is_first(self, queue: str, line: Line, rank: tuple[float, float]) -> bool:
+        """Return whether no request of the line waits in front of this rank."""
         waiting = self._queues.get(queue)
-        return not waiting or all(other.rank >= rank or other.request.task != task for other in waiting.values())
+        return not waiting or all(other.rank >= rank or line_of(other.request) != line for other in waiting.values())
 
     def queues(self) -> list[str]:
         """The wait queues that are not empty."""
@@ -149,6 +159,14 @@ class Waiters:
         del waiting[parked.rank[1]]
         if not waiting:
             del self._queues[parked.queue]
+
+    def put_back(self, parked: Parked) -> None:
+        """Let a request that ``expired`` returned wait on, in its old place."""
+        parked.done = False
+        self._queues.setdefault(parked.queue, {})[parked.rank[1]] = parked
+        self._by_call[parked.client, parked.request.id] = parked
+        self._count += 1
+        heapq.heappush(self._deadlines, (parked.deadline, parked.rank[1], parked))
 
     def remove_queue(self, queue: str) -> list[Parked]:
         """Remove and return every request of a wait queue, in order of arrival."""
@@ -176,6 +194,14 @@ class Waiters:
         return [parked for waiting in self._queues.values() for parked in waiting.values()]
 
 
+_KEYS = "\0keys "
+
+
+def keys_queue(partition: str) -> str:
+    """The wait queue of requests that wait for keys of this partition."""
+    return _KEYS + partition
+
+
 class PlaneState:
     """The verbs change it. After a request, only dirty partitions are examined again."""
 
@@ -198,16 +224,22 @@ class PlaneState:
         self.snapshots: set[object] = set()
         """Those of which slices are still to be made."""
         self.calls = Calls()
+        self.units = UnitTable()
+        self.budget = TurnBudget()
 
     def mark_dirty(self, partition: str, task: str | None = None) -> None:
-        """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now."""
+        """Mark a partition as dirty: a parked fetch of this task (None: of any) may be decided now.
+
+        So may requests that wait for its keys.
+        """
         self.dirty[partition] = task if self.dirty.get(partition, task) == task else None
 
     def mark_all_dirty(self, task: str | None = None) -> None:
         """Examine all parked fetches again, of this task or of all tasks."""
         for queue in self.waiters.queues():
-            if not queue.startswith("\0"):
-                self.mark_dirty(queue, task)
+            partition = queue.removeprefix(_KEYS)
+            if not partition.startswith("\0"):
+                self.mark_dirty(partition, task)
 
     def get(self, name: str) -> Partition:
         """Raises UnknownPartitionError that names the existing ones."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
@@ -187,7 +188,8 @@ def check(state: PlaneState, request: Writer) -> None:
     if count:
         partition.check_open(count)
     if not isinstance(request, p.Insert):
-        partition.schema.check(request.fields, request.partition)
+        num_rows = len(request.keys) if isinstance(request, p.ResolveKeys) else request.count
+        partition.schema.check(request.fields, request.partition, num_rows)
 
 
 def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
@@ -203,7 +205,8 @@ def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
     rows = partition.reserve(request.count)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
-        reserved = p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes())
+        several = partition.schema.dtypes_with(request.fields)
+        reserved = p.Reserved(request.id, p.pack_indexes(indexes), several)
         state.calls.add(client, request.id, Reservation(state, client, request, reserved, partition, indexes))
         state.producers.announced(client, request.fields)
         return reserved
@@ -288,17 +291,20 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
-    """The samples of the known keys, with every field that all of them have."""
+    """The samples of the known keys, with every field that all of them have, and the names of those that some lack."""
     found = [(key, index) for key in keys if (index := partition.keys.index_of(key)) is not None]
     indexes = np.array([index for _, index in found], dtype=np.int64)
     rows = partition.rows_of(indexes)
     fields = partition.schema.fields_of(rows) if found else []
-    return describe(request_id, partition, indexes, fields, rows, keys=[key for key, _ in found])
+    described = describe(request_id, partition, indexes, fields, rows, keys=[key for key, _ in found])
+    partial = partition.schema.fields_of_some(rows, besides=fields)
+    return msgspec.structs.replace(described, partial=partial) if partial else described
 
 
 def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
     """Make fields visible: all of them, or none and an error."""
     partition = state.get(request.partition)
+    state.units.check(request.fields.values())
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, now)
     state.producers.published(client, request.fields)
@@ -318,9 +324,9 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
 def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Reply:
     """Check that these fields may be written to these samples."""
     partition = state.get(request.partition)
-    partition.rows_of(p.unpack_indexes(request.indexes))
-    partition.schema.check(request.fields, request.partition)
-    reply = p.Done(request.id, partition.schema.dtypes())
+    rows = partition.rows_of(p.unpack_indexes(request.indexes))
+    partition.schema.check(request.fields, request.partition, len(rows))
+    reply = p.Done(request.id, partition.schema.dtypes_with(request.fields))
     state.producers.announced(client, request.fields)
     if len(checkpoints.replaced(state, request)):
         state.freezes.permit(client, request.id)

@@ -16,7 +16,7 @@ from transfer_queue.client import TransferQueueClient
 from transfer_queue.client.get import FetchedBatch, explain, fetch_request
 from transfer_queue.config import environment_number
 from transfer_queue.dataloader.batch_stream import Fetched, Requested
-from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError
+from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, QueueUnreachableError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.utils.logging_utils import get_logger
@@ -25,6 +25,9 @@ logger = get_logger(__name__)
 
 SLICE_S = 0.5
 """The longest wait of one request. Between two requests the stream checks whether to stop or to log."""
+
+_LOST_S = 1.0
+"""Between two requests of a batch that can't be read: the controller may not know yet that a unit is lost."""
 
 _ARGUMENTS = ("tq_client", "data_fields", "batch_size", "partition_id", "task_name", "sampling_config", "batch_index")
 
@@ -72,12 +75,22 @@ def default_fetch_batch_fn(
 class _QueueBatch:
     """A batch that the queue returned."""
 
-    def __init__(self, client: TransferQueueClient, batch: FetchedBatch) -> None:
-        self._client = client
+    def __init__(self, fetcher: BatchFetcher, batch_index: int, batch: FetchedBatch) -> None:
+        self._fetcher = fetcher
+        self._index = batch_index
         self._batch = batch
 
     def open(self) -> tuple[Any, BatchMeta]:
-        return self._client.take(self._batch), self._batch.meta
+        """Values that were lost with a storage unit are waited for until their producers have put them again."""
+        while True:
+            try:
+                return self._fetcher.client.take(self._batch), self._batch.meta
+            except QueueUnreachableError as error:
+                logger.warning("batch %d can't be read, and is requested again: %s", self._index, error)
+                again = None if self._fetcher.pause(_LOST_S) else _FromQueue(self._fetcher, self._index).answer()
+                if again is None:
+                    raise
+                self._batch = again
 
     def close(self) -> None:
         run_blocking(self._batch.close())
@@ -129,10 +142,10 @@ class BatchFetcher:
             )
         )
 
-    def received(self, batch: FetchedBatch) -> Fetched:
+    def received(self, batch_index: int, batch: FetchedBatch) -> Fetched:
         """Wrap the queue's answer, and remember its token for the next batch."""
         self._last = batch.meta.token
-        return _QueueBatch(self.client, batch)
+        return _QueueBatch(self, batch_index, batch)
 
     def call(self, batch_index: int) -> Fetched | None:
         """Call the user's function once; return None, after a pause, if it has nothing yet."""
@@ -193,13 +206,18 @@ class _FromQueue:
         self._pending = fetcher.start(batch_index, wait_s)
 
     def receive(self) -> Fetched | None:
+        answer = self.answer()
+        return None if answer is None else self._fetcher.received(self._index, answer)
+
+    def answer(self) -> FetchedBatch | None:
+        """The batch; None: stop."""
         wait = _Wait(self._fetcher)
         is_news = time.monotonic() < self._parked_until
         while isinstance(answer := self._pending.finish(), p.NotReady):
             if is_news and not wait.goes_on(answer):
                 return None
             self._pending, is_news = self._fetcher.start(self._index, wait.left_s()), True
-        return self._fetcher.received(answer)
+        return answer
 
     def close(self) -> None:
         self._pending.close()

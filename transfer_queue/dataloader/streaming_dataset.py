@@ -73,6 +73,7 @@ class StreamingDataset(IterableDataset[Any]):
         timeout_s: float | None = None,
         report_every_s: float = 30.0,
         should_stop: Callable[[], bool] | None = None,
+        where: str | None = None,
     ) -> None:
         """Args:
             config: What ``init`` returned; None: the queue of this process, or of TQ_ADDRESS.
@@ -89,6 +90,8 @@ class StreamingDataset(IterableDataset[Any]):
             timeout_s: Longest wait for one batch, then BatchTimeoutError; None: wait and report.
             report_every_s: Interval of the log message that says what a waiting stream waits for.
             should_stop: Polled while waiting; True ends the stream.
+            where: Read only samples whose tags match, such as ``"policy_version >= 7"``; see ``get_meta``. Part of
+                ``sampling_config``, as ``fetch_batch_fn`` gets it.
         Raises:
             ValueError: an invalid size, rank or list of fields.
         """
@@ -119,6 +122,8 @@ class StreamingDataset(IterableDataset[Any]):
         }
         if dp_size is not None:
             self.sampling_config["dp_size"] = dp_size
+        if where is not None:
+            self.sampling_config["where"] = where
         self.position = Start(partition_id)
         self.worker_cursor: Cursor | None = None
         """Set while a StreamingDataLoader starts its workers, which keep it."""

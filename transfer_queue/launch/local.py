@@ -87,7 +87,7 @@ class LocalQueue:
         """Start one process for all servers, or one for the controller and one for each unit."""
         config = typed(conf)
         storage, backend = config.backend.SimpleStorage, config.backend.storage_backend
-        sampler = _portable(conf.controller.sampler)
+        sampler = portable(conf.controller.sampler)
         together = _together(config) and sampler is not None
         count = 1 if _together(config) or not is_of_units(backend) else storage.num_data_storage_units
         memory = storage.memory_bytes()
@@ -97,12 +97,16 @@ class LocalQueue:
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
             )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
+        orders = [{"address": self.address, "controller": True, "unit": None, "join": None, "listen": config.listen}]
         if together:
-            orders = [{"address": self.address, "controller": True, "unit": next(iter(units)), "listen": config.listen}]
+            orders[0]["unit"] = next(iter(units))
         else:
-            orders = [{"address": address, "controller": False, "unit": name} for name, address in units.items()]
-            if sampler is not None:
-                orders.append({"address": self.address, "controller": True, "unit": None})
+            orders += [
+                {"address": address, "controller": False, "unit": name, "join": self.address, "listen": None}
+                for name, address in units.items()
+            ]
+        if sampler is None:
+            del orders[0]
         processes = [self._spawn() for _ in orders]
         pids = {own["address"]: process.pid for own, process in zip(orders, processes, strict=True)}
         infos = {
@@ -111,31 +115,24 @@ class LocalQueue:
         }
         pid = pids.get(self.address, self._owner)
         controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
-        conf = _with_servers(conf, self.address, controller, infos)
+        conf = with_servers(conf, self.address, controller, infos)
         common = self._orders(conf, sampler, capacity)
         if config.listen is not None:
             if not together:
                 raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
-            common["key_file"] = self._keys(config.key_file)
-            conf.key_file = common["key_file"]
-        for process, own in zip(processes, orders, strict=True):
-            _send_orders(process, {**common, **own})
+            common["key_file"] = conf.key_file = keys_for(config, self._directory)
         if sampler is None:
-            self._serve_in_thread({**common, "controller": True, "unit": None}, as_sampler(conf.controller.sampler))
-        for process in processes:
-            answer = _await_ready(process)
-            if answer.get("listening"):
-                conf.listen = answer["listening"]
+            own = {**common, "controller": True, "unit": None, "join": None}
+            self._serve_in_thread(own, as_sampler(conf.controller.sampler))
+        first = 0 if sampler is None else 1  # units join at the controller, which has to be there
+        for process, own in zip(processes[:first], orders, strict=False):
+            _send_orders(process, {**common, **own})
+            conf.listen = _await_ready(process).get("listening") or conf.listen
+        for process, own in zip(processes[first:], orders[first:], strict=True):
+            _send_orders(process, {**common, **own})
+        for process in processes[first:]:
+            _await_ready(process)
         return conf
-
-    def _keys(self, file: str | None) -> str:
-        """The file of the queue's keys, created if it does not exist."""
-        path = file or f"{self._directory}/keys"
-        if not os.path.exists(path):
-            from transfer_queue.transport.tcp_wire import write_keys  # it loads ZMQ
-
-            write_keys(path)
-        return path
 
     def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> dict[str, Any]:
         plain = to_plain(conf)
@@ -146,7 +143,7 @@ class LocalQueue:
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
             "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
             "inline_nbytes": self._inline_nbytes, "capacity_bytes": capacity_bytes,
-            "listen": None, "key_file": None, "backend_path": path_of(conf.backend.storage_backend),
+            "key_file": None, "backend_path": path_of(conf.backend.storage_backend),
         }  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:
@@ -184,6 +181,21 @@ class LocalQueue:
         """End the servers. Idempotent; does nothing in a fork of the owner."""
         if self.is_owner:
             self._finalizer()
+
+
+def keys_for(config: FullConfig, directory: str) -> str | None:
+    """The file of the queue's keys, created if it does not exist. None: without encryption."""
+    if config.encryption == "none":
+        _log.warning(
+            "encryption is off: whoever reaches %s can read and change all values (encryption: none)", config.listen
+        )
+        return None
+    path = config.key_file or f"{directory}/keys"
+    if not os.path.exists(path):
+        from transfer_queue.transport.tcp_wire import write_keys  # it loads ZMQ
+
+        write_keys(path)
+    return path
 
 
 def short_directory(prefix: str) -> str:
@@ -227,8 +239,8 @@ def _end(
             server.stop()
             thread.join(_STOP_TIMEOUT_S)
     own_controller.clear()
-    # The controller was started last and ends first, because it still reports ended clients to the units.
-    for together in (processes[-1:], processes[:-1]):
+    # The controller was started first and ends first, because it still reports ended clients to the units.
+    for together in (processes[:1], processes[1:]):
         for process in together:
             process.terminate()
         for process in together:
@@ -294,7 +306,7 @@ def _together(config: FullConfig) -> bool:
     return config.server_processes == "one"
 
 
-def _portable(sampler: Any) -> str | dict[str, Any] | None:
+def portable(sampler: Any) -> str | dict[str, Any] | None:
     """The sampler in a form that can be sent to another process; None if it must stay in this one."""
     if isinstance(sampler, str):
         return sampler
@@ -311,9 +323,10 @@ def _portable(sampler: Any) -> str | dict[str, Any] | None:
         return None
 
 
-def _with_servers(
+def with_servers(
     conf: DictConfig, address: str, controller: ZMQServerInfo, units: dict[str, ZMQServerInfo]
 ) -> DictConfig:
+    """The configuration of a running queue: with its address and its servers."""
     conf = conf.copy()
     conf.address = address
     conf.controller.zmq_info = controller

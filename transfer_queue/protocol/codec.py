@@ -14,10 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
+from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
 from transfer_queue.protocol.replies import AnyReply
-from transfer_queue.protocol.requests import AnyRequest, Call, Fetch, Hello, Publish, Put, RegisterTask, SetTags
+from transfer_queue.protocol.requests import (
+    AnyRequest,
+    Call,
+    Fetch,
+    Hello,
+    Publish,
+    Put,
+    RegisterTask,
+    SetTags,
+    UnitRuns,
+)
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Client and server must have the same one."""
 MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""
@@ -28,10 +39,14 @@ R = TypeVar("R")
 
 
 class ClientMessage(msgspec.Struct, Generic[R], frozen=True, array_like=True):
-    """What a client sends. ``received``: earlier calls of its session whose answers it has, or no longer needs."""
+    """What a client sends. ``received``: earlier calls of its session whose answers it has, or no longer needs.
+
+    ``read``: fetches without ledger entry whose batches it has read, or can't read any more.
+    """
 
     received: list[Call]
     request: R
+    read: list[Call] = []
 
 
 # ---- encoding ----
@@ -47,6 +62,21 @@ def unpack_indexes(data: bytes) -> Indexes:
     if len(data) % 8:
         raise ProtocolError(f"indexes are 8 bytes each, got {len(data)} bytes.")
     return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
+
+
+def by_row(units: UnitRuns) -> npt.NDArray[np.int32]:
+    """The storage unit of each row."""
+    numbers, counts = zip(*units, strict=True) if units else ((), ())
+    return np.repeat(np.array(numbers, dtype=np.int32), counts)
+
+
+def runs_of(units: npt.NDArray[np.int32]) -> UnitRuns | None:
+    """The inverse of ``by_row``; None: all rows are in unit 0."""
+    if not units.any():
+        return None
+    starts = np.flatnonzero(np.diff(units, prepend=-1))
+    counts = np.diff(starts, append=len(units))
+    return list(zip(units[starts].tolist(), counts.tolist(), strict=True))
 
 
 def _plain(value: Any) -> Any:
@@ -82,10 +112,12 @@ def encode(message: Any) -> bytes:
         raise UnsupportedValueError(f"a name or text in a request is no valid Unicode: {error}.") from error
 
 
-def encode_request(request: Any, received: Sequence[int] = ()) -> bytes:
+def encode_request(request: Any, received: Sequence[int] = (), read: Sequence[int] = ()) -> bytes:
     """A request as it travels. Raises UnsupportedValueError for tags that aren't plain data or are nested too deep."""
     _check_depth(request, UnsupportedValueError)
-    return encode(ClientMessage(list(received), request))
+    if isinstance(request, Fetch) and request.sampler_args:
+        request = msgspec.structs.replace(request, sampler_args=pack_arrays(request.sampler_args))
+    return encode(ClientMessage(list(received), request, list(read)))
 
 
 def _check_depth(request: Any, error: type[Exception]) -> None:
@@ -140,9 +172,17 @@ def message_decoder(*more: type[msgspec.Struct]) -> Decode:
                 f"lightning-tq on both sides."
             ) from error
         _check_depth(message.request, ProtocolError)
-        return message
+        return _with_arrays(message)
 
     return decode
+
+
+def _with_arrays(message: ClientMessage[Any]) -> ClientMessage[Any]:
+    fetch = message.request
+    if not isinstance(fetch, Fetch) or not fetch.sampler_args:
+        return message
+    arguments = unpack_arrays(fetch.sampler_args)
+    return msgspec.structs.replace(message, request=msgspec.structs.replace(fetch, sampler_args=arguments))
 
 
 decode_message = message_decoder()

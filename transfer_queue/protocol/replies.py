@@ -36,10 +36,10 @@ class Welcome(Reply, frozen=True):
 
 
 class Reserved(Reply, frozen=True):
-    """Indexes for a put, ascending, and the dtypes the partition's fields already have."""
+    """Indexes for a put, ascending, and the dtypes of those of its fields that have several, counting this put."""
 
     indexes: bytes
-    dtypes: dict[str, str | None] = {}
+    dtypes: dict[str, list[str | None]] = {}
 
 
 class Published(Reply, frozen=True):
@@ -49,7 +49,8 @@ class Published(Reply, frozen=True):
 class Batch(Reply, frozen=True):
     """Samples and what is known of them. ``padding`` marks rows that repeat others to fill a round (uint8).
 
-    ``more``: this is a page of a Describe, and not the last one.
+    ``more``: this is a page of a Describe, and not the last one. ``partial``, of samples that were named by their keys:
+    fields that some of them have and others lack.
     """
 
     partition: str
@@ -62,6 +63,7 @@ class Batch(Reply, frozen=True):
     padding: bytes | None = None
     keys: list[str] = []
     more: bool = False
+    partial: list[str] = []
 
 
 class NotReady(Reply, frozen=True):
@@ -69,7 +71,8 @@ class NotReady(Reply, frozen=True):
 
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
     Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
-    partition are being written, by the clients ``owed_by`` (five at most are named).
+    partition are being written, by the clients ``owed_by`` (five at most are named). ``unmatched`` have every field,
+    and tags that don't match the fetch's filter.
     """
 
     wanted: int
@@ -80,6 +83,7 @@ class NotReady(Reply, frozen=True):
     known_fields: list[str] = []
     reserved: int = 0
     owed_by: list[str] = []
+    unmatched: int = 0
 
 
 class Ended(Reply, frozen=True):
@@ -107,7 +111,8 @@ class Cleared(Reply, frozen=True):
 
     Of ClearConsumed: ``held_by`` counts by task the samples that stay because the task has not consumed or not
     acknowledged them; ``not_begun`` names tasks that must be done and never fetched; ``more``: ask again for the rest;
-    ``unread`` samples stay because no task has fetched from the partition.
+    ``unread`` samples stay because no task has fetched from the partition. ``readers`` counts by client the samples of
+    fetches without batch_index that it may still read; ``held_by`` counts them, too.
     """
 
     indexes: bytes
@@ -115,6 +120,7 @@ class Cleared(Reply, frozen=True):
     not_begun: list[str] = []
     more: bool = False
     unread: int = 0
+    readers: dict[str, int] = {}
 
 
 class Names(Reply, frozen=True):
@@ -134,6 +140,37 @@ class KeyList(Reply, frozen=True):
     last: str | None = None
 
 
+class UnitInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A storage unit: see JoinUnit."""
+
+    number: int
+    name: str
+    host: str
+    addresses: list[str]
+    capacity_nbytes: int | None = None
+
+
+class Units(Reply, frozen=True):
+    """The storage units that are there. ``version`` counts the changes."""
+
+    version: int
+    units: list[UnitInfo]
+
+
+class ChangedKeys(Reply, frozen=True):
+    """Keys that are new or have new tags, and keys that were removed or match no more; ``position``: up to here.
+
+    The watcher may not have known a removed key. ``fresh``: these are all keys, as changes that far back are no longer
+    known; where there are more, ListKeys gives those after key ``last``. Equal positions: nothing has changed.
+    """
+
+    position: tuple[int, int, int] | None
+    keys: dict[str, Tags] = {}
+    removed: list[str] = []
+    fresh: bool = False
+    last: str | None = None
+
+
 class Frozen(Reply, frozen=True):
     """A part of the queue's state. There are ``num_parts`` of them, the first one is number 0."""
 
@@ -143,5 +180,5 @@ class Frozen(Reply, frozen=True):
 
 AnyReply = (
     Done | Failed | Welcome | Reserved | Published | Batch | NotReady | Ended | Status | Cleared | Names | KeyList
-    | Frozen
+    | ChangedKeys | Units | Frozen
 )  # fmt: skip

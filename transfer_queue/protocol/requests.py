@@ -15,6 +15,7 @@ Tags = dict[str, Any]
 Call = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Number of a call within its client's session: ascending, never reused."""
 Count = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
 LONGEST_WAIT_S = 1e9
@@ -22,14 +23,34 @@ LONGEST_WAIT_S = 1e9
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]
 
 
+UnitNumber = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+UnitRuns = list[tuple[UnitNumber, Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]]]
+"""Where the values of consecutive rows lie: (number of the storage unit, number of rows)."""
+
+
 class FieldSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What the controller knows of one field of some rows. ``row_shapes`` is [rows, ndim], only where rows differ."""
+    """What the controller knows of one field of some rows. ``row_shapes`` is [rows, ndim], only where rows differ.
+
+    ``dtypes``: all that the field has in its partition, if there are several. ``row_dtypes`` is one uint8 per row, a
+    position in them, only where these rows differ; ``dtype`` is the first row's then.
+    ``units`` None: all values lie in unit 0, which shares the controller's process.
+    """
 
     dtype: str | None
     shape: tuple[int, ...] | None
     is_nested: bool = False
     is_non_tensor: bool = False
     row_shapes: bytes | None = None
+    dtypes: list[str | None] = []
+    row_dtypes: bytes | None = None
+    units: UnitRuns | None = None
+
+
+class DeclaredField(msgspec.Struct, frozen=True, array_like=True):
+    """What every write of a field must bring. ``dtype`` None: plain objects; ``shape`` of a row, None: any (size)."""
+
+    dtype: str | None
+    shape: tuple[Size | None, ...] | None = None
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -50,10 +71,14 @@ class Goodbye(Request, frozen=True):
 
 
 class CreatePartition(Request, frozen=True):
-    """Make a partition; with ``num_samples`` it seals itself when that many samples are published."""
+    """Make a partition; with ``num_samples`` it seals itself when that many samples are published.
+
+    ``fields``: writes of these are checked.
+    """
 
     partition: str
     num_samples: Position | None = None
+    fields: dict[str, DeclaredField] = {}
 
 
 class SealPartition(Request, frozen=True):
@@ -72,7 +97,7 @@ class RegisterTask(Request, frozen=True):
 
 
 class Reserve(Request, frozen=True):
-    """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked for dtype."""
+    """Indexes for ``count`` new samples, ascending; parked while the queue is full. ``fields``: checked if declared."""
 
     partition: str
     count: Count
@@ -129,7 +154,8 @@ class Fetch(Request, frozen=True):
     the batch that the caller's pass over a finite stream began with; all readers that began before an end get it.
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
-    ``mapped``: large ones as offsets in memory that the client has mapped.
+    ``mapped``: large ones as offsets in memory that the client has mapped. ``where``: a filter; a batch that is drawn
+    for this fetch has only samples whose tags match.
     """
 
     partition: str
@@ -149,6 +175,7 @@ class Fetch(Request, frozen=True):
     after: str | None = None
     with_values: bool = False
     mapped: bool = False
+    where: str | None = None
 
 
 class Cancel(Request, frozen=True):
@@ -291,12 +318,36 @@ class ListKeys(Request, frozen=True):
     """Keys and tags of one partition, or of all as far as they fit in one page.
 
     A page holds the keys that come ``after`` this one, ``limit`` at most (0: as many as a page takes). Where that key
-    was cleared meanwhile the list begins anew: keys may come twice, and none is left out.
+    was cleared meanwhile the list begins anew: keys may come twice, and none is left out. ``where``: only keys whose
+    tags match this filter.
     """
 
     partition: str | None = None
     after: str | None = None
     limit: Count = 0
+    where: str | None = None
+
+
+class WatchKeys(Request, frozen=True):
+    """What changed about the keys of a partition since ``position``, of an earlier ChangedKeys. Parked until it did.
+
+    ``position`` None: list all keys; parked until there is such a partition. ``where``: only keys whose tags match this
+    filter; those that match no more count as removed. A request without an effect: it may be sent again.
+    """
+
+    partition: str
+    position: tuple[Call, Call, Call] | None = None
+    where: str | None = None
+    wait_s: Seconds = 0.0
+
+
+class WaitKeys(Request, frozen=True):
+    """The first page of keys whose tags match the filter, as ListKeys gives it, once there are ``count`` of them."""
+
+    partition: str
+    where: str | None = None
+    count: Count = 1
+    wait_s: Seconds = 0.0
 
 
 class ForgetTask(Request, frozen=True):
@@ -316,6 +367,37 @@ class EvictClient(Request, frozen=True):
     """End the session of a client that hangs, as if it had died. Done says whether it held anything."""
 
     client: str
+
+
+class JoinUnit(Request, frozen=True):
+    """A storage unit is here. Done says its number. It is a unit of the queue until its session ends.
+
+    ``host``: the same for all processes of one host. ``addresses``: where it listens, at best one for its own host and
+    one for others. ``capacity_nbytes``: of its values.
+    """
+
+    name: str
+    host: str
+    addresses: list[str]
+    capacity_nbytes: Position | None = None
+
+
+class ListLost(Request, frozen=True):
+    """The samples of a partition whose values were lost with a storage unit, and that nobody has put again.
+
+    Done with their packed indexes by field.
+    """
+
+    partition: str
+
+
+class ListUnits(Request, frozen=True):
+    """The storage units of the queue. ``known``: the version that the client has. It gets the next one, when there is
+    one; until then the request is parked up to ``wait_s`` seconds.
+    """
+
+    known: Position | None = None
+    wait_s: Seconds = 0.0
 
 
 class Freeze(Request, frozen=True):
@@ -379,8 +461,9 @@ class Restore(Request, frozen=True):
 AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
-    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | ForgetTask | GetStats
-    | EvictClient | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
+    | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
+    | ForgetTask | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | Freeze | ReadFrozen | Thaw | Stage
+    | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,

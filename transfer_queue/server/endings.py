@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
-from transfer_queue.server.janitor import Janitor
-from transfer_queue.storage.shm.messages import Delete, EndSession
+from transfer_queue.server.janitor import Janitor, StepwiseWrites
+from transfer_queue.storage.shm.messages import Delete, EndSession, EndWrite
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Buffer
 from transfer_queue.transport.server import guarded
@@ -49,13 +49,13 @@ def in_turns(indexes: p.Indexes) -> Iterator[p.Indexes]:
 
 
 class Endings:
-    """Undoes calls and ends sessions in the control plane and the storage unit of one process.
+    """Undoes calls and ends sessions in the control plane and the storage unit of one process."""
 
-    ``janitor``: does the same in storage units of other processes.
-    """
-
-    def __init__(self, plane: ControlPlane | None, unit: StorageUnit | None, janitor: Janitor | None) -> None:
-        self._plane, self._unit, self._janitor = plane, unit, janitor
+    def __init__(self, plane: ControlPlane | None, unit: StorageUnit | None) -> None:
+        self._plane, self._unit = plane, unit
+        self.janitor: Janitor | None = None
+        """Does the same in storage units of other processes, if there are any."""
+        self.writes = StepwiseWrites()
         self.unused: deque[p.Indexes] = deque()
         """Values to be deleted by ``delete_some``, in parts of a turn."""
 
@@ -70,25 +70,31 @@ class Endings:
 
     def cancel(self, client: str, cancel: p.Cancel, now: float) -> list[Answer]:
         """The client has cancelled a call."""
-        answers = [] if self._unit is None else answers_of(self._unit.cancel(client, cancel.call, now))
+        published = self.writes.cancelled(client, cancel.call)
+        answers = []
+        if self._unit is not None and published:
+            answers += answers_of(self._unit.handle(client, EndWrite(0, client, cancel.call, True), [], now))
+        elif self._unit is not None:
+            answers += answers_of(self._unit.cancel(client, cancel.call, now))
         if self._plane is None:
             return [Answer(client, p.Done(cancel.id)), *answers]
         answers += answers_of(self._plane.handle(client, cancel, now))
-        if self._janitor is not None:
-            self._janitor.cancelled(client, cancel.call)
+        if self.janitor is not None and published is not None:
+            self.janitor.end_write(client, cancel.call, published)
         return answers
 
     def end_session(self, client: str, died: bool, now: float) -> list[Answer]:
         """The client has left or died."""
         acts: list[Act] = []
+        published = self.writes.end(client)
         if self._unit is not None:
             acts.append(partial(self._unit.client_gone, client, now))
         if self._plane is not None:
             acts.append(partial(self._plane.client_gone, client, now, died))
             if self._unit is not None:
-                acts.append(partial(self._unit.handle, client, EndSession(0, client), [], now))
-            if self._janitor is not None:
-                self._janitor.end_session(client)
+                acts.append(partial(self._unit.handle, client, EndSession(0, client, published), [], now))
+            if self.janitor is not None:
+                self.janitor.end_session(client, published)
         return all_answers(acts)
 
     def take_unused(self, now: float) -> list[Answer]:
@@ -98,8 +104,8 @@ class Endings:
             if self._unit is not None:
                 self.unused.extend(in_turns(unused))
                 answers += self.delete_some(now)
-            elif self._janitor is not None:
-                self._janitor.delete(unused)
+            if self.janitor is not None:
+                self.janitor.delete(unused)
         return answers
 
     def delete_some(self, now: float) -> list[Answer]:

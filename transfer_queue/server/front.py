@@ -58,9 +58,9 @@ class Front:
 
     def __init__(
         self, conf: Mapping[str, Any], plane: ControlPlane | None = None, unit: StorageUnit | None = None,
-        janitor: Janitor | None = None,
+        make_janitor: Callable[[], Janitor] | None = None,
     ) -> None:  # fmt: skip
-        """``janitor``: deletes in units of other processes what ended sessions leave behind."""
+        """``make_janitor``: called once there are storage units in other processes."""
         self.plane = plane
         self.unit = unit
         self.disconnect: Callable[[str], None] | None = None
@@ -68,13 +68,13 @@ class Front:
         self.connections: Callable[[], dict[str, int]] = dict
         """How many connections each client has; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
-        self._janitor = janitor
+        self._make_janitor = make_janitor
         self._welcome = json.dumps(conf).encode()
         self._calls: dict[tuple[str, int], _Call] = {}
         self._said_goodbye: set[str] = set()  # clients that are still connected
         self._further: list[Answer] = []  # that undoing a call brought about
         self._paused: deque[tuple[str, int]] = deque()
-        self._endings = Endings(plane, unit, janitor)
+        self._endings = Endings(plane, unit)
         self._now = 0.0
         composed: dict[type[p.Request], Callable[[str, Any, list[memoryview]], Steps]] = {p.Put: self._put}
         if plane is not None and unit is not None:
@@ -89,10 +89,10 @@ class Front:
         try:
             message = _decode(header)
         except TransferQueueError as error:
-            self._received(envelope.client, _received_of(header))
+            self._told(envelope.client, *_told_by(header))
             return [Outgoing(envelope, p.encode(p.Failed(0, *to_wire(error))))]
         client, request, self._now = envelope.client, message.request, now
-        self._received(client, message.received)
+        self._told(client, message.received, message.read)
         call = self._calls.get((client, request.id))
         if call is not None:  # a retry of a call that is under way
             call.envelope = envelope
@@ -130,12 +130,13 @@ class Front:
 
     # ---- one call ----
 
-    def _received(self, client: str, calls: list[int]) -> None:
-        """The client has the answers of these calls: they can't be undone any more."""
-        if self.plane is not None and calls:
-            self.plane.received(client, calls)
-            if self._janitor is not None:
-                self._janitor.received(client, calls)
+    def _told(self, client: str, received: list[int], read: list[int]) -> None:
+        """The client has the answers of these calls, which can't be undone any more, and has read these batches."""
+        if self.plane is not None and received:
+            self.plane.received(client, received)
+            self._endings.writes.received(client, received)
+        if self.plane is not None and read:
+            self.plane.read(client, read)
 
     def _start(
         self, client: str, call: _Call, request: p.Request, frames: list[memoryview], now: float
@@ -158,7 +159,7 @@ class Front:
         if compose is None and isinstance(request, p.Fetch) and request.with_values:
             compose = self._fetch
         if compose is None:
-            return self._ask(client, Step(request, frames), now)
+            return self._step(client, Step(request, frames), now)
         call.steps = compose(client, request, frames)
         return self._ask(client, next(call.steps), now)
 
@@ -169,14 +170,32 @@ class Front:
             return answers_of(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
-        answers = answers_of(self.plane.handle(client, request, now))
-        if self._janitor is not None and isinstance(request, p.Reserve | p.CheckFields | p.ResolveKeys):
-            self._janitor.started(client, request.id)
-        elif self._janitor is not None and isinstance(request, p.Publish) and request.completes:
-            own = [answer.reply for answer in answers if (answer.client, answer.reply.id) == (client, request.id)]
-            if not any(isinstance(reply, p.Failed) for reply in own):
-                self._janitor.published(client, request.completes)
+        return answers_of(self.plane.handle(client, request, now))
+
+    def _step(self, client: str, step: Step, now: float) -> Iterable[Answer]:
+        """Carry out a request that may be a step of a write whose client does the others itself."""
+        request, writes = step.request, self._endings.writes
+        if isinstance(request, p.Reserve | p.CheckFields | p.ResolveKeys):
+            writes.started(client, request.id)
+        answers = self._ask(client, step, now)
+        done = isinstance(request, p.Publish | p.JoinUnit) and not any(
+            isinstance(reply, p.Failed) and reply.id == request.id and own == client for own, reply, _ in answers
+        )
+        if done and isinstance(request, p.Publish) and request.completes:
+            writes.published(client, request.completes)
+        elif done and isinstance(request, p.JoinUnit):
+            self.start_janitor()
         return answers
+
+    def start_janitor(self) -> None:
+        """There are storage units in other processes, where a janitor ends writes and sessions."""
+        if self._endings.janitor is None and self._make_janitor is not None:
+            self._endings.janitor = self._make_janitor()
+
+    def close(self) -> None:
+        """Do what is left to do in other processes."""
+        if self._endings.janitor is not None:
+            self._endings.janitor.close()
 
     def _finish(self, answers: Iterable[Answer], now: float) -> list[Outgoing]:
         """Carry on the composed calls that were answered a step, until every answer is one for a client."""
@@ -300,6 +319,8 @@ class Front:
         batch = yield Step(fetch)
         if self.unit is None or not isinstance(batch.reply, p.Batch) or not batch.reply.indexes:
             return batch
+        if any(spec.units is not None for spec in batch.reply.fields.values()):
+            return batch  # some values lie in other units, where the client reads them
         rows = yield Step(Read(fetch.id, batch.reply.indexes, sorted(set(fetch.fields)), fetch.mapped))
         if isinstance(rows.reply, p.Failed):
             self._undo(client, fetch.id)
@@ -311,6 +332,8 @@ class Front:
         assert self.plane is not None
         cleared = yield Step(request)
         if isinstance(cleared.reply, p.Cleared):
+            if self._endings.janitor is not None:
+                self._endings.janitor.delete(p.unpack_indexes(cleared.reply.indexes))
             for some in in_turns(p.unpack_indexes(cleared.reply.indexes)):
                 yield Step(Delete(request.id, p.pack_indexes(some)))
                 if len(some) == PER_TURN:
@@ -385,10 +408,14 @@ def _publication(put: p.Put, indexes: bytes) -> p.Publish:
     return p.Publish(put.id, put.begin.partition, indexes, put.begin.fields, tags, by_key, put.id)
 
 
-def _received_of(header: bytes) -> list[int]:
-    """The received calls of a message with a request that can't be decoded."""
+def _told_by(header: bytes) -> tuple[list[int], list[int]]:
+    """What a message with a request that can't be decoded says of earlier calls: those received, and those read."""
     try:
-        received = msgspec.msgpack.decode(header)[0]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, IndexError, KeyError):
-        return []
-    return [call for call in received if type(call) is int] if isinstance(received, list) else []
+        received, _, *rest = msgspec.msgpack.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError):
+        return [], []
+    return _calls_of(received), _calls_of(rest[0] if rest else None)
+
+
+def _calls_of(value: object) -> list[int]:
+    return [call for call in value if type(call) is int] if isinstance(value, list) else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends writes and sessions in storage units of other processes: in a thread, so that no client waits for a unit."""
+"""Writes in several steps that end halfway: who has published what, and a thread that ends them in other processes."""
 
 from __future__ import annotations
 
@@ -18,47 +18,62 @@ _log = get_logger(__name__)
 Job = Callable[[], Coroutine[Any, Any, Any]]
 
 
-class Janitor:
-    """``storage``: the controller's own client of the storage. It is used in the janitor's thread alone.
+class StepwiseWrites:
+    """Writes whose client stores, publishes and commits the values in calls of its own.
 
-    A client commits its write to a unit of another process after the controller has published it. It may end or cancel
-    between the two, without knowing whether the write is published. The controller knows, and the janitor ends it.
+    It may end or cancel between the last two, without knowing whether the write is published. The controller knows.
     """
 
-    def __init__(self, storage: StorageManager) -> None:
-        self._storage = storage
-        self._writes: dict[str, dict[int, bool]] = {}  # by client and first call: is it published?
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="tq-janitor", daemon=True)
-        self._thread.start()
+    def __init__(self) -> None:
+        self._published: dict[str, dict[int, bool]] = {}  # by client and first call
 
     def started(self, client: str, write: int) -> None:
-        """This call starts a write. The client stores, publishes and commits its values in later calls."""
-        self._writes.setdefault(client, {})[write] = False
+        """This call starts a write."""
+        self._published.setdefault(client, {})[write] = False
 
     def published(self, client: str, write: int) -> None:
         """The write that this call started is published. Its client has still to commit it."""
-        self._writes.setdefault(client, {})[write] = True
+        self._published.setdefault(client, {})[write] = True
 
     def received(self, client: str, calls: Iterable[int]) -> None:
         """The client is done with these calls: the writes that they started are committed."""
-        own = self._writes.get(client)
+        own = self._published.get(client)
         if own is None:
             return
         for call in calls:
             own.pop(call, None)
         if not own:
-            del self._writes[client]
+            del self._published[client]
 
-    def cancelled(self, client: str, call: int) -> None:
-        """The client has cancelled this call. If it started a write, that is committed if published, else aborted."""
-        published = self._writes.get(client, {}).get(call)
-        if published is not None:
-            self.received(client, [call])
-            self._jobs.put(lambda: self._storage.end_write(client, call, published))
+    def cancelled(self, client: str, call: int) -> bool | None:
+        """Whether the write that this call started was published; None: it started none. It has ended."""
+        published = self._published.get(client, {}).get(call)
+        self.received(client, [call])
+        return published
 
-    def end_session(self, client: str) -> None:
-        published = [write for write, is_published in self._writes.pop(client, {}).items() if is_published]
+    def end(self, client: str) -> list[int]:
+        """The session has ended. Returns the writes that were published and may not be committed."""
+        return [write for write, is_published in self._published.pop(client, {}).items() if is_published]
+
+
+class Janitor:
+    """Ends writes and sessions in storage units of other processes, in a thread: no client waits for a unit.
+
+    ``storage``: the controller's own client of the storage. It is used in the janitor's thread alone.
+    """
+
+    def __init__(self, storage: StorageManager) -> None:
+        self._storage = storage
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tq-janitor", daemon=True)
+        self._thread.start()
+
+    def end_write(self, client: str, call: int, published: bool) -> None:
+        """This client has cancelled this write. It is committed if it was published, else aborted."""
+        self._jobs.put(lambda: self._storage.end_write(client, call, published))
+
+    def end_session(self, client: str, published: list[int]) -> None:
+        """Of this client's uncommitted writes, these were published."""
         self._jobs.put(lambda: self._storage.end_session(client, published))
 
     def delete(self, indexes: Any) -> None:

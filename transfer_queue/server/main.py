@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transfer_queue.config import SharedMemoryConfig
     from transfer_queue.sampler.base import BaseSampler
     from transfer_queue.server.front import Front
+    from transfer_queue.server.janitor import Janitor
+    from transfer_queue.server.membership import Membership
     from transfer_queue.storage.shm.spill import SpillFile
     from transfer_queue.transport.server import SocketServer
 
@@ -29,10 +31,13 @@ _UNIT_TIMEOUT_S = 30.0
 _OBJECTS_PER_COLLECTION = 50_000
 
 
-def main(orders: Mapping[str, Any], ready: TextIO) -> None:
-    """Serve what ``orders`` says. Returns when stopped or when the parent process has ended."""
-    # Before any import that starts threads (NumPy's does): one that did not block the signal would take it, and die.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def main(orders: Mapping[str, Any], ready: Callable[[str | None], None]) -> None:
+    """Serve what ``orders`` says. Returns when stopped or when the parent process has ended.
+
+    ``ready`` is called with the address for other hosts, if there is one, once clients can connect.
+    """
+    # Before any import that starts threads (NumPy's does): one that did not block the signals would take them, and die.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals(orders))
     sys.path[:] = orders["sys_path"]
     _allow_many_clients()
     from transfer_queue.transport.server import SocketServer
@@ -41,15 +46,17 @@ def main(orders: Mapping[str, Any], ready: TextIO) -> None:
     _stop_with(server, orders)
     front, close = make_front(server, orders, orders["sampler"])
     listening = _listen(server, front, orders)
-    ready.write(json.dumps({"ready": True, "listening": listening}) + "\n")
-    ready.close()
+    member = _join(server, front, listening, orders)
+    ready(listening)
     _collect_rarely()
     server.serve(front)
+    if member is not None:
+        member.leave()
     close()
-    # The owner may end at the same moment, and does not tidy up then: the last process does.
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
-        os.rmdir(orders["directory"])
+    if orders["parent"] is not None:  # it may end at the same moment, and does not tidy up then: the last process does
+        with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
+            os.rmdir(orders["directory"])
 
 
 def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> str | None:
@@ -58,7 +65,7 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
         return None
     from transfer_queue.transport.tcp_wire import read_keys
 
-    remote = server.also_at(orders["listen"], read_keys(orders["key_file"]))
+    remote = server.also_at(orders["listen"], None if orders["key_file"] is None else read_keys(orders["key_file"]))
     remote.open(front)
 
     def disconnect(client: str) -> None:
@@ -67,6 +74,30 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
 
     front.disconnect, front.connections = disconnect, lambda: {**server.clients(), **remote.clients()}
     return remote.address
+
+
+def _join(server: SocketServer, front: Front, listening: str | None, orders: Mapping[str, Any]) -> Membership | None:
+    """Make the unit of this process known: to its own controller, or to that of another process."""
+    if front.unit is None:
+        return None
+    from transfer_queue.server.membership import Membership, advertised
+    from transfer_queue.utils.machine import host_id
+
+    controller = orders["join"] or server.address
+    addresses = [server.address, *([] if listening is None else [advertised(listening, controller)])]
+    name, capacity = front.unit.name, orders["capacity_bytes"]
+    if front.plane is not None:
+        front.plane.state.units.add_own(name, host_id(), addresses, capacity)
+        return None
+    member = Membership(controller, orders["key_file"], name)
+
+    def lost(why: str) -> None:
+        if orders["parent"] is None:  # otherwise its owner ends it, or it notices that the owner has ended
+            print(why, file=sys.stderr, flush=True)
+            server.stop()
+
+    member.join(addresses, capacity, lost)
+    return member
 
 
 def make_front(
@@ -87,7 +118,7 @@ def make_front(
 
     conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
     config = typed(conf)
-    unit = plane = janitor = None
+    unit = None
     if name is not None:
         inline_nbytes = INLINE_NBYTES if most is None else most
         storage = config.backend.SimpleStorage
@@ -96,16 +127,15 @@ def make_front(
     if not orders["controller"]:
         return Front(conf, None, unit), _nothing
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
-    if unit is None:
-        janitor = _janitor(conf, orders["backend_path"])
     watchdog = Watchdog(running)
-    front = Front(conf, plane, unit, janitor)
+    front = Front(conf, plane, unit, lambda: _janitor(conf, orders["backend_path"]))
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
+    if unit is None:
+        front.start_janitor()
 
     def close() -> None:
         watchdog.close()
-        if janitor is not None:
-            janitor.close()
+        front.close()
 
     return front, close
 
@@ -121,7 +151,7 @@ def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
     return SpillFile(spill.path, None if most is None else max(1, most // units), spill.threshold_bytes, units)
 
 
-def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Any:
+def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Janitor:
     """``backend_path``: the module and class of the backend; None if they are unknown here: then of the units only."""
     from transfer_queue.server.janitor import Janitor
     from transfer_queue.storage.backends import adopt, create, section_of, storage_settings
@@ -158,7 +188,9 @@ def _collect_rarely() -> None:
 def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
     # A handler would run between two bytecodes only: a signal that comes just before the loop waits would be slept
     # over. A thread that waits for the signal itself misses none.
-    threading.Thread(target=_stop_at_sigterm, args=(server,), daemon=True).start()
+    threading.Thread(target=_stop_at_signal, args=(server, _stop_signals(orders)), daemon=True).start()
+    if orders["parent"] is None:
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
     def parent_ended(_: float) -> tuple[()]:
@@ -171,9 +203,20 @@ def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
         parent_ended(0.0)
 
 
-def _stop_at_sigterm(server: SocketServer) -> None:
-    signal.sigwait({signal.SIGTERM})
+def _stop_signals(orders: Mapping[str, Any]) -> set[signal.Signals]:
+    """What ends a server: Ctrl-C does if it has no owner."""
+    return {signal.SIGTERM, signal.SIGINT} if orders["parent"] is None else {signal.SIGTERM}
+
+
+def _stop_at_signal(server: SocketServer, signals: set[signal.Signals]) -> None:
+    signal.sigwait(signals)
     server.stop()
+
+
+def _tell(replies: TextIO, **said: Any) -> None:
+    """The one line that the process which waits for this server reads."""
+    replies.write(json.dumps(said) + "\n")
+    replies.close()
 
 
 if __name__ == "__main__":
@@ -184,11 +227,10 @@ if __name__ == "__main__":
         shutil.rmtree(sys.argv[1], ignore_errors=True)
         sys.exit(1)
     try:
-        main(json.loads(orders), replies)
+        main(json.loads(orders), lambda listening: _tell(replies, ready=True, listening=listening))
     except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
             raise
         code, text = to_wire(error)
-        replies.write(json.dumps({"code": code, "text": text}) + "\n")
-        replies.close()
+        _tell(replies, code=code, text=text)
         sys.exit(1)

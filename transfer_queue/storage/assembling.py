@@ -132,10 +132,12 @@ def _make_batch() -> Callable[[dict[str, Any], int], TensorDict]:
 
 
 def _public_jagged(values: torch.Tensor, offsets: _Offsets) -> torch.Tensor:
-    # Without the longest length, to_padded_tensor() would pad to the sum of all lengths.
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets.tensor, min_seqlen=offsets.shortest, max_seqlen=offsets.longest
-    )
+    # torch 2.6 refuses values that were made in another mode.
+    with torch.inference_mode(values.is_inference()):
+        # Without the longest length, to_padded_tensor() would pad to the sum of all lengths.
+        return torch.nested.nested_tensor_from_jagged(
+            values, offsets.tensor, min_seqlen=offsets.shortest, max_seqlen=offsets.longest
+        )
 
 
 def _short_jagged(values: torch.Tensor, offsets: _Offsets) -> torch.Tensor:

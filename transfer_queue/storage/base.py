@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+from transfer_queue.protocol import UnitRuns
 from transfer_queue.storage.wire_columns import Positions, WireColumn
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -23,6 +24,10 @@ PlacedColumns: TypeAlias = Sequence[tuple[Positions, WireColumn]]
 """Wire columns and the rows of the batch that each one fills. Each row occurs once."""
 
 
+Places: TypeAlias = Mapping[str, UnitRuns | None]
+"""By field, where the rows' values lie, for backends that keep them in storage units; None: in unit 0."""
+
+
 class HasRows(Protocol):
     """The part of the metadata that a backend reads. A ``BatchMeta`` satisfies it."""
 
@@ -34,10 +39,11 @@ class HasRows(Protocol):
 
 
 class RowsOf(NamedTuple):
-    """These fields of these samples, for callers without metadata."""
+    """These fields of these samples, for callers without metadata. ``units``: by field, where the values lie."""
 
     global_indexes: Sequence[int]
     field_names: Sequence[str] = ()
+    units: Places | None = None
 
 
 class StorageManager(ABC):
@@ -80,12 +86,16 @@ class StorageManager(ABC):
         """Prepare the columns of this data for ``write``. Raises ValueError for unsupported values."""
         return data
 
-    async def write(self, call: int, indexes: Sequence[int], columns: Any, partition: str = "") -> None:
+    async def write(self, call: int, indexes: Sequence[int], columns: Any, partition: str = "") -> UnitRuns | None:
         """Store row i for ``indexes[i]`` of this partition. ``call`` names the write until it is committed or aborted.
 
         A backend that can't keep uncommitted writes separate stores them at once.
+
+        Returns:
+            Where the rows lie, for backends that keep them in storage units. If it fails, nothing is stored.
         """
         await self.put_data(columns, _metadata_of(indexes, columns, partition))
+        return None
 
     async def notify_data_update(
         self,
@@ -106,11 +116,11 @@ class StorageManager(ABC):
                 f"returns."
             )
 
-    async def commit(self, call: int, indexes: Sequence[int]) -> None:
-        """The write was published: it replaces the old values."""
+    async def commit(self, call: int, units: UnitRuns | None) -> None:
+        """The write was published: it replaces the old values. ``units``: what ``write`` returned."""
         return
 
-    async def abort(self, call: int, indexes: Sequence[int]) -> None:
+    async def abort(self, call: int, units: UnitRuns | None) -> None:
         """The write was not published. A backend that can't tell keeps it until its samples are cleared."""
         return
 
@@ -134,11 +144,17 @@ class StorageManager(ABC):
     async def clear_data(self, metadata: HasRows) -> None:
         """Delete all fields of these samples. Unknown samples are no error."""
 
-    async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
+    async def get_rows(
+        self,
+        indexes: Sequence[int],
+        fields: Iterable[str],
+        layout: str | None = None,
+        units: Places | None = None,
+    ) -> TensorDict:
         """``get_data`` without metadata, in the given layout (None: the configured one)."""
         from transfer_queue.storage import batches
 
-        data = await self.get_data(RowsOf(indexes, sorted(set(fields))))
+        data = await self.get_data(RowsOf(indexes, sorted(set(fields)), units))
         return batches.relaid(data, layout or self.config.get("layout", "jagged"))
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
@@ -150,7 +166,9 @@ class StorageManager(ABC):
             await self.clear_data(RowsOf(indexes))
 
     @asynccontextmanager
-    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, PlacedColumns]]:
+    async def stored(
+        self, indexes: Sequence[int], fields: Sequence[str], units: Places | None = None
+    ) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         """Yield the values as stored, as wire columns by field. They are valid inside the context."""
         from transfer_queue.storage import columns
 
@@ -158,13 +176,18 @@ class StorageManager(ABC):
         packed = columns.pack(data, bool(self.config.get("allow_pickle", False)))
         yield {name: [(slice(0, len(indexes)), column)] for name, column in packed.items()}
 
-    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> None:
-        """Store whole wire columns as ``stored`` yielded them; row i is the value of ``indexes[i]``."""
+    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
+        """Store whole wire columns as ``stored`` yielded them; row i is the value of ``indexes[i]``.
+
+        Returns:
+            Where the rows lie, as ``write`` does.
+        """
         from transfer_queue.storage import batches
 
         placed = {name: [(slice(0, len(indexes)), column)] for name, column in columns.items()}
         data = batches.unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
         await self.put_data(data, _metadata_of(indexes, data))
+        return None
 
     async def stats(self) -> Sequence[msgspec.Struct]:
         """Return statistics of each process that holds values, or none if there are no such processes."""

@@ -80,10 +80,14 @@ def values_of(column: Any, count: int) -> list[Any]:
     if isinstance(column, NonTensorStack):
         return column.tolist()
     shared = column.data
-    # TensorDict keeps arrays of text, dates or objects as one value, although they have one entry per row.
-    if isinstance(shared, np.ndarray) and shared.dtype.kind in "OUSMm" and shared.ndim and len(shared) == count:
-        return values_of(shared, count)
-    return [shared] * count
+    return values_of(shared, count) if _has_rows(shared, count) else [shared] * count
+
+
+def _has_rows(shared: Any, count: int) -> bool:
+    """Whether what TensorDict keeps as one value has one entry per row: a list, or an array of text, dates, objects."""
+    if isinstance(shared, np.ndarray):
+        return shared.dtype.kind in "OUSMm" and shared.ndim > 0 and len(shared) == count
+    return isinstance(shared, list) and len(shared) == count
 
 
 async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:

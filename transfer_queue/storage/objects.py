@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
+from transfer_queue.storage.images import image_of, image_parts, is_image
 from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
 from transfer_queue.storage.wire_columns import OBJECTS, WireColumn, running_sum
 
@@ -21,7 +22,7 @@ Ext = msgspec.msgpack.Ext
 
 # Extension codes. Stores and checkpoints contain them: add new ones, never renumber.
 _TUPLE, _SET, _FROZENSET, _MAP, _COMPLEX, _BIG_INT, _TEXT, _BYTEARRAY = range(1, 9)
-_ARRAY, _NUMPY_SCALAR, _OBJECT_ARRAY, _TENSOR = range(9, 13)
+_ARRAY, _NUMPY_SCALAR, _OBJECT_ARRAY, _TENSOR, _IMAGE = range(9, 14)
 _PICKLE = 100
 
 _TOGETHER_NBYTES = 1024 * 1024
@@ -116,6 +117,8 @@ class _Encoder:
             return self._tensor(value)
         if isinstance(value, np.generic):
             return self._array(np.asarray(value), _NUMPY_SCALAR)
+        if is_image(value):
+            return self._ext(_IMAGE, image_parts(value))
         return self._pickled(value)
 
     def _all_plain(self, values: Iterable[Any]) -> bool:
@@ -238,4 +241,5 @@ _BUILD: dict[int, Callable[[Any], Any]] = {
     _NUMPY_SCALAR: lambda content: _array_of(*content)[()],
     _OBJECT_ARRAY: lambda content: _object_array_of(*content),
     _TENSOR: lambda content: _tensor_of(*content),
+    _IMAGE: lambda content: image_of(*content),
 }

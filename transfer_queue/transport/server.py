@@ -140,9 +140,9 @@ class SocketServer:
         self.address = self._listener.address
         self._loop.add(self)
 
-    def also_at(self, address: str, keys: ServerKeys) -> SocketServer:
-        """Make a server at another address, served by the same thread."""
-        return SocketServer(address, self._loop, keys)
+    def also_at(self, address: str, keys: ServerKeys | None) -> SocketServer:
+        """Make a server at another address, served by the same thread. ``keys`` None: without encryption."""
+        return SocketServer(address, self._loop, keys, insecure=keys is None)
 
     # ---- other events ----
 

@@ -43,6 +43,7 @@ class Session:
 
     A server keeps the answer of every call with an effect until the client confirms receipt.
     The client's next message to that server does this (``received``).
+    Likewise the controller keeps batches without ledger entry until it is told that they were read.
     """
 
     def __init__(self, client_id: str, controller: Peer, key_file: str | None = None) -> None:
@@ -60,6 +61,8 @@ class Session:
     def _start(self) -> None:
         self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}", self._server_key)
         self._received: dict[str, set[int]] = {}
+        self.done_reading: set[int] = set()
+        """Fetches whose batches were read, or can't be read any more; the next message to the controller names them."""
         self._copying: set[object] = set()
         self._closed = False
 
@@ -75,22 +78,25 @@ class Session:
         Args:
             keep: The servers keep the answers until ``done``, because more steps follow.
         """
-        received = {peer.address: self._take_received(peer) for peer, _, _ in asks}
+        told = {peer.address: self._to_tell(peer) for peer, _, _ in asks}
         calls = [
-            Call(peer, p.encode_request(request, received[peer.address]), frames, self._cancel_of(request))
+            Call(peer, p.encode_request(request, *told[peer.address]), frames, self._cancel_of(request))
             for peer, request, frames in asks
         ]
         replies = await self.caller.call_many(calls, timeout_s)
         for peer, request, _ in asks:
-            own = self._received.setdefault(peer.address, set())
-            own.difference_update(received[peer.address])
+            own, (received, read) = self._received.setdefault(peer.address, set()), told[peer.address]
+            own.difference_update(received)
+            self.done_reading.difference_update(read)
             if not keep and isinstance(request, p.KEPT):
                 own.add(request.id)
         return replies
 
-    def _take_received(self, peer: Peer) -> list[int]:
+    def _to_tell(self, peer: Peer) -> tuple[list[int], list[int]]:
+        """What the next message to this server says of earlier calls: those received, and those read."""
         own = self._received.get(peer.address)
-        return list(own) if own else []
+        read = self.done_reading if peer.address == self.controller.address else None
+        return list(own) if own else [], list(read) if read else []
 
     def _cancel_of(self, request: p.Request) -> bytes:
         if isinstance(request, p.Publish):

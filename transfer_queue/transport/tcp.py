@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -30,6 +30,8 @@ from transfer_queue.transport.connections import Descriptors, absent, gone, no_a
 from transfer_queue.transport.framing import FramingError, Message
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, pack
 
+AT_ONCE_NBYTES = 1 << 18
+"""A larger message is copied by the links' thread, while the parts before are on their way."""
 _CLOSE_S = 5.0
 _NEVER_MS = 1 << 30
 _ID_BITS = 40
@@ -55,6 +57,7 @@ class TcpConnection:
         self._link = link
         self._number = number
         self._inbox: deque[Message] = deque()
+        self._large: deque[_LargeMessage] = deque()
         self._readable = Descriptors(self, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._closing = threading.Lock()
         self.descriptor = self._readable.at(0)
@@ -63,14 +66,26 @@ class TcpConnection:
         if self._link.error is not None:
             raise self._broken(self._link.error)
         number = request_id and self._number << _ID_BITS | request_id
-        self._link.outbox.extend(list(pack(number, header, frames)))  # one step, so that the parts stay together
+        if sum(memoryview(frame).nbytes for frame in frames) <= AT_ONCE_NBYTES:
+            self._link.outbox.extend(list(pack(number, header, frames)))  # one step: the parts stay together
+        else:
+            large = _LargeMessage(number, header, frames)
+            while self._large and self._large[0].copied.is_set():
+                self._large.popleft()
+            self._large.append(large)
+            self._link.outbox.append(large)
+            if self._link.error is not None:  # since the check above
+                large.copied.set()
         self._links.wake()
 
     def flush(self) -> None:
         """Nothing to do: the links' thread sends."""
 
     def own(self) -> None:
-        """Nothing to do: ``send`` has copied everything."""
+        """Wait until the links' thread has copied the large messages, which takes as long as to copy them here."""
+        while self._large:
+            self._large[0].copied.wait()
+            self._large.popleft()
 
     def receive(self) -> list[Message]:
         with contextlib.suppress(BlockingIOError):
@@ -105,13 +120,27 @@ class TcpConnection:
             self._readable.close()
 
 
+class _LargeMessage:
+    """A message that is copied part by part while ZMQ sends the parts before. No signal interrupts that thread."""
+
+    def __init__(self, number: int, header: bytes, frames: Sequence[Buffer]) -> None:
+        self._content = (number, header, frames)
+        self.copied = threading.Event()
+
+    def parts(self) -> Iterator[list[Any]]:
+        try:
+            yield from pack(*self._content)
+        finally:
+            self.copied.set()
+
+
 class _Link:
     """One ZMQ socket, connected to one peer. Only the links' thread uses it."""
 
     def __init__(self, context: zmq.Context[Any], peer: Peer, client: str, server_key: str | None) -> None:
         """Raises QueueUnreachableError: the address is invalid, or there are no descriptors."""
         self.peer = peer
-        self.outbox: deque[list[Any]] = deque([[HELLO, VERSION, client.encode()]])
+        self.outbox: deque[list[Any] | _LargeMessage] = deque([[HELLO, VERSION, client.encode()]])
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
         self._silent_beats = 0
@@ -131,7 +160,9 @@ class _Link:
     def send(self) -> None:
         with contextlib.suppress(zmq.Again):  # the connection has ended; ``receive`` will notice
             while self.outbox:
-                self.dealer.send_multipart(self.outbox.popleft(), zmq.NOBLOCK, copy=False)
+                message = self.outbox.popleft()
+                for parts in message.parts() if isinstance(message, _LargeMessage) else [message]:
+                    self.dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
 
     def receive(self) -> None:
         """Handle all messages that are here; then check whether the connection has ended."""
@@ -187,6 +218,9 @@ class _Link:
             self.error = text
             for connection in list(self.connections.values()):
                 connection.make_readable()
+            for message in list(self.outbox):
+                if isinstance(message, _LargeMessage):
+                    message.copied.set()  # it won't be sent
 
     def close(self) -> None:
         if self.monitor is not None:

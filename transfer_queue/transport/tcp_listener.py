@@ -38,7 +38,8 @@ class TcpRoute:
 
     def send(self, answer: Outgoing) -> None:
         if answer.envelope.request_id != NOBODY_WAITS and not self._is_leaving:
-            for message in list(pack(answer.envelope.request_id, answer.header, answer.frames)):
+            # Stored values never change, and their memory is not reused while ZMQ refers to it.
+            for message in pack(answer.envelope.request_id, answer.header, answer.frames, copy=False):
                 self._listener.send(self.address, message)
 
     def disconnect(self) -> None:

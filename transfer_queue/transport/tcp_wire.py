@@ -24,6 +24,8 @@ HELLO, BEAT, BYE, CALL = b"H", b"B", b"E", b"C"
 LINGER_MS = 500
 
 _PART_NBYTES = 1 << 18
+_LEAST_SHARED = 1 << 16
+"""To copy less than this takes less time than to share it with ZMQ."""
 _MAX_PARTS = 1024
 _KEY_CHARACTERS = 40
 
@@ -31,8 +33,8 @@ _KEY_CHARACTERS = 40
 # ---- messages ----
 
 
-def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> Iterator[list[Any]]:
-    """Encode a call or an answer as ZMQ messages that copy everything, so that the owners may change their buffers.
+def pack(number: int, header: bytes, frames: Sequence[Buffer], copy: bool = True) -> Iterator[list[Any]]:
+    """Encode a call or an answer as ZMQ messages. ``copy``: all of it, so that the owners may change their buffers.
 
     A message arrives whole or not at all. So a large one is sent in parts, each of which shows that the sender is
     alive.
@@ -42,7 +44,7 @@ def pack(number: int, header: bytes, frames: Sequence[Buffer]) -> Iterator[list[
     for part in encode(number, header, frames):
         view = memoryview(part)
         while view:
-            message.append(zmq.Frame(view[:room], copy=True))
+            message.append(zmq.Frame(view[:room], copy=copy or len(view) < _LEAST_SHARED))
             view, room = view[room:], room - min(room, len(view))
             if not room or len(message) > _MAX_PARTS:
                 yield message

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import select
+import socket
 from pathlib import Path
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -61,6 +63,16 @@ def pid_namespace() -> int | None:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return None
+
+
+@functools.cache
+def host_id() -> str:
+    """The same text for all processes of one host that reach each other's network addresses."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def open_process(pid: int | None, namespace: int | None) -> int | None:

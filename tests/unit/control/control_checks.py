@@ -19,6 +19,8 @@ GRACE_S = 5.0
 SPECS = {name: p.FieldSpec("int64", (2,)) for name in ("a", "b")}
 CLIENTS = ("anna", "bert", "carl")
 PARTITIONS = ("p", "q")
+UNNAMED = "r"
+"""A partition that one task reads, with unnamed fetches alone: soon all of it is consumed, and may be cleared."""
 
 
 @dataclass
@@ -57,8 +59,8 @@ class CheckedPlane:
         self.chores: list[int] = []
         self.tokens: list[tuple[str, str, str]] = []
         self.answered: dict[tuple[str, int], Answer] = {}
-        self.read: dict[tuple[str, str], list[int]] = {}
-        """By partition and task: samples of unnamed fetches whose answers were received."""
+        self.unread: dict[tuple[str, int], Answer] = {}
+        """Batches of unnamed fetches whose answers were received, and which may still be read."""
         for name, plan in TASKS.items():
             self.ask("anna", p.RegisterTask, name, plan.sampler, plan.dp_size, plan.tail)
 
@@ -114,19 +116,20 @@ class CheckedPlane:
         model = self.model[request.partition]
 
         def fit(other: Any) -> tuple[bool, ...]:
-            complete = all(model.has(index, other.fields) for index in indexes)
+            complete = all(model.has(index, other.fields) and model.matches(index, other.where) for index in indexes)
             return complete, len(indexes) == other.batch_size, len(indexes) < other.batch_size
 
         fetches = [other for other in asking if isinstance(other, p.Fetch)]
         same_task = (request.partition, request.task)
         return max((other for other in fetches if (other.partition, other.task) == same_task), key=fit)
 
-    def parked(self, partition: str, task: str) -> list[tuple[float, int, Any]]:
-        """Open fetches of a task as (batch_index or infinity, arrival, request), first in line first."""
+    def parked(self, partition: str, task: str, where: str | None) -> list[tuple[float, int, Any]]:
+        """Open fetches of a task and filter as (batch_index or infinity, arrival, request), first in line first."""
         found = [
             (math.inf if request.batch_index is None else request.batch_index, request.id, request)
             for request in self.open.values()
-            if isinstance(request, p.Fetch) and (request.partition, request.task) == (partition, task)
+            if isinstance(request, p.Fetch)
+            and (request.partition, request.task, request.where) == (partition, task, where)
         ]
         return sorted(found, key=lambda each: each[:2])
 
@@ -272,7 +275,12 @@ class CheckedPlane:
         if (batch := self.known_batch(partition, request)) is not None:
             wanted, samples = len(batch), batch
         ready = [index for index in samples if partition.has(index, request.fields)]
+        unmatched = []
+        if batch is None:
+            ready = partition.ready(request.task, request.fields, request.where)
+            unmatched = partition.unmatched(request.task, request.fields, request.where)
         assert (reply.wanted, reply.ready, reply.samples) == (wanted, len(ready), len(samples))
+        assert reply.unmatched == len(unmatched)
         assert reply.lacking == partition.lacking(samples, request.fields)
         assert reply.last_published_s == (None if last is None else self.now - last)
         held = partition.held()
@@ -357,6 +365,7 @@ class CheckedPlane:
         assert len(set(own)) == len(own)
         assert not view.given.keys() & set(own), "exactly once"
         assert all(partition.has(index, request.fields) for index in indexes), "atomic"
+        assert all(partition.matches(index, request.where) for index in indexes), "the filter of the fetch that draws"
         assert padding is None or plan.policy == "pad"
         is_tail = partition.sealed or request.finite
         assert len(indexes) <= request.batch_size
@@ -367,7 +376,7 @@ class CheckedPlane:
             assert all(second == first + 1 for first, second in zip(indexes[::2], indexes[1::2], strict=True))
 
     def check_order(self, request: Any) -> None:
-        first = self.parked(request.partition, request.task)
+        first = self.parked(request.partition, request.task, request.where)
         own_order = (math.inf if request.batch_index is None else request.batch_index, request.id)
         assert all(each[:2] > own_order for each in first), "one who waits in front was overtaken"
 
@@ -390,12 +399,13 @@ class CheckedPlane:
             return
         assert reply.reason == "sealed"
         assert partition.sealed
-        if not view.ended:
-            ready = partition.ready(request.task, request.fields)
-            assert reply.dropped == len(undrawn) + len(partition.held())
+        if request.where not in view.ended:
+            ready = partition.ready(request.task, request.fields, request.where)
+            unmatched = partition.unmatched(request.task, request.fields, request.where)
+            assert reply.dropped == len(undrawn) - len(unmatched) + len(partition.held())
             assert policy == "drop" or not ready, "only the policy drop leaves samples behind"
             assert not TASKS[request.task].exact or len(ready) < self.needed(request)
-        view.ended = True
+        view.ended.add(request.where)
 
     def check_failed_fetch(self, partition: PartitionModel, request: Any, reply: p.Failed) -> None:
         view = partition.view(request.task)
@@ -463,10 +473,20 @@ class CheckedPlane:
         partition = self.model.get(request.partition, PartitionModel())
         there = self.plane.state.partitions.get(request.partition)
         readers = set() if there is None else set(there.consumers)
-        being_read = {i for a in self.answered.values() if a.partition is partition for i in a.drawn}
+        being_read = {i for a in self.being_read(partition) for i in a.drawn}
         done = partition.done_with(readers, being_read) if readers and readers.issuperset(request.tasks) else []
+        by_client: dict[str, set[int]] = {}
+        for (reader, _), a in [*self.answered.items(), *self.unread.items()]:
+            if a in self.being_read(partition) and a.reply.batch_index is None:
+                by_client.setdefault(reader, set()).update(partition.samples.keys() & set(a.drawn))
+        assert reply.readers == {reader: len(left) for reader, left in by_client.items() if left}
         assert reply.not_begun == (sorted(set(request.tasks) - readers) if request.partition in self.model else [])
         self.check_cleared(client, request, reply, [] if request.dry_run else partition.clear(done))
+
+    def being_read(self, partition: PartitionModel) -> list[Answer]:
+        """Answers with batches of this partition that their clients may not have read yet."""
+        together = [*self.answered.values(), *self.unread.values()]
+        return [answer for answer in together if answer.partition is partition and answer.drawn]
 
     def on_clearpartition(self, client: str, request: Any, reply: Any, since: float) -> None:
         partition = self.model.pop(request.partition, None)

@@ -90,10 +90,11 @@ def fetch(
 
 
 def batch(*args: Any, **kwargs: Any) -> list[int]:
-    """The samples of a fetch that must be answered with a batch, which its client then says to have."""
+    """The samples of a fetch that must be answered with a batch; its client says to have it, and to have read it."""
     reply = fetch(*args, **kwargs)
     assert isinstance(reply, p.Batch), reply
     args[0].received(kwargs.get("client", ACTOR), [reply.id])
+    args[0].read(kwargs.get("client", ACTOR), [reply.id])
     return indexes(reply)
 
 

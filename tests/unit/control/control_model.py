@@ -5,6 +5,7 @@ And the tasks that read it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,8 @@ class View:
     consumed: set[int] = field(default_factory=set)
     ledger: dict[Key, Entry] = field(default_factory=dict)
     settled: set[Key] = field(default_factory=set)
-    ended: bool = False
+    ended: set[str | None] = field(default_factory=set)
+    """Filters of fetches that were told the end of a sealed partition."""
     num_resets: int = 0
     ends: set[int] = field(default_factory=set)
     received: tuple[int, set[int]] = field(default_factory=lambda: (0, set()))
@@ -65,7 +67,8 @@ class View:
         for index in back:
             del self.given[index]
             self.consumed.discard(index)
-        self.ended = self.ended and not back
+        if back:
+            self.ended.clear()
 
     def settle(self, key: Key) -> None:
         del self.ledger[key]
@@ -88,7 +91,15 @@ class View:
         self.ends.clear()
         self.consumed.clear()
         self.given = {index: key for index, key in self.given.items() if key in self.ledger}
-        self.ended = False
+        self.ended.clear()
+
+
+FILTERS: dict[str | None, Callable[[dict[str, int]], bool]] = {
+    None: lambda tags: True,
+    "v >= 1": lambda tags: tags.get("v", 0) >= 1,
+    "not exists(v)": lambda tags: "v" not in tags,
+    "v in [0, 2] or total_lengths > 2": lambda tags: tags.get("v") in (0, 2) or tags.get("total_lengths", 0) > 2,
+}
 
 
 @dataclass
@@ -122,8 +133,16 @@ class PartitionModel:
         given = self.view(task).given
         return [index for index in self.live() if index not in given]
 
-    def ready(self, task: str, fields: list[str]) -> list[int]:
-        return [index for index in self.undrawn(task) if self.has(index, fields)]
+    def matches(self, index: int, where: str | None) -> bool:
+        return FILTERS[where](self.samples[index].tags)
+
+    def ready(self, task: str, fields: list[str], where: str | None = None) -> list[int]:
+        complete = [index for index in self.undrawn(task) if self.has(index, fields)]
+        return [index for index in complete if self.matches(index, where)]
+
+    def unmatched(self, task: str, fields: list[str], where: str | None) -> list[int]:
+        """Those that would be ready without the filter."""
+        return [index for index in self.ready(task, fields) if not self.matches(index, where)]
 
     def lacking(self, indexes: list[int], fields: list[str]) -> dict[str, int]:
         counts = {name: sum(not self.has(index, [name]) for index in indexes) for name in fields}

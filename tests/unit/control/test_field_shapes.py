@@ -8,7 +8,7 @@ import pytest
 
 from transfer_queue.control.rows import RowState, RowTable
 from transfer_queue.control.schema import Schema
-from transfer_queue.errors import InvalidRequestError, SchemaConflictError
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.protocol import FieldSpec
 
 ROWS = 6
@@ -95,10 +95,10 @@ def test_objects_have_neither_dtype_nor_shape(schema):
 def test_a_field_that_is_expected_is_a_placeholder_until_it_is_written(schema):
     schema.expect("x")
     schema.expect("x")
-    assert (schema.names, schema.written(), schema.dtypes()) == (["x"], [], {})
+    assert (schema.names, schema.written()) == (["x"], [])
     assert schema.spec("x", np.array([0])) == FieldSpec(None, None)
     record(schema, [0], dense(2))
-    assert (schema.written(), schema.dtypes()) == (["x"], {"x": "int64"})
+    assert schema.written() == ["x"]
 
 
 def test_complete_means_every_field_and_an_unknown_one_is_nowhere(schema):
@@ -110,22 +110,6 @@ def test_complete_means_every_field_and_an_unknown_one_is_nowhere(schema):
     assert schema.complete(rows, []).tolist() == [True, True, True]
     assert schema.has("unknown").tolist() == [False] * ROWS
     assert (schema.fields_of(np.array([1])), schema.fields_of(np.array([0, 1]))) == (["x", "y"], ["x"])
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "texts"),
-    [
-        (dense(4), FieldSpec("float32", (4,)), ["holds dtype int64", "brings dtype float32"]),
-        (dense(4), FieldSpec(None, None, is_non_tensor=True), ["holds dtype int64", "brings plain objects"]),
-        (FieldSpec(None, None, is_non_tensor=True), dense(4), ["holds plain objects", "brings dtype int64"]),
-    ],
-)
-def test_a_change_of_dtype_is_refused_and_both_are_named(schema, before, after, texts):
-    record(schema, [0], before)
-    with pytest.raises(SchemaConflictError) as error:
-        schema.check({"new": dense(1), "x": after}, "p", 1)
-    assert [text for text in ["field 'x'", "'p'", *texts] if text not in str(error.value)] == []
-    assert schema.names == ["x"]
 
 
 @pytest.mark.parametrize(("num_bytes", "rows"), [(12, 0), (12, 2), (13, 1), (4, 2)])

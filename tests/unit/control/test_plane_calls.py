@@ -151,14 +151,80 @@ def test_a_batch_that_was_named_stays_in_the_ledger_for_who_asks_again(plane):
 
 def test_what_an_anonymous_reader_has_not_read_yet_is_not_cleared(plane):
     put(plane, 4)
-    given = fetch(plane, 2)
+    first, second = fetch(plane, 2), fetch(plane, 2)
     assert clear_consumed(plane) == []
-    plane.received(ACTOR, [given.id])
+    plane.received(ACTOR, [first.id, second.id])
+    assert clear_consumed(plane) == []
+    plane.read(ACTOR, [second.id])
+    assert clear_consumed(plane) == [2, 3]
+    plane.read(ACTOR, [first.id, second.id, 999])
     assert clear_consumed(plane) == [0, 1]
-    fetch(plane, 2)
+    assert [record for _, record in plane.state.calls.of(ACTOR) if record.kind is p.Fetch] == []
+
+
+def test_what_a_reader_that_ends_had_received_is_cleared_and_never_given_again(plane):
+    put(plane, 4)
+    received, lost = fetch(plane, 2), fetch(plane, 2)
+    plane.received(ACTOR, [received.id])
     plane.client_gone(ACTOR, 0.0)
-    assert clear_consumed(plane) == []
+    assert indexes(lost) == [2, 3]
+    assert clear_consumed(plane) == [0, 1]
     assert batch(plane, 2, client=CRITIC) == [2, 3]
+    assert isinstance(fetch(plane, 1, client=CRITIC), p.NotReady)
+
+
+def test_a_batch_that_was_read_is_never_given_again_although_its_answer_was_not_said_to_be_received(plane):
+    put(plane, 2)
+    given = fetch(plane, 2)
+    plane.read(ACTOR, [given.id])
+    assert cancel(plane, ACTOR, given)[0] == "kept"
+    plane.client_gone(ACTOR, 0.0)
+    assert fetch(plane, 1, client=CRITIC).samples == 0
+
+
+def test_batches_with_their_values_and_those_of_a_ledger_need_no_word_that_they_were_read(plane):
+    put(plane, 4)
+    whole, ranked = fetch(plane, 2, with_values=True), fetch(plane, 2, 0)
+    assert clear_consumed(plane) == []
+    plane.received(ACTOR, [whole.id, ranked.id])
+    assert clear_consumed(plane) == [0, 1]
+    assert ack(plane, ranked.token) == 1
+    assert clear_consumed(plane) == [2, 3]
+
+
+def test_only_batches_are_read(plane):
+    put(plane, 2)
+    reserved = ask(plane, ACTOR, p.Reserve, "p", 1)
+    plane.read(ACTOR, [reserved.id])
+    assert held(plane) == 1
+    assert cancel(plane, ACTOR, reserved)[0] == "undone"
+
+
+def test_what_is_cleared_by_name_is_gone_whoever_may_still_read_it(plane):
+    put(plane, 4)
+    given = fetch(plane, 4)
+    plane.received(ACTOR, [given.id])
+    assert clear(plane, [1]) == [1]
+    asked = ask(plane, CRITIC, p.ClearConsumed, "p", [], True)
+    assert (asked.held_by, asked.readers) == ({"train": 3}, {ACTOR: 3})
+    assert indexes(ask(plane, CRITIC, p.ClearPartition, "p")) == [0, 2, 3]
+    put(plane, 1)
+    assert batch(plane, 1, client=CRITIC) == [4]
+    assert clear_consumed(plane) == [4], "the other partition of this name was never given to the first reader"
+
+
+def test_a_clear_names_the_clients_that_may_still_read_and_how_many_samples(plane):
+    put(plane, 6)
+    for client, count, task in [(ACTOR, 2, "train"), (ACTOR, 3, "other"), (CRITIC, 1, "train")]:
+        plane.received(client, [fetch(plane, count, client=client, task=task).id])
+    asked = ask(plane, ROLLOUT, p.ClearConsumed, "p", [], True)
+    assert (asked.held_by, asked.readers) == ({"train": 6, "other": 6}, {ACTOR: 3, CRITIC: 1})
+    ask(plane, ROLLOUT, p.ResetConsumption, "p")
+    asked = ask(plane, ROLLOUT, p.ClearConsumed, "p", [], True)
+    assert (asked.held_by, asked.readers) == ({"train": 6, "other": 6}, {ACTOR: 3, CRITIC: 1})
+    for client in (ACTOR, CRITIC):
+        plane.client_gone(client, 0.0)
+    assert ask(plane, ROLLOUT, p.ClearConsumed, "p", [], True).readers == {}
 
 
 # ---- what is kept for that, and for how long ----

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,9 @@ def large(tokens):
         batch(plane, 1, task=task)
         fetch(plane, 1, task=task, names=("x", "z"))
         fetch(plane, 2, task=task, names=("x", "y"))
+    fetch(plane, 1, task="filtered", where="v == 1 or not exists(w)")
+    while plane.next_deadline() == -math.inf:
+        plane.expire(0.0)
     fetch(plane, 1, task="finite", names=("x", "z"))
     batch(plane, ROWS, task="finite")
     batch(plane, 100, task="finite")
@@ -126,6 +130,7 @@ REQUESTS = {
     "cancel": lambda plane: cancel(plane, ROLLOUT, ask(plane, ROLLOUT, p.Reserve, "p", 1)),
     "insert": lambda plane: ask(plane, ROLLOUT, p.Insert, "p", 1, ["x"]),
     "fetch": lambda plane: batch(plane, 4, task="plain"),
+    "fetch with a filter": lambda plane: batch(plane, 4, task="filtered", where="v == 1 or not exists(w)"),
     "fetch of another's round": lambda plane: batch(plane, 2, 3, 0, task="RankAwareSampler"),
     "round of SequentialSampler": lambda plane: batch(plane, 2, 0, 1, task="SequentialSampler"),
     "round of RankAwareSampler": lambda plane: batch(plane, 2, 0, 1, task="RankAwareSampler"),

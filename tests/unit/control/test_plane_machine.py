@@ -7,11 +7,12 @@ A failure prints the steps and a ``@reproduce_failure`` line: put that line over
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
-from control_checks import CLIENTS, GRACE_S, PARTITIONS, SPECS, CheckedPlane
-from control_model import DP_SIZES, TASKS, PartitionModel, TaskPlan, View
+from control_checks import CLIENTS, GRACE_S, PARTITIONS, SPECS, UNNAMED, CheckedPlane
+from control_model import DP_SIZES, FILTERS, TASKS, PartitionModel, TaskPlan, View
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,9 +21,11 @@ from transfer_queue import protocol as p
 
 clients = st.sampled_from(CLIENTS)
 partitions = st.sampled_from(PARTITIONS)
+any_partitions = st.sampled_from((*PARTITIONS, UNNAMED))
 tasks = st.sampled_from(sorted(TASKS))
 some_keys = st.lists(st.sampled_from("uvwxyz"), min_size=1, max_size=3, unique=True)
 field_sets = st.sampled_from([["a"], ["b"], ["a", "b"]])
+filters = st.one_of(st.none(), st.sampled_from(list(FILTERS)))
 waits = st.sampled_from([0.0, 1.0, 3.0, 50.0])
 
 
@@ -90,6 +93,8 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
             del self.open[key], self.since[key]
         for key in [key for key in self.answered if key[0] == client][::-1]:
             self.undo(key)
+        for key in [key for key in self.unread if key[0] == client]:
+            del self.unread[key]
         self.producers.gone(client, died, self.now)
         self.absorb(self.plane.client_gone(client, self.now, died))
         self.check_chores()
@@ -105,10 +110,37 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         for client, call in keys:
             self.plane.received(client, [call])
             answer = self.answered[client, call]
-            if isinstance(answer.request, p.Fetch) and answer.reply.batch_index is None:
+            if self.is_unnamed(answer):
                 self.check_read_once(answer)
+                if not answer.request.with_values:
+                    self.unread[client, call] = answer
             if not answer.reserved:
                 del self.answered[client, call]
+
+    def is_unnamed(self, answer: Any) -> bool:
+        """Whether this is a batch that is in no ledger."""
+        return isinstance(answer.request, p.Fetch) and answer.reply.batch_index is None
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.answered or self.unread)
+    def read(self, data: st.DataObject) -> None:
+        """The client has read some batches, whether it has said to have their answers or not. Other calls stay."""
+        keys = data.draw(st.lists(st.sampled_from(sorted({**self.answered, **self.unread})), max_size=4, unique=True))
+        for client, call in keys:
+            self.plane.read(client, [call, self.next_id + 1])
+            answer = self.answered.get((client, call))
+            if answer is not None and self.is_unnamed(answer) and not answer.request.with_values:
+                self.check_read_once(answer)
+                del self.answered[client, call]
+            self.unread.pop((client, call), None)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.unread)
+    def cancel_received(self, data: st.DataObject) -> None:
+        """What was received is never given again, and nobody will read it any more."""
+        client, call = data.draw(st.sampled_from(sorted(self.unread)), "call")
+        del self.unread[client, call]
+        assert self.ask(client, p.Cancel, call).value == "kept"
 
     def check_read_once(self, answer: Any) -> None:
         view = self.model.get(answer.request.partition, PartitionModel()).view(answer.request.task)
@@ -176,11 +208,11 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     @rule(
         data=st.data(), client=clients, partition=partitions, task=tasks, fields=field_sets, wait_s=waits,
         batch_index=st.one_of(st.none(), st.integers(0, 4)), from_first=st.booleans(),
-        pass_start=st.one_of(st.none(), st.integers(0, 4)),
+        pass_start=st.one_of(st.none(), st.integers(0, 4)), where=filters,
     )  # fmt: skip
     def fetch(
         self, data: st.DataObject, client: str, partition: str, task: str, fields: list[str], wait_s: float,
-        batch_index: int | None, from_first: bool, pass_start: int | None,
+        batch_index: int | None, from_first: bool, pass_start: int | None, where: str | None,
     ) -> None:  # fmt: skip
         plan, dp_size = TASKS[task], DP_SIZES[task]
         batch_size = data.draw(st.sampled_from(plan.sizes), "batch_size")
@@ -193,7 +225,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         self.ask(
             client, p.Fetch, partition, task, fields, batch_size, rank, batch_index, None, wait_s, plan.finite, {},
             [token for where, who, token in acks if (where, who) == (partition, task)], 0 if from_first else None,
-            0, pass_start if plan.finite else None, after,
+            0, pass_start if plan.finite else None, after, data.draw(st.booleans(), "with_values"), False, where,
         )  # fmt: skip
 
     @rule(data=st.data(), task=tasks, partition=partitions)
@@ -205,7 +237,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         settled = view.ack(tokens, earlier)
         assert self.ask("anna", p.Ack, partition, task, tokens, earlier).value == settled
 
-    @rule(partition=partitions, task=st.one_of(st.none(), tasks))
+    @rule(partition=any_partitions, task=st.one_of(st.none(), tasks))
     def reset(self, partition: str, task: str | None) -> None:
         self.ask("anna", p.ResetConsumption, partition, task)
 
@@ -220,16 +252,28 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         self.model.setdefault(partition, PartitionModel()).sealed = True
         assert isinstance(self.ask("anna", p.SealPartition, partition), p.Done)
 
-    @rule(data=st.data(), partition=partitions)
+    @rule(data=st.data(), partition=any_partitions)
     def clear_samples(self, data: st.DataObject, partition: str) -> None:
         picked = self.pick(data, list(range(self.next_index + 2)), "indexes")
         self.ask("anna", p.ClearSamples, partition, p.pack_indexes(picked + picked))
 
-    @rule(partition=partitions, named=st.sets(tasks), dry_run=st.booleans())
+    @rule(partition=any_partitions, named=st.sets(tasks), dry_run=st.booleans())
     def clear_consumed(self, partition: str, named: set[str], dry_run: bool) -> None:
         self.ask("anna", p.ClearConsumed, partition, sorted(named), dry_run)
 
-    @rule(partition=partitions)
+    @rule(client=clients, reader=clients, count=st.integers(1, 3), with_values=st.booleans())
+    def fetch_unnamed(self, client: str, reader: str, count: int, with_values: bool) -> None:
+        self.put(client, UNNAMED, count, 0.0, ["a"])
+        self.ask(
+            reader, p.Fetch, UNNAMED, "plain", ["a"], count, None, None, None, 0.0, False, {}, [], None, 0, None, None,
+            with_values,
+        )  # fmt: skip
+
+    @rule()
+    def clear_what_was_read(self) -> None:
+        self.ask("anna", p.ClearConsumed, UNNAMED, [])
+
+    @rule(partition=any_partitions)
     def clear_partition(self, partition: str) -> None:
         self.ask("anna", p.ClearPartition, partition)
         assert not [
@@ -249,7 +293,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
 
     @invariant()
     def nothing_that_could_be_answered_waits(self) -> None:
-        for partition in PARTITIONS:
+        for partition in (*PARTITIONS, UNNAMED):
             self.plane.state.mark_dirty(partition)
         self.sound = False
         assert self.plane.expire(self.now) == []
@@ -260,9 +304,9 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
     @invariant()
     def fetches_wait_only_for_lack_of_samples(self) -> None:
         for name, partition in self.model.items():
-            for task, plan in TASKS.items():
-                waiting = self.parked(name, task)
-                assert not waiting or not self.could_draw(partition, plan, waiting[0][2])
+            for task, where in product(TASKS, FILTERS):
+                waiting = self.parked(name, task, where)
+                assert not waiting or not self.could_draw(partition, TASKS[task], waiting[0][2])
                 fetches = [request for _, _, request in waiting]
                 assert not any(self.producers.lost(request.fields, self.now, GRACE_S) for request in fetches)
 
@@ -270,7 +314,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         known = self.known_batch(partition, request)
         if known is not None:
             return all(partition.has(index, request.fields) for index in known)
-        ready = partition.ready(request.task, request.fields)
+        ready = partition.ready(request.task, request.fields, request.where)
         return plan.exact and len(ready) >= self.needed(request)
 
     @invariant()
@@ -319,7 +363,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         assert not any(partition.held() for partition in self.model.values()), "all reservations are given back"
         self.plane.check_invariants()
         self.check_nothing_is_lost()
-        for name in PARTITIONS:
+        for name in (*PARTITIONS, UNNAMED):
             self.ask("anna", p.ClearPartition, name)
         self.now += 1e6
         assert self.plane.expire(self.now) == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from control_kit import (
     ACTOR,
@@ -94,7 +95,12 @@ def test_a_put_of_no_samples_is_refused(plane, count):
     assert ask(plane, ACTOR, p.ListPartitions).names == []
 
 
-def test_a_dtype_that_changes_is_refused_before_anything_is_reserved_or_visible(plane):
+def declare(plane, name="p", **declared):
+    return ask(plane, ROLLOUT, p.CreatePartition, name, None, declared)
+
+
+def test_a_dtype_that_was_not_declared_is_refused_before_anything_is_reserved_or_visible(plane):
+    declare(plane, x=p.DeclaredField("int64", (None,)))
     samples = put(plane, 1, "x")
     texts = ("field 'x'", "'p'", "dtype int64", "dtype float32")
     refused(ask(plane, ROLLOUT, p.Reserve, "p", 1, {"x": FLOAT}), "SchemaConflictError", *texts)
@@ -108,7 +114,32 @@ def test_a_dtype_that_changes_is_refused_before_anything_is_reserved_or_visible(
     assert not ask(plane, ACTOR, p.FieldStatus, "p", ["y"]).known
 
 
-def test_objects_and_tensors_in_one_field_are_a_conflict_that_names_both(plane):
+def test_the_shapes_of_a_declared_field_are_checked_when_samples_are_reserved(plane):
+    declare(plane, x=p.DeclaredField("int64", (None, 2)))
+    rows = p.FieldSpec("int64", None, True, row_shapes=np.array([[1, 2], [2, 3]], "<i4").tobytes())
+    refused(ask(plane, ROLLOUT, p.Reserve, "p", 2, {"x": rows}), "SchemaConflictError", "field 'x'")
+    keyed = ask(plane, ROLLOUT, p.ResolveKeys, "p", ["a", "b"], True, True, {"x": rows})
+    refused(keyed, "SchemaConflictError", "field 'x'")
+    assert status(plane) == []
+
+
+def test_a_declaration_that_samples_contradict_is_refused_and_the_partition_is_as_it_was(plane):
+    put(plane, 1, "x")
+    refused(declare(plane, x=p.DeclaredField("float32")), "SchemaConflictError", "'x'", "dtype float32")
+    assert declare(plane, y=p.DeclaredField("float32")).value is False
+    refused(ask(plane, ROLLOUT, p.Reserve, "p", 1, {"y": INT}), "SchemaConflictError")
+
+
+def test_a_write_is_told_that_samples_of_its_field_have_several_dtypes(plane):
+    samples = put(plane, 1, "x")
+    assert ask(plane, ROLLOUT, p.Reserve, "p", 1, {"x": FLOAT}).dtypes == {"x": ["int64", "float32"]}
+    assert ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples), {"x": FLOAT, "y": INT}).value == {
+        "x": ["int64", "float32"]
+    }
+
+
+def test_objects_and_tensors_in_one_declared_field_are_a_conflict_that_names_both(plane):
+    declare(plane, x=p.DeclaredField("int64"))
     samples = put(plane, 1, "x")
     objects = {"x": p.FieldSpec(None, None, is_non_tensor=True)}
     reply = ask(plane, ROLLOUT, p.Publish, "p", p.pack_indexes(samples), objects)
@@ -157,7 +188,7 @@ def test_check_fields_says_that_samples_were_cleared(plane):
     clear(plane, samples[:1])
     reply = ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples), fields("y"))
     refused(reply, "SampleClearedError", "[0]")
-    assert ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples[1:]), fields("y")).value == {"x": "int64"}
+    assert ask(plane, ROLLOUT, p.CheckFields, "p", p.pack_indexes(samples[1:]), fields("y")).value == {}
 
 
 # ---- cancel ----

@@ -215,7 +215,7 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     assert stats["partitions"] == {
         "p": {
             "samples": 3, "published": 3, "held": 1, "sealed": False, "num_samples": 9, "keys": 0, "fields": ["x"],
-            "tasks": {"train": task}, "abandoned": None,
+            "tasks": {"train": task}, "abandoned": None, "lost": {},
         }
     }  # fmt: skip
     assert [(each["client"], each["waited_s"], each["writer"]) for each in stats["waiting"]] == [
@@ -236,9 +236,9 @@ def test_statistics_say_what_those_who_wait_lack(make_plane):
     send(plane, ROLLOUT, p.Reserve, "p", 3, wait_s=9.0, now=3.0)
     assert stats(plane, now=4.0)["waiting"] == [
         {"partition": "p", "task": "train", "client": ACTOR, "waited_s": 3.0, "writer": False, "fields": ["x", "y"],
-         "wanted": 3, "ready": 2, "lacking": {"y": 2}},
+         "wanted": 3, "ready": 2, "lacking": {"y": 2}, "unmatched": 0},
         {"partition": "nowhere", "task": "score", "client": CRITIC, "waited_s": 2.0, "writer": False, "fields": ["x"],
-         "wanted": 2, "ready": 0, "lacking": {}},
+         "wanted": 2, "ready": 0, "lacking": {}, "unmatched": 0},
         {"partition": "p", "task": None, "client": ROLLOUT, "waited_s": 1.0, "writer": True, "wanted": 3},
     ]  # fmt: skip
     plane.client_gone(ROLLOUT, 4.0)
@@ -259,7 +259,7 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
     [
         p.CreatePartition(7, "p", -1),
         p.Reserve(7, "p", 0),
-        p.Reserve(7, "p", 1, {"x": p.FieldSpec("float16", (1,))}),
+        p.Reserve(7, "p", 1, {"declared": p.FieldSpec("float16", (1,))}),
         p.Insert(7, "p", -2),
         p.CheckFields(7, "nowhere", b"", {}),
         p.Cancel(7, 3),
@@ -285,11 +285,14 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
         p.GetStats(7),
         p.ForgetTask(7, "nobody"),
         p.EvictClient(7, "nobody"),
+        p.JoinUnit(7, "nowhere", "host", []),
+        p.ListUnits(7),
     ],
     ids=lambda request: type(request).__name__,
 )
 def test_refused_and_reading_requests_get_one_answer_and_change_nothing(plane, request_):
     put(plane, 2, "x", lengths=[1, 2])
+    ask(plane, ROLLOUT, p.CreatePartition, "p", None, {"declared": p.DeclaredField("int64")})
     before = fingerprint(plane)
     (to,) = plane.handle(CRITIC, request_, 1.0)
     assert (to.client, to.reply.id) == (CRITIC, 7)

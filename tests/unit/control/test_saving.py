@@ -66,6 +66,7 @@ def test_what_a_saver_kept_is_dropped_when_it_ends(plane):
 
 
 def test_a_put_that_replaces_values_waits_until_they_are_read(plane):
+    ask(plane, SAVER, p.CreatePartition, "p", None, {"x": p.DeclaredField("int64")})
     mine = p.pack_indexes(put(plane, 2))
     frozen = ask(plane, SAVER, p.Freeze)
     other = p.pack_indexes(put(plane, 1))

@@ -295,4 +295,4 @@ def test_columns_of_different_lengths_are_refused_before_anything_is_cut(plane):
     plain = msgspec.msgpack.decode(joined(parts_of(plane)))
     plain["partitions"][0]["state"] += b"\x03"
     with pytest.raises(CheckpointError, match="differ in length"):
-        encoded_parts(msgspec.msgpack.encode(plain) + bytes(0))
+        encoded_parts(msgspec.msgpack.encode(plain), [])

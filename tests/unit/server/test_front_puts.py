@@ -43,7 +43,7 @@ def test_a_put_of_new_samples_is_reserved_stored_and_published_in_one_turn(me, o
 def test_a_put_onto_existing_samples_replaces_their_values(me, other, front):
     samples = me.stored([7, 8])
     ((_, reply, _),) = me.put([9, 9], me.check(samples))
-    assert reply == p.Done(2, {"x": "uint8"})
+    assert reply == p.Done(2, {})
     me.send(p.ListPartitions(me.number()), received=[1, 2])
     assert (me.values(samples), held(front)) == ({0: 9, 1: 9}, stored(2))
 
@@ -58,7 +58,7 @@ def test_a_put_by_keys_makes_samples_for_new_keys_and_writes_to_those_of_known_o
 def test_tags_alone_are_published_without_a_write(me, front):
     samples = me.stored([7])
     begin = p.CheckFields(me.number(), "p", p.pack_indexes(samples), {})
-    assert me.one(p.Put(begin.id, begin, {0: {"n": 1}})) == p.Done(2, {"x": "uint8"})
+    assert me.one(p.Put(begin.id, begin, {0: {"n": 1}})) == p.Done(2, {})
     ((_, described, _),) = me.send(p.Describe(me.number(), "p", ["x"]))
     assert described.tags == {0: {"n": 1}}
 
@@ -177,8 +177,9 @@ BAD_PUTS = {
 @pytest.mark.parametrize("name", BAD_PUTS)
 def test_a_put_that_fails_at_any_step_leaves_nothing_and_others_are_served(me, other, front, name):
     make, code = BAD_PUTS[name]
+    me.send(p.CreatePartition(me.number(), "p", None, {"x": p.DeclaredField("uint8")}))
     me.stored([1])
-    me.send(p.ListPartitions(me.number()), received=[1])
+    me.send(p.ListPartitions(me.number()), received=[1, 2])
     before = held(front)
     (answer,) = me.send(*make(me))
     assert isinstance(answer.reply, p.Failed), answer

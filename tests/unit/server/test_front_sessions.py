@@ -8,7 +8,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.server.front_kit import NBYTES, NOTHING, Client, Got, Held, batch_of, failed, front_of, got, held, specs
+from tests.unit.server.front_kit import (
+    NBYTES,
+    NOTHING,
+    Client,
+    Got,
+    Held,
+    batch_of,
+    failed,
+    front_of,
+    got,
+    held,
+    samples_of,
+    specs,
+)
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.sampler.base import BaseSampler
@@ -106,9 +119,21 @@ def test_received_answers_are_forgotten(me, front):
     assert held(front).records == 0
 
 
-def test_what_was_received_counts_also_where_the_request_beside_it_can_not_be_read(me, front):
+def test_a_batch_is_kept_until_it_was_read(me, other, front):
+    assert me.stored([7, 8]) == [0, 1]
+    fetch = msgspec.structs.replace(me.fetch(2), with_values=False)
+    assert isinstance(me.one(fetch), p.Batch)
+    me.send_raw(p.encode_request(p.ListPartitions(me.number()), [1, fetch.id]))
+    assert other.one(p.ClearConsumed(other.number(), "p", [])).readers == {"me": 2}
+    me.send_raw(p.encode_request(p.ListPartitions(me.number()), [], [fetch.id]))
+    assert samples_of(other.one(p.ClearConsumed(other.number(), "p", []))) == [0, 1]
+
+
+def test_what_was_received_and_read_counts_also_where_the_request_beside_it_can_not_be_read(me, front):
     me.stored([7])
-    header = msgspec.msgpack.encode([[1, "x", None], ["NoSuchVerb", 2]])
+    fetch = msgspec.structs.replace(me.fetch(1), with_values=False)
+    me.one(fetch)
+    header = msgspec.msgpack.encode([[1, "x", None], ["NoSuchVerb", 3], [fetch.id, "x", None]])
     ((_, reply, _),) = me.send_raw(header)
     failed(reply, "ProtocolError", "no request of protocol version")
     assert (reply.id, held(front).records) == (0, 0)
@@ -116,7 +141,12 @@ def test_what_was_received_counts_also_where_the_request_beside_it_can_not_be_re
 
 @pytest.mark.parametrize(
     "header",
-    [b"", b"\xc1", b"nonsense", *map(msgspec.msgpack.encode, (7, [], [7, 8], {"a": 1}, "text", [[1], ["Put"]]))],
+    [
+        b"",
+        b"\xc1",
+        b"nonsense",
+        *map(msgspec.msgpack.encode, (7, [], [7, 8], {"a": 1}, "text", [[1], ["Put"]], [[1], ["Put"], 7])),
+    ],
 )
 def test_what_is_no_message_is_refused_and_others_are_served(me, other, front, header):
     ((client, reply, _),) = me.send_raw(header)

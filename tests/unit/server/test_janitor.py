@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Janitor: what ended sessions leave in units of other processes is committed or deleted, job by job."""
+"""Writes that end halfway: which are published, and that they end in the units of other processes, job by job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.server.front_kit import Client, failed, specs
+from tests.unit.server.front_kit import NBYTES, Client, bytes_of, failed, front_of, specs
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.server.front import Front
-from transfer_queue.server.janitor import Janitor
+from transfer_queue.server.janitor import Janitor, StepwiseWrites
 from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.shm.messages import AskUnitStats, ColumnHeader, Columns, Write, Written
+from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.wire_columns import dense_layout
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 
@@ -55,6 +58,36 @@ class NotedStorage(StorageManager):
         self.note("close")
 
 
+# ---- which writes are published ----
+
+
+@pytest.fixture
+def writes() -> StepwiseWrites:
+    return StepwiseWrites()
+
+
+def test_the_end_of_a_session_names_the_writes_that_were_published_and_maybe_not_committed(writes):
+    for client, write in (("me", 10), ("me", 20), ("me", 25), ("other", 30)):
+        writes.started(client, write)
+    for client, write in (("me", 10), ("me", 20), ("other", 30)):
+        writes.published(client, write)
+    writes.received("me", [10, 11, 99])
+    writes.received("nobody", [21])
+    assert [writes.end(client) for client in ("me", "me", "other")] == [[20], [], [30]]
+
+
+def test_a_cancelled_write_is_published_or_not_and_no_write_at_all_once_it_has_ended(writes):
+    writes.started("me", 10)
+    writes.started("me", 20)
+    writes.published("me", 20)
+    assert [writes.cancelled("me", call) for call in (10, 20, 30)] == [False, True, None]
+    assert [writes.cancelled("me", call) for call in (10, 20)] == [None, None]
+    assert writes.end("me") == []
+
+
+# ---- the thread ----
+
+
 @pytest.fixture
 def storage() -> NotedStorage:
     return NotedStorage(Session("controller", Peer("controller", "local://controller")))
@@ -70,24 +103,16 @@ def janitor(storage) -> Iterator[Janitor]:
 
 def test_jobs_are_done_in_order_in_a_thread_of_its_own_and_all_of_them_before_it_is_closed(janitor, storage):
     janitor.delete(np.array([3, 4]))
-    janitor.end_session("me")
+    janitor.end_session("me", [10])
+    janitor.end_write("me", 11, True)
+    janitor.end_write("me", 12, False)
     janitor.delete(np.array([5]))
     janitor.close()
-    assert storage.jobs == [("delete", [3, 4]), ("end", "me", []), ("delete", [5]), ("close",)]
+    assert storage.jobs == [
+        ("delete", [3, 4]), ("end", "me", [10]), ("commit", "me", 11), ("abort", "me", 12), ("delete", [5]), ("close",),
+    ]  # fmt: skip
     assert storage.threads == {"tq-janitor"}
     assert "tq-janitor" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_the_end_of_a_session_names_the_writes_that_were_published_and_maybe_not_committed(janitor, storage):
-    janitor.published("me", 10)
-    janitor.published("me", 20)
-    janitor.published("other", 30)
-    janitor.received("me", [10, 11, 99])
-    janitor.received("nobody", [21])
-    for client in ("me", "me", "other"):
-        janitor.end_session(client)
-    janitor.close()
-    assert storage.jobs[:3] == [("end", "me", [20]), ("end", "me", []), ("end", "other", [30])]
 
 
 @pytest.mark.parametrize(
@@ -103,12 +128,15 @@ def test_a_job_that_fails_is_logged_and_the_next_one_is_done(janitor, storage, c
     assert str(error) in caplog.text
 
 
-# ---- behind a front without storage ----
+# ---- behind a front ----
 
 
-@pytest.fixture
-def front(janitor) -> Front:
-    return Front({}, ControlPlane(), None, janitor)
+@pytest.fixture(params=["units of other processes alone", "a unit of its own, too"])
+def front(request, janitor) -> Front:
+    unit = StorageUnit("u0") if request.param == "a unit of its own, too" else None
+    made = Front({}, ControlPlane(), unit, lambda: janitor)
+    made.start_janitor()
+    return made
 
 
 def published(client: Client, dtype: str = "uint8") -> tuple[int, Any]:
@@ -139,6 +167,7 @@ def test_a_write_that_its_client_has_committed_is_not_committed_again(front, jan
 
 def test_a_write_whose_publish_was_refused_is_not_committed_and_its_values_are_deleted(front, janitor, storage):
     me, other = Client(front, "me"), Client(front, "other")
+    other.one(p.CreatePartition(other.number(), "p", None, {"x": p.DeclaredField("uint8")}))
     published(other)
     _, answer = published(me, "int64")
     failed(answer, "SchemaConflictError")
@@ -179,3 +208,64 @@ def test_a_write_that_its_client_gave_up_is_committed_where_it_is_published_and_
         ("end", "me", []),
         ("close",),
     ]
+
+
+# ---- in the unit of the front's own process ----
+
+
+def write_in_steps(client: Client, value: int) -> tuple[p.Reserved, int]:
+    """(the reserved sample, number of the write), stored and not published."""
+    reserved = client.one(client.reserve(1))
+    columns = Columns([ColumnHeader("x", dense_layout("uint8", 1, (NBYTES,)), 1)])
+    written = client.one(Write(reserved.id, reserved.indexes, columns), [bytes_of([value])])
+    assert isinstance(written, Written)
+    return reserved, reserved.id
+
+
+def publish(client: Client, reserved: p.Reserved) -> None:
+    request = p.Publish(client.number(), "p", reserved.indexes, specs(), completes=reserved.id, uncommitted=True)
+    assert isinstance(client.one(request), p.Published)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "ended"])
+@pytest.mark.parametrize("is_published", [True, False])
+def test_a_write_in_steps_that_ends_halfway_is_committed_in_the_own_unit_if_it_is_published(how, is_published):
+    front = front_of()
+    me, other = Client(front, "me"), Client(front, "other")
+    reserved, write = write_in_steps(me, 7)
+    if is_published:
+        publish(me, reserved)
+    assert me.one(AskUnitStats(me.number())).uncommitted_nbytes == NBYTES
+    me.cancel(write) if how == "cancelled" else me.gone()
+    stats = other.one(AskUnitStats(other.number()))
+    assert (stats.uncommitted_nbytes, stats.values) == (0, int(is_published))
+    if is_published:
+        assert other.values([0]) == {0: 7}
+
+
+# ---- when it starts ----
+
+
+def test_the_thread_starts_when_the_first_unit_joins_and_ends_with_the_front(storage):
+    made: list[Janitor] = []
+
+    def make() -> Janitor:
+        made.append(Janitor(storage))
+        return made[-1]
+
+    front = Front({}, ControlPlane(), StorageUnit("u0"), make)
+    first, second = Client(front, "first"), Client(front, "second")
+    failed(first.one(p.JoinUnit(first.number(), "first", "host", [])), "InvalidRequestError", "without an address")
+    assert made == []
+    for client in (first, second):
+        assert isinstance(client.one(p.JoinUnit(client.number(), client.name, "host", ["tcp://host:1"])), p.Done)
+    first.gone()
+    front.close()
+    assert (len(made), storage.jobs) == (1, [("end", "first", []), ("close",)])
+
+
+def test_a_front_that_no_unit_has_joined_has_no_thread_to_end(storage):
+    front = Front({}, ControlPlane(), StorageUnit("u0"), lambda: Janitor(storage))
+    Client(front, "me").gone()
+    front.close()
+    assert storage.jobs == []

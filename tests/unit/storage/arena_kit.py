@@ -22,6 +22,7 @@ from transfer_queue.storage.shm.messages import (
     Release,
     Rows,
     Write,
+    Written,
     pack_indexes,
     unpack_columns,
 )
@@ -84,23 +85,29 @@ class ArenaClient:
     def view(self, offset: int, nbytes: int) -> ByteArray:
         return self.memory[offset : offset + nbytes]
 
-    def written_at(self, offset: int, lease: int, values: dict[int, int], nbytes: int, commit: bool = True) -> Write:
+    def written_at(self, offset: int, lease: int, values: dict[int, int], nbytes: int) -> Write:
         """A write of rows of ``nbytes`` bytes, each full of its value, that lie at ``offset`` now."""
         rows = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
         self.view(offset, len(rows))[:] = rows
         part = ColumnHeader("a", row_layout(nbytes), len(values), offset=offset, nbytes=len(rows))
-        return Write(self.number(), indexes_of(values), Columns([part], lease=lease), commit=commit)
+        return Write(self.number(), indexes_of(values), Columns([part], lease=lease))
 
     def put(self, values: dict[int, int], nbytes: int = PAGE, now: float = 0.0, commit: bool = True) -> Any:
-        """The answer to a write into leased memory; there must be room."""
+        """The answer to a write into leased memory, which is then committed; there must be room."""
         lease = self.lease(whole_pages(len(values) * nbytes) // PAGE, list(values))
         leased = self.one(lease, now=now)
-        return self.one(self.written_at(leased.offset, lease.id, values, nbytes, commit), now=now)
+        return self._written(self.written_at(leased.offset, lease.id, values, nbytes), (), commit, now)
 
     def put_frame(self, values: dict[int, int], nbytes: int, commit: bool = True) -> Any:
         data = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
         columns = Columns([ColumnHeader("a", row_layout(nbytes), len(values))])
-        return self.one(Write(self.number(), indexes_of(values), columns, commit=commit), [data])
+        return self._written(Write(self.number(), indexes_of(values), columns), [data], commit)
+
+    def _written(self, write: Write, frames: Sequence[Any], commit: bool, now: float = 0.0) -> Any:
+        answer = self.one(write, frames, now=now)
+        if commit and isinstance(answer, Written):
+            self.commit(write.id, now=now)
+        return answer
 
     def commit(self, *writes: int, now: float = 0.0) -> list[UnitReply]:
         return self.ask(Commit(self.number(), list(writes)), now=now)

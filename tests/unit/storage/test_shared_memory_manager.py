@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharedMemoryManager: which unit holds which sample, and what is sent."""
+"""SharedMemoryManager: which unit is asked for which rows, and what is sent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,14 +16,16 @@ from tensordict import TensorDict
 
 from tests.local_caller import LocalCaller
 from transfer_queue import protocol as p
-from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError
+from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.manager import SharedMemoryManager, shares_of
 from transfer_queue.storage.shm.messages import (
+    Abort,
     Commit,
     Delete,
     Deleted,
     EndSession,
+    EndWrite,
     Read,
     Release,
     Rows,
@@ -32,12 +35,14 @@ from transfer_queue.storage.shm.messages import (
     unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
-from transfer_queue.storage.shm.unit_client import ROUTING_RUN, shares_of, unit_of
 from transfer_queue.transport.base import Peer, RawReply
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
 
 CONTROLLER = Peer("controller", "local://controller")
+
+
+FRONT = {"units": [{"name": "controller", "address": CONTROLLER.address}]}
 
 
 def config(num_units: int, **more: Any) -> dict[str, Any]:
@@ -78,80 +83,83 @@ def rows(count: int, *fields: str) -> TensorDict:
     return TensorDict({name: torch.zeros(count) for name in fields}, batch_size=[count])
 
 
-# ---- which unit holds which sample ----
+# ---- which unit holds which rows ----
 
 
-def test_neighbouring_indexes_share_a_unit_and_runs_of_them_take_turns():
-    assert ROUTING_RUN == 64
-    assert unit_of(np.array([0, 63, 64, 127, 128, 192, 1 << 50]), 3).tolist() == [0, 0, 1, 1, 2, 0, (1 << 44) % 3]
-    assert unit_of(np.arange(1000), 1).tolist() == [0] * 1000
+def listed(shares: Any) -> list[tuple[int, list[int] | slice, list[str]]]:
+    return [(unit, at if isinstance(at, slice) else at.tolist(), fields) for unit, at, fields in shares]
 
 
-@pytest.mark.parametrize("kind", [list, np.array])
-def test_the_shares_of_a_batch_name_each_position_once_and_no_unit_without_any(kind):
-    batch = kind([200, 1, 64, 65, 0])
-    shares = {unit: [int(batch[n]) for n in range(5)[at]] if isinstance(at, slice) else batch_at(batch, at)
-              for unit, at in shares_of(batch, 3)}  # fmt: skip
-    assert shares == {0: [200, 1, 0], 1: [64, 65]}
-    assert [shares_of(kind(one), 3) for one in ([], [70, 64])] == [[], [(1, slice(0, 2))]]
-    assert shares_of(kind([5, 500]), 1) == [(0, slice(0, 2))]
+def test_fields_in_one_unit_are_read_there_as_a_whole():
+    assert listed(shares_of(5, ["a", "b"], {})) == [(0, slice(0, 5), ["a", "b"])]
+    assert listed(shares_of(5, ["a", "b"], {"a": [(2, 5)], "b": [(2, 5)]})) == [(2, slice(0, 5), ["a", "b"])]
+    assert listed(shares_of(5, ["a", "b"], {"a": [(2, 5)], "b": None})) == [
+        (2, slice(0, 5), ["a"]),
+        (0, slice(0, 5), ["b"]),
+    ]
 
 
-def batch_at(batch: Any, at: Any) -> list[int]:
-    return [int(batch[n]) for n in at]
+def test_rows_in_several_units_are_read_by_their_positions_once_per_unit_and_fields_that_lie_alike_together():
+    runs = [(1, 2), (3, 1), (1, 1)]
+    shares = listed(shares_of(4, ["a", "b", "c"], {"a": runs, "b": [(3, 4)], "c": list(runs)}))
+    assert sorted(shares, key=str) == sorted(
+        [(1, [0, 1, 3], ["a", "c"]), (3, [2], ["a", "c"]), (3, slice(0, 4), ["b"])], key=str
+    )
 
 
 # ---- what is sent ----
 
 
-def test_a_write_is_one_message_per_unit_that_holds_some_all_sent_at_once_and_none_of_them_waits_for_room():
+def test_a_write_without_room_waits_for_some_after_one_look_and_is_aborted_in_between():
+    session = NotedSession(p.Failed(0, "StorageFullError", "full"))
+    manager = SharedMemoryManager(session, config(1, put_timeout_s=5, timeout_s=2))
+    with pytest.raises(StorageFullError, match="full"):
+        run_blocking(manager.write(1, range(100), manager.prepare(rows(100, "a", "b"))))
+    (look, first_timeout_s), (wait, timeout_s) = [(asks[0][1], timeout_s) for asks, timeout_s in session.asked]
+    assert (look.wait_s, first_timeout_s) == (0.0, 2.0)
+    assert 0 < wait.wait_s <= 5.0
+    assert timeout_s == wait.wait_s + 2.0
+    assert [(name, type(told), told.writes) for name, told in session.told] == 2 * [("u0", Abort, [1])]
+
+
+def test_a_write_is_one_message_with_all_rows_of_all_fields():
     session = NotedSession(Written(0))
-    manager = SharedMemoryManager(session, config(3, put_timeout_s=5, timeout_s=2))
-    run_blocking(manager.write(1, range(100), manager.prepare(rows(100, "a", "b"))))
-    ((asks, timeout_s),) = session.asked
-    assert ([peer for peer, _, _ in asks], timeout_s) == ([Peer("u0", "local://u0"), Peer("u1", "local://u1")], 2.0)
-    writes = [request for _, request, _ in asks]
-    assert [
-        (type(write), write.id, len(unpack_indexes(write.indexes)), write.wait_s, write.commit) for write in writes
-    ] == [(Write, 1, 64, 0.0, False), (Write, 1, 36, 0.0, False)]
-    assert [[part.field for part in write.columns.headers] for write in writes] == [["a", "b"], ["a", "b"]]
+    manager = SharedMemoryManager(session, config(1))
+    assert run_blocking(manager.write(1, range(100), manager.prepare(rows(100, "a", "b")))) is None
+    ((((peer, write, _),), _),) = session.asked
+    assert (peer, type(write), write.id) == (Peer("u0", "local://u0"), Write, 1)
+    assert unpack_indexes(write.indexes).tolist() == list(range(100))
+    assert [part.field for part in write.columns.headers] == ["a", "b"]
 
 
-def test_a_put_to_one_unit_waits_for_room_and_is_committed_in_its_only_message():
+def test_a_write_in_steps_is_committed_or_aborted_by_its_number():
     session = NotedSession(Written(0))
-    manager = SharedMemoryManager(session, config(3, put_timeout_s=5, timeout_s=2))
-    run_blocking(manager.put_data(rows(64, "a"), rows_of(range(64))))
-    ((((_, write, _),), timeout_s),) = session.asked
-    assert (write.wait_s, write.commit, timeout_s) == (5.0, True, 7.0)
-
-
-def test_a_write_in_steps_is_committed_or_aborted_by_its_number_at_the_units_that_hold_some():
-    session = NotedSession(Written(0))
-    manager = SharedMemoryManager(session, config(3))
-    run_blocking(manager.write(7, range(64, 65), manager.prepare(rows(1, "a"))))
+    manager = SharedMemoryManager(session, config(1))
+    units = run_blocking(manager.write(7, range(1), manager.prepare(rows(1, "a"))))
+    session.asked.clear()
     session.answer = p.Done(0)
-    run_blocking(manager.commit(7, range(64, 65)))
-    run_blocking(manager.abort(7, range(60, 70)))
+    run_blocking(manager.commit(7, units))
+    run_blocking(manager.abort(7, units))
     run_blocking(manager.end_session("gone", [7]))
-    write, commit, *ends = [(peer.name, request) for asks, _ in session.asked for peer, request, _ in asks]
-    assert (write[0], write[1].id, write[1].commit) == ("u1", 7, False)
-    assert commit == ("u1", Commit(2, [7]))
-    assert session.told == [("u0", p.Cancel(3, 7)), ("u1", p.Cancel(4, 7))]
-    assert ends == [(f"u{n}", EndSession(5 + n, "gone", [7])) for n in range(3)]
+    run_blocking(manager.end_write("gone", 8, False))
+    asked = [request for asks, _ in session.asked for _, request, _ in asks]
+    assert [(type(request), msgspec.structs.astuple(request)[1:]) for request in asked] == [
+        (Commit, ([7],)), (EndSession, ("gone", [7])), (EndWrite, ("gone", 8, False)),
+    ]  # fmt: skip
+    assert [(name, type(told), told.writes) for name, told in session.told] == [("u0", Abort, [7])]
 
 
 def test_frames_of_a_contiguous_put_are_the_tensor_itself():
     session, data = NotedSession(Written(0)), torch.zeros(256, 4096)
-    manager = SharedMemoryManager(session, config(2))
+    manager = SharedMemoryManager(session, config(1))
     run_blocking(manager.write(1, range(256), manager.prepare(TensorDict({"a": data}, batch_size=[256]))))
-    ((asks, _),) = session.asked
-    begins = [[(frame.ctypes.data - data.data_ptr()) // (4096 * 4) for frame in frames] for _, _, frames in asks]
-    assert begins == [[0, 128], [64, 192]]
+    (((_, _, (frame,)),), _) = session.asked[0]
+    assert frame.ctypes.data == data.data_ptr()
 
 
 def test_nothing_is_sent_for_no_rows_and_no_fields():
     session = NotedSession(Written(0))
-    manager = SharedMemoryManager(session, config(2))
+    manager = SharedMemoryManager(session, config(1))
     run_blocking(manager.put_data(rows(0, "a"), rows_of([])))
     run_blocking(manager.put_data(rows(2), rows_of([1, 2])))
     run_blocking(manager.get_rows([1, 2], []))
@@ -183,17 +191,16 @@ def test_what_a_read_pinned_is_released():
 
 
 def test_it_is_in_front_where_its_only_unit_has_the_controller_s_address():
-    beside = {"units": [{"name": "u0", "address": CONTROLLER.address}]}
-    assert SharedMemoryManager(NotedSession(Written(0)), beside).is_in_front
+    assert SharedMemoryManager(NotedSession(Written(0)), FRONT).is_in_front
     assert not SharedMemoryManager(NotedSession(Written(0)), config(1)).is_in_front
-    both = {"units": [*beside["units"], *config(1)["units"]]}
+    both = {"units": [*FRONT["units"], *config(1)["units"]]}
     assert not SharedMemoryManager(NotedSession(Written(0)), both).is_in_front
 
 
 def test_an_encoded_write_is_the_message_s_part_about_values_and_asks_nobody_where_frames_carry_them():
     session = NotedSession(Written(0))
-    manager = SharedMemoryManager(session, config(1))
-    encoded, frames = run_blocking(manager.encode_write(7, manager.prepare(rows(3, "a")), 3, [1, 2, 3]))
+    manager = SharedMemoryManager(session, FRONT)
+    encoded, frames = run_blocking(manager.encode_write(7, manager.prepare(rows(3, "a")), 3, [1, 2, 3], 0.0))
     columns = decode_columns(encoded)
     assert ([(header.field, header.rows) for header in columns.headers], columns.lease) == ([("a", 3)], 0)
     assert ([memoryview(frame).nbytes for frame in frames], session.asked) == ([12], [])
@@ -201,8 +208,8 @@ def test_an_encoded_write_is_the_message_s_part_about_values_and_asks_nobody_whe
 
 def test_values_that_are_not_wanted_are_released_by_the_number_of_their_call():
     session = NotedSession(Written(0))
-    run_blocking(SharedMemoryManager(session, config(1)).release(7))
-    assert session.told == [("u0", Release(1, [7]))]
+    run_blocking(SharedMemoryManager(session, FRONT).release(7))
+    assert session.told == [("controller", Release(1, [7]))]
 
 
 # ---- what is refused ----
@@ -239,47 +246,48 @@ def test_what_can_not_be_stored_is_known_before_anything_is_asked():
     assert session.asked == []
 
 
-# ---- with units ----
+# ---- with a unit ----
 
 
 @pytest.fixture
-def units() -> dict[str, Front]:
-    return {f"u{n}": Front({}, None, StorageUnit(f"u{n}")) for n in range(2)}
+def unit() -> StorageUnit:
+    return StorageUnit("u0")
 
 
 @pytest.fixture
-def session(units) -> Iterator[Session]:
+def session(unit) -> Iterator[Session]:
     made = Session("me", CONTROLLER)
     made.caller.close()
-    made.caller = LocalCaller(units, "me")
+    made.caller = LocalCaller({"u0": Front({}, None, unit)}, "me")
     yield made
     made.close()
 
 
 def test_a_unit_that_is_gone_is_named(session):
-    manager = SharedMemoryManager(session, config(3))
-    with pytest.raises(QueueUnreachableError, match="'u2'"):
+    session.caller._handlers.clear()
+    manager = SharedMemoryManager(session, config(1))
+    with pytest.raises(QueueUnreachableError, match="'u0'"):
         run_blocking(manager.stats())
+    with pytest.raises(UnitLostError, match="no storage unit of the queue can be reached"):
+        run_blocking(manager.write(1, range(1), manager.prepare(rows(1, "a"))))
 
 
-def test_stats_come_from_every_unit_in_order(session):
-    manager = SharedMemoryManager(session, config(2))
+def test_statistics_say_how_this_client_s_values_travel(session):
+    manager = SharedMemoryManager(session, config(1))
     run_blocking(manager.put_data(rows(70, "a"), rows_of(range(70))))
-    assert [(stats.unit, stats.samples, stats.live_nbytes, stats.path) for stats in run_blocking(manager.stats())] == [
-        ("u0", 64, 256, "frames"),
-        ("u1", 6, 24, "frames"),
-    ]
+    (stats,) = run_blocking(manager.stats())
+    assert (stats.unit, stats.samples, stats.live_nbytes, stats.path) == ("u0", 70, 280, "frames")
 
 
-def test_a_write_in_steps_is_read_once_it_is_committed_and_gone_once_it_is_aborted(session, units):
-    manager = SharedMemoryManager(session, config(2))
+def test_a_write_in_steps_is_read_once_it_is_committed_and_gone_once_it_is_aborted(session, unit):
+    manager = SharedMemoryManager(session, config(1))
     run_blocking(manager.put_data(rows(100, "a"), rows_of(range(100))))
     for call, value in ((100, 1.0), (101, 2.0)):
         data = TensorDict({"a": torch.full((100,), value)}, batch_size=[100])
-        run_blocking(manager.write(call, range(100), manager.prepare(data)))
+        assert run_blocking(manager.write(call, range(100), manager.prepare(data))) is None
     assert run_blocking(manager.get_rows(range(100), ["a"]))["a"].unique().tolist() == [0.0]
-    run_blocking(manager.abort(101, range(100)))
-    run_blocking(manager.commit(100, range(100)))
-    run_blocking(manager.commit(101, range(100)))
+    run_blocking(manager.abort(101, None))
+    run_blocking(manager.commit(100, None))
+    run_blocking(manager.commit(101, None))
     assert run_blocking(manager.get_rows(range(100), ["a"]))["a"].unique().tolist() == [1.0]
-    assert [front.unit.stats().uncommitted_nbytes for front in units.values()] == [0, 0]
+    assert unit.stats().uncommitted_nbytes == 0

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transfer_queue.storage.objects import encode_rows
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
 from transfer_queue.storage.shm.messages import (
     Columns,
+    Commit,
     Delete,
     Packer,
     Read,
@@ -61,9 +63,13 @@ class Spiller:
         return self.calls
 
     def take(self, replies: list[Any]) -> None:
-        for _, reply, frames in replies:
+        """What the unit answers. Each write is committed as soon as it has room."""
+        left = deque(replies)
+        while left:
+            _, reply, frames = left.popleft()
             if isinstance(reply, Written):
                 self.values.update(self.pending.pop(reply.id))
+                left += self.unit.handle("me", Commit(0, [reply.id]), [], self.now)
             elif isinstance(reply, Failed):
                 self.pending.pop(reply.id, None)
                 self.failed[reply.id] = reply.code
@@ -84,7 +90,7 @@ class Spiller:
         packer.add("a", slice(0, len(indexes)), column)
         self.pending[call] = values
         columns = Columns(packer.headers, packer.tables)
-        return self.ask(Write(call, pack_indexes(np.array(indexes)), columns, wait_s, True), packer.frames)
+        return self.ask(Write(call, pack_indexes(np.array(indexes)), columns, wait_s), packer.frames)
 
     def delete(self, indexes: list[int]) -> None:
         for index in indexes:

@@ -40,7 +40,7 @@ def wire(*numbers: int) -> WireColumn:
 
 REQUESTS = [
     Lease(1, 4096, b"12345678", ["a"], 2.5),
-    Write(2, b"12345678", Columns([ColumnHeader("a", INT, 1)], [b"table"], 1), 2.5, True),
+    Write(2, b"12345678", Columns([ColumnHeader("a", INT, 1)], [b"table"], 1), 2.5),
     Commit(3, [2]),
     Read(4, b"", ["a"], True),
     Delete(5, b"12345678"),

@@ -143,8 +143,9 @@ def test_a_lease_is_cut_up_by_its_write_and_the_rest_of_it_is_free_again(me, uni
         ColumnHeader("b", row_layout(PAGE + 1), 1, offset=at + 4 * PAGE, nbytes=PAGE + 1),
         ColumnHeader("a", row_layout(10), 1, offset=at, nbytes=10),
     ]
-    write = Write(me.number(), indexes_of([7]), Columns(parts, lease=lease), commit=True)
+    write = Write(me.number(), indexes_of([7]), Columns(parts, lease=lease))
     assert me.one(write) == Written(write.id)
+    me.commit(write.id)
     assert (of_arena(unit), unit.stats().held_nbytes) == ((3, 0, 0), PAGE + 11)
     assert me.values([7]) == {7: 5}
     me.delete(7)
@@ -174,13 +175,12 @@ BAD_PARTS = {
 }
 
 
-@pytest.mark.parametrize("commit", [True, False], ids=["committed", "uncommitted"])
 @pytest.mark.parametrize("parts", BAD_PARTS.values(), ids=BAD_PARTS)
-def test_a_write_with_a_bad_part_is_refused_and_nothing_leaks(me, other, unit, parts, commit):
+def test_a_write_with_a_bad_part_is_refused_and_nothing_leaks(me, other, unit, parts):
     other.put({100: 1})
     lease, at = me.leased(4)
     tables = [pack_indexes(np.zeros(1, np.int64))]
-    refused(me.one(Write(me.number(), indexes_of([1, 2]), Columns(parts(at), tables, lease), commit=commit)), "")
+    refused(me.one(Write(me.number(), indexes_of([1, 2]), Columns(parts(at), tables, lease))), "")
     stats = unit.stats()
     assert (of_arena(unit), stats.values, stats.uncommitted_nbytes) == ((1, 0, 0), 1, 0)
     me.put({1: 3, 2: 4})
@@ -213,21 +213,12 @@ def test_an_overwrite_frees_what_it_replaces(me, unit):
 # ---- a write by lease may leave room ----
 
 
-def test_a_write_that_replaces_more_than_it_stores_lets_in_the_next(me, other, unit):
-    me.put({1: 1}, 8 * PAGE)
-    lease = me.lease(1, [1])
-    at = me.one(lease).offset
-    assert other.ask(other.lease(5)) == []
-    written, let_in = me.ask(me.written_at(at, lease.id, {1: 2}, PAGE))
-    assert (type(written.reply), is_lease(let_in, "other"), of_arena(unit)) == (Written, True, (6, 5, 0))
-
-
 def test_a_replacing_write_makes_room_when_it_is_committed_and_not_before(me, other, unit):
     me.put({1: 1}, 8 * PAGE)
     lease = me.lease(1, [1])
     at = me.one(lease).offset
     assert other.ask(other.lease(5)) == []
-    write = me.written_at(at, lease.id, {1: 2}, PAGE, commit=False)
+    write = me.written_at(at, lease.id, {1: 2}, PAGE)
     assert me.ask(write) == [UnitReply("me", Written(write.id))]
     _, let_in = me.commit(write.id)
     assert (is_lease(let_in, "other"), of_arena(unit)) == (True, (6, 5, 0))

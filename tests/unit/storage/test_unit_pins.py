@@ -169,9 +169,10 @@ class UnitMachine(RuleBasedStateMachine):
         name, lease, offset, pages, value = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         nbytes = min(nbytes, pages * PAGE)
         values = dict.fromkeys(indexes[: pages * PAGE // nbytes], value)
-        write = self.clients[name].written_at(offset, lease, values, nbytes, commit)
+        write = self.clients[name].written_at(offset, lease, values, nbytes)
         assert self.clients[name].one(write) == Written(write.id)
         if commit:
+            self.clients[name].commit(write.id)
             self.stored.update(values)
         else:
             self.written.append((name, write.id, values))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError, UnsupportedValueError
 from transfer_queue.storage.backends import StorageManagerFactory
-from transfer_queue.storage.base import DataParser, HasRows, StorageManager
+from transfer_queue.storage.base import DataParser, HasRows, Places, StorageManager
 from transfer_queue.storage.clients.base import StorageClientFactory
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.wire_columns import IntArray
@@ -84,7 +84,13 @@ class KVStorageManager(StorageManager):
     async def get_data(self, metadata: HasRows) -> TensorDict:
         return await self.get_rows(metadata.global_indexes, metadata.field_names)
 
-    async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
+    async def get_rows(
+        self,
+        indexes: Sequence[int],
+        fields: Iterable[str],
+        layout: str | None = None,
+        units: Places | None = None,
+    ) -> TensorDict:
         from transfer_queue.storage import batches
         from transfer_queue.storage.tensors import dtype_of
 
@@ -118,6 +124,10 @@ class KVStorageManager(StorageManager):
         if keys:
             await off_loop(self.storage_client.clear, keys, custom_backend_meta=metas)
         await self._references.clear_rows(indexes, fields)
+
+    async def end_session(self, client: str, published: Sequence[int]) -> None:
+        """References that the client had not committed are dropped; it had put no values for them yet."""
+        await self._references.end_session(client, published)
 
     async def stats(self) -> Sequence[msgspec.Struct]:
         """Of the units, which hold references."""

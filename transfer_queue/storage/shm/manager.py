@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared-memory storage, the client side: which unit holds which sample, and one message to each unit."""
+"""Shared-memory storage, the client side: which unit gets or holds which rows, and one message to each unit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, StorageFullError
-from transfer_queue.protocol import LONGEST_WAIT_S, Cancel, Done, Request
-from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, StorageManager
-from transfer_queue.storage.copying import AT_ONCE
+from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
+from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row
+from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
 from transfer_queue.storage.shm.messages import (
     AskHeld,
     AskUnitStats,
-    Columns,
     Commit,
     Delete,
     Deleted,
@@ -24,13 +22,10 @@ from transfer_queue.storage.shm.messages import (
     EndWrite,
     Expected,
     Held,
-    Leased,
     Read,
     Release,
     Rows,
     UnitStats,
-    Write,
-    Written,
     decode_answer,
     encode_columns,
     pack_indexes,
@@ -41,13 +36,13 @@ from transfer_queue.storage.shm.unit_client import (
     MemoryColumns,
     ReadResult,
     SeenStats,
-    Shares,
     UnitConnection,
     UnitWrite,
     decide_paths,
-    shares_of,
 )
-from transfer_queue.storage.wire_columns import IntArray, WireColumn, as_run, count_of
+from transfer_queue.storage.shm.unit_directory import UnitDirectory
+from transfer_queue.storage.shm.writer import UnitWriter
+from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, groups
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -57,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryManager(StorageManager):
-    """``config``: ``units`` [{name, address}] in the order that all processes share, ``allow_pickle``, ``layout``,
+    """``config``: ``units`` [{name, address}] (several are listed by the controller), ``allow_pickle``, ``layout``,
     ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides), ``arena``
     (False: don't map the units' memory, send frames), ``inline_nbytes`` (writes up to this size travel as frames).
     """
@@ -71,18 +66,34 @@ class SharedMemoryManager(StorageManager):
                 "the storage section has no zmq_info, hence no storage units: take the configuration that init() "
                 "returned."
             )
-        shared = bool(config.get("arena", True))
-        self._units = [UnitConnection(Peer(unit["name"], unit["address"]), shared) for unit in config["units"]]
+        peers = [Peer(unit["name"], unit["address"]) for unit in config["units"]]
+        self._units = UnitDirectory(self.session, peers, bool(config.get("arena", True)))
         self._allow_pickle = bool(config.get("allow_pickle", False))
         self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
+        self._writer = UnitWriter(self.session, self._units, self._timeout_s, self._inline_nbytes)
 
     @property
     def is_in_front(self) -> bool:
-        """Whether the only unit shares the controller's process: a put and a get are then one message each."""
-        return len(self._units) == 1 and self._units[0].peer.address == self.session.controller.address
+        """Whether a unit shares the controller's process: a put there and a get are then one message each."""
+        return self._units.front is not None
+
+    @property
+    def _front(self) -> UnitConnection:
+        assert self._units.front is not None, "no unit shares the controller's process"
+        return self._units.front
+
+    async def others(self) -> bool:
+        """Whether there are other units than the one in the controller's process."""
+        return len(await self._units.all(fresh=False)) > 1
+
+    async def writes_in_front(self) -> bool:
+        """Whether this client's values are best stored in the controller's process."""
+        if not self.is_in_front:
+            return False
+        return self.session.controller.address.startswith("ipc://") or not await self._units.has_near()
 
     # ---- one message to the front ----
 
@@ -93,18 +104,20 @@ class SharedMemoryManager(StorageManager):
         return columns.prepare(data, self._allow_pickle)
 
     async def encode_write(
-        self, call: int, columns: MemoryColumns, count: int, replaced: Sequence[int]
+        self, call: int, columns: MemoryColumns, count: int, replaced: Sequence[int], wait_s: float
     ) -> tuple[bytes, list[Any]]:
-        """Wait for room, copy large columns into the arena, and return the write's encoded columns and frames.
+        """Wait up to ``wait_s`` for room, copy large columns into the arena.
+
+        Returns the write's encoded columns and frames.
 
         ``call`` leases that memory; if the write fails, ``release`` must follow. ``replaced``: samples with values that
         the write replaces.
         """
-        await decide_paths(self._units, [0])
-        write = UnitWrite(self._units[0], slice(0, count), count, columns, self._inline_nbytes)
+        await decide_paths([self._front])
+        write = UnitWrite(self._front, slice(0, count), count, columns, self._inline_nbytes)
         packed = pack_indexes(_as_indexes(replaced)) if len(replaced) else b""
-        await self._lease([(call, write, packed)], self._put_timeout_s)
-        packed_columns, frames = self._packed([write])[0]
+        await self._writer.lease(call, write, packed, wait_s)
+        packed_columns, frames = self._writer.packed(write)
         return encode_columns(packed_columns), frames
 
     async def decode_read(
@@ -113,7 +126,7 @@ class SharedMemoryManager(StorageManager):
         """Return the values that arrived with a batch of ``count`` samples."""
         result = ReadResult(self.session, sorted(set(fields)))
         try:
-            result.add(self._units[0], slice(0, count), decode_answer(header, Rows), frames)
+            result.add(self._front, slice(0, count), decode_answer(header, Rows), frames)
             values = self._unpacked(result, count, self._layout)
             await result.close()
         except BaseException:
@@ -123,24 +136,30 @@ class SharedMemoryManager(StorageManager):
 
     async def release(self, call: int) -> None:
         """Release the memory that this call pinned or leased."""
-        await self.session.post(self._units[0].peer, Release(self.session.number(), [call]))
+        await self.session.post(self._front.peer, Release(self.session.number(), [call]))
 
     async def decide_mapping(self) -> bool:
         """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
-        await decide_paths(self._units, [0])
-        return self._units[0].arena is not None
+        await decide_paths([self._front])
+        return self._front.arena is not None
 
     # ---- several steps ----
 
-    async def write(self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = "") -> None:
-        await self._write(call, _as_indexes(indexes), columns, commit=False)
+    async def write(
+        self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = ""
+    ) -> UnitRuns | None:
+        wanted = _as_indexes(indexes)
+        if not columns or not len(wanted):
+            return None
+        return await self._writer.write(call, wanted, columns, self._put_timeout_s)
 
-    async def commit(self, call: int, indexes: Sequence[int]) -> None:
-        await self._ask_shares(indexes, lambda unit, own: Commit(self.session.number(), [call]), Done)
+    async def commit(self, call: int, units: UnitRuns | None) -> None:
+        known = map(self._units.known, [unit for unit, _ in units or [(0, 0)]])
+        written = [unit for unit in known if unit is not None]  # others have ended, and their values are lost
+        await self._ask(written, lambda: Commit(self.session.number(), [call]), Done)
 
-    async def abort(self, call: int, indexes: Sequence[int]) -> None:
-        for unit, _ in self._shares(_as_indexes(indexes)):
-            await self.session.post(self._units[unit].peer, Cancel(self.session.number(), call))
+    async def abort(self, call: int, units: UnitRuns | None) -> None:
+        await self._writer.abort(call, [unit for unit, _ in units or [(0, 0)]])
 
     async def end_write(self, client: str, call: int, published: bool) -> None:
         await self._ask_all(lambda: EndWrite(self.session.number(), client, call, published), Done)
@@ -149,7 +168,7 @@ class SharedMemoryManager(StorageManager):
         await self._ask_all(lambda: EndSession(self.session.number(), client, list(published)), Done)
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
-        """See ``StorageManager.put_data``; readers see the values at once."""
+        """See ``StorageManager.put_data``; readers see the values at once. The queue must have a single unit."""
         from transfer_queue.storage import columns
 
         data = await columns.parsed_rows(data, data_parser)
@@ -160,16 +179,32 @@ class SharedMemoryManager(StorageManager):
                 f"put of {rows} rows for {len(indexes)} samples: data and metadata must have the same number of rows. "
                 f"Nothing was stored."
             )
-        await self._write(self.session.number(), indexes, self.prepare(data), commit=True)
+        if await self._store(indexes, self.prepare(data)) is not None:
+            raise InvalidRequestError(
+                "put_data stores values where no reader finds them if a queue has several storage units: use put()."
+            )
         return data
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
-        return await self.get_rows(metadata.global_indexes, metadata.field_names)
+        units = getattr(metadata, "units", None)
+        if units is None and not (self.is_in_front or self._units.is_fixed):
+            raise InvalidRequestError(
+                "the queue has several storage units, and this metadata does not say which of them hold the values: "
+                "use the client's get_data()."
+            )
+        return await self.get_rows(metadata.global_indexes, metadata.field_names, None, units)
 
     async def clear_data(self, metadata: HasRows) -> None:
         await self.clear_rows(metadata.global_indexes)
 
-    async def get_rows(self, indexes: Sequence[int], fields: Iterable[str], layout: str | None = None) -> TensorDict:
+    async def get_rows(
+        self,
+        indexes: Sequence[int],
+        fields: Iterable[str],
+        layout: str | None = None,
+        units: Places | None = None,
+    ) -> TensorDict:
+        """See ``StorageManager.get_rows``. ``units``: by field, where the rows lie; None: all in unit 0."""
         from transfer_queue.storage import batches
 
         layout = layout or self._layout
@@ -179,7 +214,7 @@ class SharedMemoryManager(StorageManager):
             return batches.unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
         try:
-            await self._read(wanted, names, result)
+            await self._read(wanted, names, units or {}, result)
             values = self._unpacked(result, len(wanted), layout)
             await result.close()
         except BaseException:  # not "finally", which a Ctrl-C would end before its work is done
@@ -194,162 +229,121 @@ class SharedMemoryManager(StorageManager):
             return batches.unpack(result.columns, count, layout, self._allow_pickle)
 
     @asynccontextmanager
-    async def stored(self, indexes: Sequence[int], fields: Sequence[str]) -> AsyncIterator[Mapping[str, PlacedColumns]]:
+    async def stored(
+        self, indexes: Sequence[int], fields: Sequence[str], units: Places | None = None
+    ) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         names = sorted(set(fields))
         result = ReadResult(self.session, names)
         try:
-            await self._read(_as_indexes(indexes), names, result)
+            await self._read(_as_indexes(indexes), names, units or {}, result)
             yield result.columns
         finally:
             await result.close()
 
-    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> None:
+    async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
         from transfer_queue.storage.columns import BytesColumn
 
-        prepared = {name: BytesColumn(column) for name, column in columns.items()}
-        await self._write(self.session.number(), _as_indexes(indexes), prepared, commit=True)
+        return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()})
+
+    async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns) -> UnitRuns | None:
+        if not columns or not len(indexes):
+            return None
+        call = self.session.number()
+        units = await self._writer.write(call, _as_indexes(indexes), columns, self._put_timeout_s)
+        try:
+            await self.commit(call, units)
+        except BaseException:
+            await self.abort(call, units)
+            raise
+        return units
 
     async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
+        """In every unit, because values that were put again may lie in several."""
+        wanted = _as_indexes(indexes)
         names = None if fields is None else sorted(set(fields))
-        await self._ask_shares(indexes, lambda unit, own: Delete(self.session.number(), own, names), Deleted)
+        if len(wanted):
+            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted), names), Deleted)
 
     async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
         """Return by field which of these samples have a value. Fields that none of them has are left out."""
         wanted, found = _as_indexes(indexes), dict[str, list[IntArray]]()
-        asks = [
-            (self._units[unit].peer, AskHeld(self.session.number(), pack_indexes(wanted[at])), ())
-            for unit, at in self._shares(wanted)
-        ]
-        for answer in await self.session.call_many(asks, self._timeout_s) if asks else ():
-            for name, packed in decode_answer(answer.header, Held).fields.items():
+        for held in await self._ask_all(lambda: AskHeld(self.session.number(), pack_indexes(wanted)), Held):
+            for name, packed in held.fields.items():
                 found.setdefault(name, []).append(unpack_indexes(packed))
-        return {name: np.concatenate(some) for name, some in sorted(found.items())}
+        return {name: np.unique(np.concatenate(some)) for name, some in sorted(found.items())}
 
     async def stats(self) -> list[SeenStats]:
-        """Statistics of every unit, in the order of the configuration, with the ``path`` of this client's values."""
-        answers = await self._ask_all(lambda: AskUnitStats(self.session.number()), UnitStats)
-        return [unit.stats(stats) for unit, stats in zip(self._units, answers, strict=True)]
+        """Statistics of every unit, by their numbers, with the ``path`` of this client's values."""
+        units = [unit for _, unit in await self._units.all()]
+        answers = await self._ask(units, lambda: AskUnitStats(self.session.number()), UnitStats)
+        return [unit.stats(stats) for unit, stats in zip(units, answers, strict=True)]
 
     async def close(self) -> None:
-        for unit in self._units:
-            unit.close()
+        self._units.close()
 
-    # ---- how a batch is spread ----
-
-    def _shares(self, indexes: IntArray) -> Shares:
-        return shares_of(indexes, len(self._units))
+    # ---- one message to each unit ----
 
     async def _ask_all(self, request: Callable[[], Request], kind: type[Expected]) -> list[Expected]:
-        """Send a request to every unit. Returns the answers in their order."""
-        asks = [(unit.peer, request(), ()) for unit in self._units]
-        return [decode_answer(answer.header, kind) for answer in await self.session.call_many(asks, self._timeout_s)]
+        """Send a request to every unit, once or twice. Returns the answers in their order."""
+        try:
+            return await self._ask([unit for _, unit in await self._units.all()], request, kind)
+        except QueueUnreachableError:
+            return await self._ask_each(request, kind)
 
-    async def _ask_shares(self, indexes: Sequence[int], request: Any, kind: Any) -> None:
-        """Send a request to every unit that holds some of these samples. ``request`` is called with the unit and its
-        packed share.
-        """
-        wanted = _as_indexes(indexes)
-        calls: list[tuple[Any, Request, Sequence[Any]]] = [
-            (self._units[unit].peer, request(unit, pack_indexes(wanted[at])), ()) for unit, at in self._shares(wanted)
+    async def _ask_each(self, request: Callable[[], Request], kind: type[Expected]) -> list[Expected]:
+        """As ``_ask_all``, one unit after the other, so that one that does not answer keeps it from no other."""
+        answers, failed = list[Expected](), None
+        for _, unit in await self._units.all():
+            try:
+                answers += await self._ask([unit], request, kind)
+            except QueueUnreachableError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+        return answers
+
+    async def _ask(
+        self, units: Iterable[UnitConnection], request: Callable[[], Request], kind: type[Expected]
+    ) -> list[Expected]:
+        asks = [(unit.peer, request(), ()) for unit in units]
+        answers = await self.session.call_many(asks, self._timeout_s) if asks else []
+        return [decode_answer(answer.header, kind) for answer in answers]
+
+    # ---- reads ----
+
+    async def _read(self, wanted: IntArray, names: list[str], units: Places, result: ReadResult) -> None:
+        shares = [
+            (await self._units.connection(unit), at, fields)
+            for unit, at, fields in shares_of(len(wanted), names, units)
         ]
-        for answer in await self.session.call_many(calls, self._timeout_s) if calls else ():
-            decode_answer(answer.header, kind)
-
-    async def _read(self, wanted: IntArray, names: list[str], result: ReadResult) -> None:
-        shares = self._shares(wanted)
-        await decide_paths(self._units, [unit for unit, _ in shares])
+        await decide_paths(unit for unit, _, _ in shares)
         calls = []
-        for unit, at in shares:
-            mapped = self._units[unit].arena is not None
-            read = Read(self.session.number(), pack_indexes(wanted[at]), names, mapped)
-            calls.append((self._units[unit].peer, read, ()))
+        for unit, at, fields in shares:
+            read = Read(self.session.number(), pack_indexes(wanted[at]), fields, unit.arena is not None)
+            calls.append((unit.peer, read, ()))
         try:
             answers = await self.session.call_many(calls, self._timeout_s)
-            for (unit, at), answer in zip(shares, answers, strict=True):
-                result.add(self._units[unit], at, decode_answer(answer.header, Rows), answer.frames)
+            for (unit, at, _), answer in zip(shares, answers, strict=True):
+                result.add(unit, at, decode_answer(answer.header, Rows), answer.frames)
         except BaseException:  # unread answers may have pinned memory, too
             for peer, read, _ in calls:
                 await self.session.post(peer, Release(self.session.number(), [read.id]))
             raise
 
-    async def _write(self, call: int, indexes: IntArray, columns: MemoryColumns, commit: bool) -> None:
-        if not columns or not len(indexes):
-            return
-        shares = self._shares(indexes)
-        await decide_paths(self._units, [unit for unit, _ in shares])
-        if len(shares) == 1:
-            await self._write_shares(call, indexes, shares, columns, self._put_timeout_s, commit)
-            return
-        try:
-            await self._write_to_several(call, indexes, shares, columns)
-        except BaseException:
-            if commit:  # else the caller aborts
-                await self.abort(call, indexes.tolist())
-            raise
-        if commit:
-            await self.commit(call, indexes.tolist())
 
-    async def _write_to_several(self, call: int, indexes: IntArray, shares: Shares, columns: MemoryColumns) -> None:
-        try:
-            await self._write_shares(call, indexes, shares, columns, 0.0, commit=False)
-        except StorageFullError:
-            # One after the other, in the order that all clients share, and from the beginning: else two writes could
-            # each hold what the other waits for.
-            await self._ask_shares(indexes.tolist(), lambda unit, own: Cancel(self.session.number(), call), Done)
-            for share in shares:
-                await self._write_shares(call, indexes, [share], columns, self._put_timeout_s, commit=False)
-
-    async def _write_shares(
-        self, call: int, indexes: IntArray, shares: Shares, columns: MemoryColumns, wait_s: float, commit: bool
-    ) -> None:
-        """``wait_s``: for room, at each of the units."""
-        writes = [
-            UnitWrite(self._units[unit], as_run(at), count_of(at), columns, self._inline_nbytes) for unit, at in shares
-        ]
-        packed = [pack_indexes(indexes[at]) for _, at in shares]
-        try:
-            numbers = [self.session.number() for _ in writes]
-            await self._lease(list(zip(numbers, writes, packed, strict=True)), wait_s)
-            messages = [
-                (write.connection.peer, Write(call, own, to_store, wait_s, commit), frames)
-                for write, own, (to_store, frames) in zip(writes, packed, self._packed(writes), strict=True)
-            ]
-            for answer in await self.session.call_many(messages, self._timeout_s + wait_s):
-                decode_answer(answer.header, Written)
-        except BaseException:
-            await self._release(writes)
-            raise
-
-    async def _lease(self, wanted: Sequence[tuple[int, UnitWrite, bytes]], wait_s: float) -> None:
-        """Memory for those of the writes that need some. ``wanted``: number of the call, write, what it replaces."""
-        leases = [
-            (write, lease) for call, write, own in wanted if (lease := write.lease(call, wait_s, own)) is not None
-        ]
-        if not leases:
-            return
-        asks = [(write.connection.peer, lease, ()) for write, lease in leases]
-        answers = await self.session.call_many(asks, self._timeout_s + wait_s)
-        for (write, _), answer in zip(leases, answers, strict=True):
-            write.leased(decode_answer(answer.header, Leased).offset)
-
-    async def _release(self, writes: Sequence[UnitWrite]) -> None:
-        for write in writes:
-            if write.lease_call:
-                await self.session.post(write.connection.peer, Release(self.session.number(), [write.lease_call]))
-
-    def _packed(self, writes: Sequence[UnitWrite]) -> list[tuple[Columns, list[Any]]]:
-        """Copies into the arenas the columns that lie there; of all units together, which takes less time."""
-        whole: dict[str, WireColumn] = {}
-        if not any(write.lease_call for write in writes):
-            return [write.packed(whole, AT_ONCE) for write in writes]
-        from transfer_queue.storage.copying import Copies
-
-        with self.session.using_memory():
-            copies = Copies(into_mapped=True)
-            made = [write.packed(whole, copies) for write in writes]
-            copies.finish()
-        return made
+def shares_of(count: int, names: Sequence[str], units: Places) -> list[tuple[int, Positions, list[str]]]:
+    """What to read from which unit: (unit, positions of the rows, fields). A slice if one unit has all of them."""
+    together: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for name in names:
+        together.setdefault(tuple(units.get(name) or [(0, count)]), []).append(name)
+    shares: list[tuple[int, Positions, list[str]]] = []
+    for runs, fields in together.items():
+        if len(runs) == 1:
+            shares.append((runs[0][0], slice(0, count), fields))
+            continue
+        shares += [(unit, at, fields) for unit, at in groups(by_row(list(runs)))]
+    return shares
 
 
-def _as_indexes(indexes: Sequence[int]) -> IntArray:
+def _as_indexes(indexes: Sequence[int] | IntArray) -> IntArray:
     return np.asarray(indexes, np.int64).reshape(-1)

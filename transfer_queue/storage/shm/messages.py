@@ -67,7 +67,7 @@ class Leased(Reply, frozen=True):
 
 
 class Write(Request, frozen=True):
-    """Store these rows. Readers see them once the write is committed: by ``Commit``, or at once with ``commit``.
+    """Store these rows. Readers see them once the write is committed.
 
     A write without a lease waits up to ``wait_s`` for room.
     """
@@ -75,7 +75,6 @@ class Write(Request, frozen=True):
     indexes: bytes
     columns: Columns
     wait_s: Seconds = 0.0
-    commit: bool = False
 
 
 class Written(Reply, frozen=True):
@@ -84,6 +83,12 @@ class Written(Reply, frozen=True):
 
 class Commit(Request, frozen=True):
     """These writes of this client were published: they replace the old values."""
+
+    writes: list[int]
+
+
+class Abort(Request, frozen=True):
+    """These writes of this client were not published, and are dropped. It gets no answer."""
 
     writes: list[int]
 
@@ -181,7 +186,7 @@ class UnitStats(Reply, frozen=True):
 
 
 UnitRequest: TypeAlias = (
-    Lease | Write | Commit | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
+    Lease | Write | Commit | Abort | Read | Delete | Release | EndWrite | EndSession | AskHeld | AskUnitStats
 )
 UnitAnswer: TypeAlias = Leased | Written | Rows | Deleted | Held | UnitStats | Done | Failed
 Expected = TypeVar("Expected", bound=Reply)

@@ -25,6 +25,7 @@ from transfer_queue.protocol import Done, Failed, Reply, Request
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.block_store import BlockStore
 from transfer_queue.storage.shm.messages import (
+    Abort,
     AskHeld,
     AskUnitStats,
     Columns,
@@ -118,6 +119,7 @@ class StorageUnit:
             Lease: self._lease,
             Write: self._write,
             Commit: self._commit,
+            Abort: self._abort,
             Read: self._read,
             Delete: self._delete,
             Release: self._release,
@@ -270,11 +272,8 @@ class StorageUnit:
 
     def _in_place(self, request: Read, indexes: IntArray, fields: Sequence[str]) -> bool:
         """Whether the reader copies large values itself."""
-        return (
-            request.mapped
-            and self._arena is not None
-            and self._store.likely_nbytes(indexes, fields) > self._inline_nbytes
-        )
+        mapped = request.mapped and self._arena is not None
+        return mapped and self._store.likely_nbytes(indexes, fields) > self._inline_nbytes
 
     def _offset_of(self, memory: ByteArray) -> int:
         """The offset of this memory in the arena, after which the spill file lies; -1 if it lies elsewhere."""
@@ -287,11 +286,8 @@ class StorageUnit:
     def _rows(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> UnitReply:
         if not self._in_place(request, indexes, fields):
             stored = self._store.read(indexes, fields)
-            if (
-                not request.mapped
-                or self._arena is None
-                or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes
-            ):
+            mapped = request.mapped and self._arena is not None
+            if not mapped or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes:
                 answer, frames, _ = answer_in_frames(request.id, stored)
                 return UnitReply(client, answer, frames)
         located = self._store.locate(indexes, fields)
@@ -348,10 +344,7 @@ class StorageUnit:
         return self._wait_for_room(client, request.id, write.indexes, fields, nbytes, request.wait_s, keep)
 
     def _keep(self, client: str, request: Write, write: UncommittedWrite) -> list[UnitReply]:
-        if request.commit:
-            self._store.write(*write)
-        else:
-            self._uncommitted.add(client, request.id, write)
+        self._uncommitted.add(client, request.id, write)
         self._squeeze()
         return [UnitReply(client, Written(request.id))]
 
@@ -383,6 +376,12 @@ class StorageUnit:
                 self._store.write(*write)
         self._squeeze()
         return [UnitReply(client, Done(request.id)), *self._admit()]
+
+    def _abort(self, client: str, request: Abort, frames: list[memoryview]) -> list[UnitReply]:
+        for call in request.writes:
+            self._remove(lambda parked, call=call: parked.client == client and parked.call == call)  # type: ignore[misc]
+            self._uncommitted.take(client, call)
+        return self._admit()
 
     def _end_write(self, client: str, request: EndWrite, frames: list[memoryview]) -> list[UnitReply]:
         write = self._uncommitted.take(request.client, request.call)

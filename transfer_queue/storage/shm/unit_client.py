@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's connections to the storage units: which unit holds which sample, one unit's share of a write or a read."""
+"""A client's connection to one storage unit, and that unit's share of a write or a read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
-import numpy as np
 
 from transfer_queue.storage.copying import Copy
 from transfer_queue.storage.shm.arena import whole_pages
 from transfer_queue.storage.shm.arena_sharing import MappedArena, arena_path, map_arena
 from transfer_queue.storage.shm.messages import Columns, Lease, Packer, Release, Rows, UnitStats, unpack_columns
 from transfer_queue.storage.shm.unit import least_in_arena
-from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, as_run, count_of, cut, groups
+from transfer_queue.storage.wire_columns import Positions, WireColumn, as_run, count_of, cut
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
@@ -26,33 +25,6 @@ if TYPE_CHECKING:
 
 
 MemoryColumns: TypeAlias = Mapping[str, "Column"]
-Shares: TypeAlias = list[tuple[int, Positions]]
-"""(unit, positions of its indexes); a slice if one unit has them all."""
-
-ROUTING_RUN = 64
-"""This many neighbouring indexes share a unit, so a put is cut into few slices, yet spreads over all units."""
-
-
-def unit_of(indexes: IntArray, num_units: int) -> IntArray:
-    """Return the unit of each index. It depends on nothing else, because every process must get the same result."""
-    return (indexes // ROUTING_RUN) % num_units
-
-
-def shares_of(indexes: Sequence[int] | IntArray, num_units: int) -> Shares:
-    """Units that hold none of the indexes are left out."""
-    if not len(indexes):
-        return []
-    if num_units == 1:
-        return [(0, slice(0, len(indexes)))]
-    if isinstance(indexes, np.ndarray):
-        lowest, highest = int(indexes.min()), int(indexes.max())
-    else:
-        lowest, highest = min(indexes), max(indexes)
-    if lowest // ROUTING_RUN == highest // ROUTING_RUN:
-        return [(lowest // ROUTING_RUN % num_units, slice(0, len(indexes)))]
-    return list(groups(unit_of(np.asarray(indexes, np.int64), num_units)))
-
-
 Path: TypeAlias = Literal["arena", "frames", "undecided"]
 
 
@@ -106,11 +78,11 @@ class UnitConnection:
         self._arena = None
 
 
-async def decide_paths(connections: Sequence[UnitConnection], units: Iterable[int]) -> None:
+async def decide_paths(connections: Iterable[UnitConnection]) -> None:
     """Try to map the arenas of these units, in a thread if an event loop is running."""
     if is_blocking():
         return
-    undecided = [connections[unit] for unit in units if connections[unit].path == "undecided"]
+    undecided = [connection for connection in connections if connection.path == "undecided"]
     if undecided:
         await asyncio.gather(*(asyncio.to_thread(getattr, each, "arena") for each in undecided))
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``serve``: a queue, or a further host's part of one, that outlives the programs that use it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from transfer_queue.errors import TransferQueueError
+
+_FAILED = 2
+_DESCRIPTION = """Serve a queue until SIGTERM or Ctrl-C. With --join, add this host's memory to a running queue: values
+then stay on the host that produced them. Programs find the queue by TQ_ADDRESS, and on other hosts also need
+TQ_KEY_FILE. Once the server answers, it prints its addresses in one line that begins with "ready"."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Returns the exit code: 0 after a signal, 2 if it can't serve."""
+    parser = argparse.ArgumentParser("lightning-tq serve", description=_DESCRIPTION, allow_abbrev=False)
+    listen = "Also serve other hosts at this address, as tcp://HOST:PORT. HOST 0.0.0.0: on all networks; PORT 0: any."
+    parser.add_argument("--listen", metavar="ADDRESS", help=listen)
+    parser.add_argument("--join", metavar="ADDRESS", help="Join the queue that listens there.")
+    keys = "The queue's keys. The first server makes the file; copy it to the other hosts, readable by you alone."
+    parser.add_argument("--key-file", metavar="FILE", help=keys)
+    plain = "Serve other hosts without keys: whoever reaches the address can read and change everything."
+    parser.add_argument("--no-encryption", action="store_true", help=plain)
+    memory = "Most bytes of values on this host, e.g. 4GiB. Default: half of the machine's memory."
+    parser.add_argument("--memory", metavar="SIZE", help=memory)
+    config = "A YAML file with the queue's settings, like 'queue' of a TQDataModule."
+    parser.add_argument("--config", metavar="FILE", help=config)
+    directory = "Directory of the socket for programs of this host. Default: a new one."
+    parser.add_argument("--directory", metavar="DIR", help=directory)
+    options = parser.parse_args(args)
+    # Before NumPy is imported: one of its threads would take them, and the process would die unheard.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        _serve(options)
+    except TransferQueueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return _FAILED
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> None:
+    import transfer_queue as tq
+
+    tq.serve(_conf(options), options.join, options.directory, _tell)
+
+
+def _conf(options: argparse.Namespace) -> dict[str, Any]:
+    from lightning_tq.queue_config import as_queue_config
+
+    conf = as_queue_config(options.config).conf()
+    for name in ("listen", "key_file"):
+        if getattr(options, name) is not None:
+            conf[name] = getattr(options, name)
+    if options.no_encryption:
+        conf["encryption"] = "none"
+    if options.memory is not None:
+        conf["backend"]["SimpleStorage"]["memory"] = options.memory
+    return conf
+
+
+def _tell(local: str, remote: str | None) -> None:
+    print(f"ready {local}{'' if remote is None else ' ' + remote}", flush=True)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small queue in this process: a controller, and storage units that join it and end."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from tests.contract.storage_kit import local_session, until
+from transfer_queue import TransferQueueClient
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane
+from transfer_queue.server.front import Front
+from transfer_queue.storage.backends import create
+from transfer_queue.storage.shm.arena_sharing import host_unit
+from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.server import SocketServer
+from transfer_queue.transport.session import Session
+from transfer_queue.utils.machine import host_id
+from transfer_queue.utils.zmq_utils import local_server
+
+PAGE = 4096
+ROOM = 100 * PAGE
+"""Of each unit."""
+CONF = {
+    "client": {"timeout_s": 30.0},
+    "backend": {"SimpleStorage": {"put_timeout_s": 60.0}},
+    "listen": "where units can join",
+}
+_names = itertools.count()
+
+
+class SmallQueue:
+    """``close`` ends everything. Units that are joined have the numbers 1, 2, …"""
+
+    def __init__(self, directory: Path | None, inline_nbytes: int, shared: bool = True) -> None:
+        """``directory``: of the sockets; None: calls go straight to the handlers, and values travel as frames."""
+        self._directory, self._inline_nbytes, self._shared = directory, inline_nbytes, shared
+        self._handlers: dict[str, Front] = {}
+        self._stack = ExitStack()
+        self._ends: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self.plane = ControlPlane()
+
+    def start(self, *capacities: int | None, own: int = 0) -> SmallQueue:
+        """``own``: capacity of a unit in the controller's process; 0: there is none. The others join."""
+        server = self._server("controller")
+        unit = self._unit("own", own, server) if own else None
+        self._has_own = unit is not None
+        self._serve("controller", server, Front(CONF, self.plane, unit), self._stack)
+        if unit is not None:
+            self.plane.state.units.add_own("controller", host_id(), [self._address("controller")], own)
+        for capacity in capacities:
+            self.join(capacity)
+        return self
+
+    def join(self, capacity: int | None) -> int:
+        """Returns the unit's number."""
+        name, stack = f"u{len(self._ends) + 1}", ExitStack()
+        server = self._server(name)
+        self._serve(name, server, Front({}, None, self._unit(name, capacity, server)), stack)
+        session = self.session()
+        arguments = (name, host_id(), [self._address(name)], capacity)
+        number = int(run_blocking(session.ask(p.JoinUnit, p.Done, *arguments)).value)
+        self._ends[number] = (stack.close, session.close)
+        self._stack.callback(self.end, number)
+        return number
+
+    def stop(self, number: int) -> None:
+        """The unit does not answer any more, and its controller does not know yet."""
+        self._ends[number][0]()
+
+    def end(self, number: int) -> None:
+        """The unit ends, and its controller knows."""
+        for step in self._ends[number]:
+            step()
+
+    def session(self) -> Session:
+        if self._directory is None:
+            return local_session(self._handlers)
+        session = Session(f"me-{next(_names)}", Peer("controller", self._address("controller")))
+        self._stack.callback(session.close)
+        return session
+
+    def manager(self, **config: Any) -> SharedMemoryManager:
+        manager = create("SimpleStorage", self.session(), self._settings(config))
+        assert isinstance(manager, SharedMemoryManager)
+        self._stack.callback(lambda: run_blocking(manager.close()))
+        return manager
+
+    def client(self, **config: Any) -> TransferQueueClient:
+        info = local_server("controller", "controller", "request_handle_socket", self._address("controller"), 0)
+        client = TransferQueueClient(f"me-{next(_names)}", info)
+        if self._directory is None:
+            client.session.caller.close()
+            client.session.caller = self.session().caller
+        settings = self._settings(config)
+        client.initialize_storage_manager("SimpleStorage", {}, **settings)
+        self._stack.callback(client.close)
+        return client
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        own = [{"name": "controller", "address": self._address("controller")}]
+        several = [{"name": f"u{number}", "address": self._address(f"u{number}")} for number in (1, 2)]
+        return {"units": own if self._has_own else several, "inline_nbytes": self._inline_nbytes, **config}
+
+    def _address(self, name: str) -> str:
+        return f"local://{name}" if self._directory is None else f"ipc://{self._directory}/{name}"
+
+    def _server(self, name: str) -> SocketServer | None:
+        return None if self._directory is None else SocketServer(self._address(name))
+
+    def _unit(self, name: str, capacity: int | None, server: SocketServer | None) -> StorageUnit:
+        if server is None:
+            return StorageUnit(name, capacity)
+        return host_unit(name, capacity, self._shared, server, self._inline_nbytes)
+
+    def _serve(self, name: str, server: SocketServer | None, front: Front, stack: ExitStack) -> None:
+        self._handlers[name] = front
+        stack.callback(self._handlers.pop, name)
+        if server is not None:
+            thread = threading.Thread(target=server.serve, args=(front,))
+            thread.start()
+            stack.callback(thread.join, 10.0)
+            stack.callback(server.stop)
+
+
+def pages(count: int, field: str = "x", first: int = 0) -> TensorDict:
+    """Rows of a page each."""
+    values = torch.arange(first, first + count * PAGE // 8).view(count, PAGE // 8)
+    return TensorDict({field: values}, batch_size=[count])
+
+
+def write(manager: SharedMemoryManager, indexes: range, data: TensorDict | None = None) -> p.UnitRuns | None:
+    """Write and commit a page for each sample. Returns where they lie."""
+    call = manager.session.number()
+    columns = manager.prepare(pages(len(indexes)) if data is None else data)
+    units = run_blocking(manager.write(call, indexes, columns))
+    run_blocking(manager.commit(call, units))
+    return units
+
+
+def read(manager: SharedMemoryManager, indexes: range, units: p.UnitRuns | None, field: str = "x") -> torch.Tensor:
+    column: torch.Tensor = run_blocking(manager.get_rows(indexes, [field], "dense", {field: units}))[field]
+    return column
+
+
+def held(manager: SharedMemoryManager) -> list[tuple[int, int]]:
+    """(values, requests that wait) of each unit, once no write of an ended call is left in any."""
+
+    def is_idle(stats: Any) -> bool:
+        return all((unit.leased_nbytes, unit.uncommitted_nbytes, unit.pins) == (0, 0, 0) for unit in stats)
+
+    return [(unit.values, unit.parked) for unit in until(manager, is_idle)]

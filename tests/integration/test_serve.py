@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-tq serve``: queues that outlive programs, servers that join them, and what each mistake gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import transfer_queue as tq
+from transfer_queue.transport.tcp_wire import write_keys
+
+Serve = Callable[..., subprocess.Popen[str]]
+LISTEN = ("--listen", "tcp://127.0.0.1:0")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    return str(tmp_path / "keys")
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start a server with these options. It is ended in the end."""
+    started = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_tq", "serve", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("TQ_")},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def left() -> Iterator[None]:
+    yield
+    tq.close()
+
+
+def addresses(process: subprocess.Popen[str]) -> list[str]:
+    """Where it is ready: for its own host, and for others."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("ready "), process.communicate()[1]
+    return line.split()[1:]
+
+
+def join(address: str, key_file: str | None = None) -> tq.TransferQueueClient:
+    tq.init({"address": address, "key_file": key_file})
+    return tq.get_client()
+
+
+def refused(process: subprocess.Popen[str]) -> str:
+    """What it printed to stderr before it ended with exit code 2."""
+    _, text = process.communicate()
+    assert process.returncode == 2, text
+    assert "Traceback" not in text
+    return text
+
+
+def test_a_served_queue_outlives_its_programs_and_ends_cleanly_at_a_signal(serve, tmp_path):
+    server = serve("--directory", str(tmp_path / "d"))
+    (address,) = addresses(server)
+    join(address).put({"x": torch.arange(4)}, partition_id="p")
+    tq.close()
+    client = join(address)
+    assert client.get_meta(["x"], 4, "p", task_name="t").size == 4
+    tq.close()
+    server.send_signal(signal.SIGINT)
+    assert server.communicate() == ("", "")
+    assert (server.returncode, list((tmp_path / "d").iterdir())) == (0, [])
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_any_server_s_address_leads_to_the_whole_queue(serve, keys, which):
+    first = addresses(serve(*LISTEN, "--key-file", keys))
+    second = addresses(serve(*LISTEN, "--key-file", keys, "--join", first[1]))
+    client = join({"first": first[0], "second": second[0]}[which], keys)
+    for number in range(8):
+        client.put({"x": torch.full((64, 4096), number)}, partition_id="p")
+    held = [unit["samples"] for unit in client.get_storage_stats()]
+    assert held == ([512, 0] if which == "first" else [0, 512]), "values go to the server that was joined"
+    values = client.get_data(client.get_meta(["x"], 512, "p", task_name="t"))["x"]
+    assert [int(row[0]) for row in values.unbind()] == [number for number in range(8) for _ in range(64)]
+    client.clear_partition("p")
+    (waiting,) = {unit["uncommitted_nbytes"] + unit["leased_nbytes"] for unit in client.get_storage_stats()}
+    assert waiting == 0
+
+
+def test_a_server_that_joined_ends_when_the_first_one_does_and_says_so(serve, keys):
+    first = serve(*LISTEN, "--key-file", keys)
+    _, remote = addresses(first)
+    second = serve(*LISTEN, "--key-file", keys, "--join", remote)
+    addresses(second)
+    first.terminate()
+    assert first.wait() == 0
+    _, text = second.communicate()
+    assert "lost the queue" in text
+
+
+def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
+    _, remote = addresses(serve(*LISTEN, "--key-file", keys))
+    second = serve(*LISTEN, "--key-file", keys, "--join", remote)
+    client = join(addresses(second)[0], keys)
+    samples = client.put({"x": torch.arange(16)}, partition_id="p")
+    second.terminate()
+    assert second.wait() == 0
+    lost = client.get_lost_samples("p")["x"]
+    assert lost == samples.global_indexes
+    with pytest.raises(tq.StorageKeyNotFoundError, match="lost with a storage unit"):
+        client.get_data(client.get_meta(["x"], partition_id="p", mode="force_fetch"))
+    meta = client.get_meta(["x"], partition_id="p", mode="force_fetch")
+    lacking = [row for row, index in enumerate(meta.global_indexes) if index in lost]
+    client.put({"x": torch.zeros(len(lacking), dtype=torch.int64)}, meta.select_samples(lacking))
+    assert client.get_lost_samples("p") == {}
+    assert client.get_data(meta)["x"].shape[0] == 16
+
+
+# ---- mistakes ----
+
+
+def test_no_queue_at_the_address_to_join(serve, keys):
+    write_keys(keys)
+    text = refused(serve(*LISTEN, "--key-file", keys, "--join", "tcp://127.0.0.1:1"))
+    assert "nothing listens there" in text
+
+
+def test_keys_of_another_queue(serve, keys, tmp_path):
+    _, remote = addresses(serve(*LISTEN, "--key-file", keys))
+    write_keys(tmp_path / "other")
+    text = refused(serve(*LISTEN, "--key-file", str(tmp_path / "other"), "--join", remote))
+    assert "does not accept this client's key" in text
+
+
+def test_keys_that_others_can_read(serve, keys):
+    write_keys(keys)
+    os.chmod(keys, 0o644)
+    assert "chmod 600" in refused(serve(*LISTEN, "--key-file", keys))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--join", "tcp://127.0.0.1:1"), "--key-file"),
+        (("--join", "tcp://127.0.0.1:1", "--no-encryption"), "--listen"),
+        (("--listen", "ipc:///tmp/x"), "listen must be an address tcp://HOST:PORT"),
+        (("--listen", "tcp://203.0.113.1:0"), "can't listen at tcp://203.0.113.1:0"),
+        (("--memory", "lots"), "memory"),
+        (("--config", "missing.yaml"), "missing.yaml"),
+    ],
+)
+def test_what_cannot_be_served_is_one_error_that_names_it(serve, options, what):
+    assert what in refused(serve(*options))
+
+
+def test_values_of_another_backend_can_not_be_served(serve, tmp_path):
+    (tmp_path / "queue.yaml").write_text("backend: {storage_backend: RayStore}")
+    assert "backend 'RayStore' don't lie in servers" in refused(serve("--config", str(tmp_path / "queue.yaml")))
+
+
+def test_a_second_server_in_one_directory_is_refused_and_a_dead_one_s_socket_is_replaced(serve, tmp_path):
+    directory = ("--directory", str(tmp_path / "d"))
+    first = serve(*directory)
+    addresses(first)
+    assert "a server answers" in refused(serve(*directory))
+    first.kill()
+    first.wait()
+    addresses(serve(*directory))
+
+
+def test_without_encryption_anybody_may_join_and_the_server_warns(serve):
+    server = serve(*LISTEN, "--no-encryption")
+    _, remote = addresses(server)
+    join(remote).put({"x": torch.arange(4)}, partition_id="p")
+    tq.close()
+    server.terminate()
+    assert "encryption is off" in server.communicate()[1]

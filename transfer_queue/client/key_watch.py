@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for keys: until enough of them match a filter, or for each change of any, parked in the controller."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from transfer_queue import protocol as p
+from transfer_queue.client.base import ClientBase
+from transfer_queue.errors import EndOfPartitionError, InvalidRequestError, KeysTimeoutError
+from transfer_queue.protocol import Tags
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.session import Session
+from transfer_queue.utils.logging_utils import get_logger
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")  # equal tags are equal bytes
+_log = get_logger(__name__)
+_SLICE_S = 30.0
+"""The longest wait of one request of a watch. After each one without news, it is logged what the watch waits for."""
+
+
+class KeyChanges(NamedTuple):
+    """What became of the keys that a watch follows since its last answer."""
+
+    changed: dict[str, dict[str, Any]]
+    """New keys, and keys with new tags, each with all of its tags."""
+    removed: list[str]
+    """Keys that an earlier answer named, and that were cleared or match the filter no more."""
+    fresh: bool = False
+    """``changed`` is the whole list: the first answer, or the watch was too far behind to be told each change."""
+
+
+class KeyWatch:
+    """An iterator of ``KeyChanges``, with ``for`` or ``async for``. It ends when the partition is cleared.
+
+    Each change is told once and in order; several changes of one key between two answers are told as one. So a dict
+    that drops ``removed`` and takes over ``changed`` always equals a ``kv_list``. One thread or task may iterate.
+
+    Raises:
+        KeysTimeoutError: nothing changed for ``timeout_s`` seconds; the watch may be continued.
+    """
+
+    def __init__(self, session: Session, partition_id: str, where: str | None, timeout_s: float | None) -> None:
+        self._session = session
+        self._partition = partition_id
+        self._where = where
+        self._timeout_s = timeout_s
+        self._position: tuple[int, int, int] | None = None
+        self._told: dict[str, bytes] = {}  # key -> its tags, packed: what was yielded belongs to the caller
+        self._ended = False
+
+    def __iter__(self) -> KeyWatch:
+        return self
+
+    def __next__(self) -> KeyChanges:
+        changes = run_blocking(self._next())
+        if changes is None:
+            raise StopIteration
+        return changes
+
+    def __aiter__(self) -> KeyWatch:
+        return self
+
+    async def __anext__(self) -> KeyChanges:
+        changes = await self._next()
+        if changes is None:
+            raise StopAsyncIteration
+        return changes
+
+    async def _next(self) -> KeyChanges | None:
+        """The next changes; None: the partition was cleared."""
+        began = time.monotonic()
+        while not self._ended:
+            left_s = math.inf if self._timeout_s is None else max(0.0, began + self._timeout_s - time.monotonic())
+            wait_s = min(_SLICE_S, left_s)
+            args = (self._partition, self._position, self._where, wait_s)
+            reply = await self._session.ask(p.WatchKeys, p.Reply, *args, wait_s=wait_s)
+            if isinstance(reply, p.Ended):
+                self._ended = True
+                return None
+            assert isinstance(reply, p.ChangedKeys)
+            if reply.position == self._position:
+                self._report(time.monotonic() - began)
+                continue
+            changes = await self._changes(reply)
+            if changes.changed or changes.removed:
+                return changes
+        return None
+
+    def _report(self, waited_s: float) -> None:
+        which = "" if self._where is None else f" that match {self._where!r}"
+        text = f"no key of partition {self._partition!r}{which} has changed for {waited_s:.1f} s"
+        if self._timeout_s is not None and waited_s >= self._timeout_s:
+            raise KeysTimeoutError(f"{text}; {len(self._told)} are known. Check the producers, or raise timeout_s.")
+        _log.info("%s.", text)
+
+    async def _changes(self, reply: p.ChangedKeys) -> KeyChanges:
+        """What the caller doesn't know yet. Nothing is taken for told if this fails or is cancelled."""
+        # What changes while a long list comes in pages is told next.
+        keys = {**reply.keys, **await listed_after(self._session, self._partition, reply.last, self._where)}
+        packed = {key: _encoder.encode(tags) for key, tags in keys.items()}
+        gone = [key for key in self._told if key not in keys] if reply.fresh else reply.removed
+        removed = [key for key in gone if key in self._told]
+        if not reply.fresh:
+            keys = {key: tags for key, tags in keys.items() if self._told.get(key) != packed[key]}
+        told = {key: own for key, own in self._told.items() if key in packed} if reply.fresh else self._told
+        self._position = reply.position
+        self._told = told
+        told.update(packed)
+        for key in removed:
+            told.pop(key, None)
+        return KeyChanges(keys, removed, reply.fresh)
+
+
+class KeyWaits(ClientBase):
+    """Verbs that wait for keys."""
+
+    async def async_wait_keys(
+        self, partition_id: str, where: str | None = None, count: int = 1, timeout_s: float = 60.0
+    ) -> dict[str, Tags]:
+        """Keys and their tags, in order of insertion, as soon as at least ``count`` of them match.
+
+        The request waits in the controller, and is answered by the put or the change of tags that decides it.
+
+        Args:
+            where: Only keys whose tags match, such as ``"done == true"``; docs/semantics.md has the grammar.
+        Returns:
+            All keys that match, not only ``count`` of them.
+        Raises:
+            KeysTimeoutError: fewer matched for ``timeout_s`` seconds; says how many, and how many keys there are.
+            EndOfPartitionError: the partition was cleared meanwhile.
+        """
+        wait_s = _checked_wait("wait_keys", timeout_s)
+        reply = await self.session.ask(p.WaitKeys, p.Reply, partition_id, where, count, wait_s, wait_s=wait_s)
+        if isinstance(reply, p.Ended):
+            raise EndOfPartitionError(f"partition {partition_id!r} was cleared while {count} of its keys were awaited.")
+        assert isinstance(reply, p.KeyList)
+        return {**reply.keys[partition_id], **await listed_after(self.session, partition_id, reply.last, where)}
+
+    def async_kv_watch(self, partition_id: str, where: str | None = None, timeout_s: float | None = None) -> KeyWatch:
+        """Follow the keys of a partition and their tags, without polling: an iterator of ``KeyChanges``.
+
+        The first answer lists the keys there are, once there are any. The iterator ends when the partition is cleared.
+
+        Args:
+            where: Only keys whose tags match; one that matches no more is told as removed.
+            timeout_s: Longest wait for one answer, then KeysTimeoutError; None: no limit.
+        """
+        if timeout_s is not None:
+            _checked_wait("kv_watch", timeout_s)
+        return KeyWatch(self.session, partition_id, where, timeout_s)
+
+
+async def listed_after(session: Session, partition: str, last: str | None, where: str | None) -> dict[str, Tags]:
+    """The pages of a list that follow the one that ended with this key; None: it was the last page."""
+    keys: dict[str, Tags] = {}
+    while last is not None:
+        page = await session.ask(p.ListKeys, p.KeyList, partition, last, 0, where)
+        keys.update(page.keys.get(partition, {}))
+        last = page.last
+    return keys
+
+
+def _checked_wait(verb: str, timeout_s: float) -> float:
+    if math.isnan(timeout_s):
+        raise InvalidRequestError(f"timeout_s of {verb} must be a number of seconds, got NaN.")
+    return min(max(timeout_s, 0.0), p.LONGEST_WAIT_S)

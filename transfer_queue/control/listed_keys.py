@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of one partition's samples: what changed about them, by number, and which of them match a filter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.keys_and_tags import KeyMap, TagStore
+from transfer_queue.control.ready import ReadySet
+from transfer_queue.control.rows import Rows, RowState, RowTable
+from transfer_queue.control.tag_filter import parse_filter
+
+_COLUMN = "keyed"
+_MAX_FILTERS = 32
+"""Filters that requests wait with at the same time. The least recently used one is deleted, and compared anew later."""
+_FEWEST, _MOST = 1_000, 100_000
+"""Changes that are remembered: as many as there are keys, in these bounds. A listing is no longer than more of them."""
+
+
+class KeyChange(NamedTuple):
+    """Samples whose keys are new or have new tags, and keys that were removed. ``number``: of the last change here."""
+
+    indexes: list[int]
+    removed: list[str]
+    number: int
+
+
+class ListedKeys:
+    """Every change has a number. The latest ones are remembered, at least 1000 of them."""
+
+    def __init__(self, table: RowTable, keys: KeyMap, tags: TagStore) -> None:
+        self.number = 0
+        self._log: list[int | str] = []  # the index of a sample that changed, or a key that was removed
+        self._table = table
+        self._keys = keys
+        self._tags = tags
+        self._matching: dict[str | None, ReadySet] = {}
+
+    # ---- changes ----
+
+    def appeared(self, rows: Rows) -> None:
+        """These rows became samples."""
+        if len(self._keys):
+            self._name(rows)
+            self.retagged(rows)
+
+    def _name(self, rows: Rows) -> None:
+        if not self._table.has_column(_COLUMN):
+            self._table.add_column(_COLUMN, bool)
+        indexes = self._table.column("index")[rows].tolist()
+        self._table.column(_COLUMN)[rows] = [self._keys.key_of(index) is not None for index in indexes]
+
+    def loaded(self, rows: Rows) -> None:
+        """These rows of a checkpoint have keys, if they have become samples."""
+        self._name(rows)
+
+    def retagged(self, rows: Rows) -> None:
+        """The tags of these rows changed."""
+        rows = self._listed(rows)
+        if len(rows):
+            self._add(self._table.column("index")[rows].tolist())
+            for matching in self._matching.values():
+                matching.add(rows)
+
+    def removing(self, rows: Rows) -> None:
+        """These rows are about to be released."""
+        rows = self._listed(rows)
+        if len(rows):
+            names = map(self._keys.key_of, self._table.column("index")[rows].tolist())
+            self._add([name for name in names if name is not None])
+            for matching in self._matching.values():
+                matching.discard(rows)
+
+    def _listed(self, rows: Rows) -> Rows:
+        if not self._table.has_column(_COLUMN):
+            return rows[:0]
+        state = self._table.column("state")[rows]
+        listed: Rows = rows[self._table.column(_COLUMN)[rows] & (state == RowState.LIVE)]
+        return listed
+
+    def _add(self, changes: list[int] | list[str]) -> None:
+        self._log.extend(changes)
+        self.number += len(changes)
+        most = min(_MOST, max(_FEWEST, len(self._keys)))
+        if len(self._log) > 2 * most:
+            del self._log[:-most]
+
+    def since(self, number: int, limit: int) -> KeyChange | None:
+        """Up to ``limit`` changes after this one; None if they aren't remembered any more."""
+        start = number - (self.number - len(self._log))
+        if start < 0 or number > self.number:
+            return None
+        changes = self._log[start : start + limit]
+        indexes = list(dict.fromkeys(each for each in changes if isinstance(each, int)))
+        names = {self._keys.key_of(index) for index in indexes}
+        removed = dict.fromkeys(each for each in changes if isinstance(each, str))
+        return KeyChange(indexes, [key for key in removed if key not in names], number + len(changes))
+
+    # ---- filters ----
+
+    def matching(self, where: str | None) -> ReadySet:
+        """The samples whose keys are listed and whose tags match, kept up to date."""
+        found = self._matching.pop(where, None)
+        if found is None:
+            listed = self._all_listed()
+            found = ReadySet(listed) if where is None else FilteredSet(parse_filter(where), self._tags, listed)
+            if len(self._matching) >= _MAX_FILTERS:
+                del self._matching[next(iter(self._matching))]
+        self._matching[where] = found
+        return found
+
+    def _all_listed(self) -> npt.NDArray[np.bool_]:
+        live: npt.NDArray[np.bool_] = self._table.column("state") == RowState.LIVE
+        if not self._table.has_column(_COLUMN):
+            live[:] = False
+        else:
+            live &= self._table.column(_COLUMN)
+        return live
+
+    def rebuild(self) -> None:
+        """Row numbers changed: compare with the filters anew at their next use."""
+        self._matching.clear()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the records disagree; for tests."""
+        rows = self._all_listed().nonzero()[0]
+        live = (self._table.column("state") == RowState.LIVE).nonzero()[0]
+        named = [self._keys.key_of(index) is not None for index in self._table.column("index")[live].tolist()]
+        assert live[np.array(named, dtype=np.bool_)].tolist() == rows.tolist(), "samples with keys are listed"
+        for where, matching in self._matching.items():
+            if isinstance(matching, FilteredSet):
+                matching.check_invariants(rows)
+            else:
+                assert matching.all_rows().tolist() == rows.tolist(), where

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of its own, in the foreground: it outlives the programs that use the queue. Other hosts' servers join it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transfer_queue.config import merge, preallocated_samples, to_plain, typed
+from transfer_queue.errors import ConfigError, LaunchError
+from transfer_queue.launch.local import keys_for, portable, short_directory, with_servers
+from transfer_queue.server.main import main
+from transfer_queue.storage.backends import is_of_units, path_of
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.session import Session
+from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Ready = Callable[[str, str | None], None]
+"""Called with the address for programs of this host, and with that for other hosts."""
+
+
+def serve(
+    conf: DictConfig | Mapping[str, Any] | None, join: str | None = None, directory: str | None = None,
+    ready: Ready = lambda local, remote: None,
+) -> None:  # fmt: skip
+    """Serve until SIGTERM or Ctrl-C. A server that joins a queue also ends when it loses the controller.
+
+    The process must have blocked both signals before it imported anything that starts threads, such as NumPy.
+
+    Args:
+        conf: As for ``init``. ``listen`` and ``key_file`` say where other hosts may join.
+        join: Address of the queue to which this host's memory is added. None: a queue of its own.
+        directory: Of the socket for programs of this host, which is made if necessary. None: a new private one.
+        ready: Called once the server answers.
+    Raises:
+        ConfigError: an unknown key, an impossible value, or a key file that can't be read.
+        LaunchError: the server can't listen, or the directory has a server already.
+        QueueUnreachableError: no controller answers at ``join``.
+    """
+    merged = merge(conf)
+    where = short_directory("tq-") if directory is None else own_directory(directory)
+    try:
+        orders = _member(merged, join, where) if join else _first(merged, where)
+        local = str(orders["address"])
+        try:
+            main(orders, lambda remote: ready(local, remote))
+        except OSError as error:
+            raise LaunchError(f"can't listen at {merged.listen or local}: {error.strerror or error}.") from error
+    finally:
+        if directory is None:
+            shutil.rmtree(where, ignore_errors=True)
+
+
+def own_directory(path: str) -> str:
+    """Make a directory that only this user can enter. Raises LaunchError if others can, or a server is there."""
+    absolute = Path(path).absolute()
+    absolute.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if absolute.stat().st_uid != os.getuid() or absolute.stat().st_mode & 0o077:
+        raise LaunchError(f"other users can enter {absolute}: chmod 700, or choose another directory.")
+    for name in ("controller", "unit"):
+        if (absolute / name).exists():
+            _remove_stale(absolute / name)
+    return str(absolute)
+
+
+def _remove_stale(path: Path) -> None:
+    """A server that was killed leaves its socket behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise LaunchError(f"a server answers at {path} already: choose another directory, or end that server.")
+
+
+def _first(conf: DictConfig, directory: str) -> dict[str, Any]:
+    """Orders for a controller with a unit."""
+    config = typed(conf)
+    _check_of_units(conf.backend.storage_backend)
+    sampler = portable(conf.controller.sampler)
+    if sampler is None:
+        raise ConfigError("controller.sampler must be a name, 'module:Class' or a class of a module, to be served.")
+    address = f"ipc://{directory}/controller"
+    controller = local_server(Role.CONTROLLER.value, "controller", "request_handle_socket", address, os.getpid())
+    unit = local_server(Role.STORAGE.value, "unit0", "put_get_socket", address, os.getpid())
+    conf = with_servers(conf, address, controller, {"unit0": unit})
+    if config.listen is not None:
+        conf.key_file = keys_for(config, directory)
+    memory = config.backend.SimpleStorage.memory_bytes()
+    return {
+        **_orders(conf, directory, address, memory), "controller": True, "unit": "unit0", "join": None,
+        "sampler": sampler,
+    }  # fmt: skip
+
+
+def _member(conf: DictConfig, join: str, directory: str) -> dict[str, Any]:
+    """Orders for a unit that joins a queue."""
+    config = typed(conf)
+    if join.startswith("tcp://") and config.key_file is None and config.encryption == "curve":
+        raise ConfigError("--join needs the queue's key file: copy the one of the first server here (--key-file).")
+    if config.listen is None and join.startswith("tcp://"):
+        raise ConfigError("--join needs --listen tcp://HOST:PORT: programs on other hosts read the values here.")
+    if config.encryption == "none":
+        conf.key_file = keys_for(config, directory)
+    key_file = conf.key_file
+    running = merge(_config_of(join, key_file))
+    _check_of_units(running.backend.storage_backend)
+    running.backend.SimpleStorage.ssd_offload = conf.backend.SimpleStorage.ssd_offload
+    info = ZMQServerInfo(Role.CONTROLLER.value, "controller", ports={"request_handle_socket": join}, key_file=key_file)
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    unit = ZMQServerInfo(Role.STORAGE.value, "unit0", ports={"put_get_socket": join}, key_file=key_file)
+    running = with_servers(running, join, info, {"unit0": unit})
+    running.listen, running.key_file = config.listen, key_file
+    memory = config.backend.SimpleStorage.memory_bytes()
+    orders = _orders(running, directory, f"ipc://{directory}/unit", memory)
+    return {**orders, "controller": False, "unit": name, "join": join, "sampler": None}
+
+
+def _check_of_units(backend: str) -> None:
+    if not is_of_units(backend):
+        raise ConfigError(
+            f"values of storage backend {backend!r} don't lie in servers of the queue, so none can be served: start "
+            f"the queue by init() in a program."
+        )
+
+
+def _config_of(address: str, key_file: str | None) -> dict[str, Any]:
+    """The configuration of the queue at this address."""
+    session = Session("server", Peer("controller", address), key_file)
+    try:
+        return run_blocking(session.config())
+    finally:
+        session.close()
+
+
+def _orders(conf: DictConfig, directory: str, address: str, memory: int | None) -> dict[str, Any]:
+    return {
+        "conf": to_plain(conf), "preallocate": preallocated_samples(), "directory": directory, "address": address,
+        "parent": None, "pid_namespace": None, "sys_path": sys.path, "inline_nbytes": None, "capacity_bytes": memory,
+        "listen": conf.listen, "key_file": conf.key_file, "backend_path": path_of(conf.backend.storage_backend),
+    }  # fmt: skip

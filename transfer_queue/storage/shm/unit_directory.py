@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The storage units of a queue as its controller lists them, and this client's connections to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from transfer_queue.errors import UnitLostError
+from transfer_queue.protocol import ListUnits, UnitInfo, Units
+from transfer_queue.storage.shm.unit_client import UnitConnection
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.session import Session
+from transfer_queue.utils.machine import host_id
+
+_FRESH_S = 5.0
+"""A list of units that is older is asked for again, where a newer one could help."""
+
+
+class UnitDirectory:
+    """Connections by the number of the unit. Number 0 is the unit in the controller's process, if there is one."""
+
+    def __init__(self, session: Session, peers: Sequence[Peer], shared: bool) -> None:
+        """``peers``: as configured. A single one is unit 0; the controller lists several. ``shared``: map arenas."""
+        self._session = session
+        self._shared = shared
+        self._connections: dict[int, UnitConnection] = {}
+        self._infos: dict[int, UnitInfo] = {}
+        self._listed_at = float("-inf")
+        self._turn = 0
+        if len(peers) == 1:
+            self._connections[0] = UnitConnection(peers[0], shared)
+
+    @property
+    def front(self) -> UnitConnection | None:
+        """The unit in the controller's process."""
+        own = self._connections.get(0)
+        return own if own is not None and own.peer.address == self._session.controller.address else None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the only unit is one of its own, so no controller lists any."""
+        return 0 in self._connections and self.front is None and not self._infos
+
+    async def connection(self, number: int) -> UnitConnection:
+        """Raises UnitLostError for a unit that has ended."""
+        if number not in self._connections:
+            await self.refresh()
+        found = self._connections.get(number)
+        if found is None:
+            raise UnitLostError(
+                f"storage unit {number} has ended, and the values that it held are lost. They count as not produced: "
+                f"their producers must put them again."
+            )
+        return found
+
+    def known(self, number: int) -> UnitConnection | None:
+        """The connection, if this client has used the unit and it was there when the units were listed last."""
+        return self._connections.get(number)
+
+    async def all(self, fresh: bool = True) -> list[tuple[int, UnitConnection]]:
+        """Every unit that is there, in the order of their numbers."""
+        if not self.is_fixed and (fresh or time.monotonic() > self._listed_at + _FRESH_S):
+            await self.refresh()
+        return sorted(self._connections.items())
+
+    async def refresh(self) -> None:
+        """Ask the controller which units there are."""
+        if self.is_fixed:
+            return
+        listed = await self._session.ask(ListUnits, Units)
+        self._listed_at = time.monotonic()
+        self._infos = {info.number: info for info in listed.units}
+        for number in [number for number in self._connections if number not in self._infos]:
+            self._connections.pop(number).close()
+        for number, info in self._infos.items():
+            if number not in self._connections:
+                self._connections[number] = UnitConnection(Peer(info.name, reachable(info)), self._shared)
+
+    async def to_write_to(self) -> list[int]:
+        """Units for a write, the preferred ones first: those of this host take turns, then the others do."""
+        units = await self.all(fresh=False)
+        own = [number for number, unit in units if self._is_near(number, unit)]
+        self._turn += 1
+        others = [number for number, _ in units if number not in own]
+        return _rotated(own, self._turn) + _rotated(others, self._turn)
+
+    async def has_near(self) -> bool:
+        """Whether some unit is reached through this host's sockets."""
+        return any(self._is_near(number, unit) for number, unit in await self.all(fresh=False))
+
+    def _is_near(self, number: int, unit: UnitConnection) -> bool:
+        return unit.peer.address.startswith("ipc://") and (
+            number not in self._infos or self._infos[number].host == host_id()
+        )
+
+    def least_capacity(self, units: Sequence[int]) -> int | None:
+        """The capacity in bytes of the smallest of these units; None: unlimited."""
+        infos = [self._infos[unit] for unit in units if unit in self._infos]
+        return min((info.capacity_nbytes for info in infos if info.capacity_nbytes is not None), default=None)
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _rotated(numbers: list[int], turn: int) -> list[int]:
+    at = turn % len(numbers) if numbers else 0
+    return numbers[at:] + numbers[:at]
+
+
+def reachable(info: UnitInfo) -> str:
+    """The address at which this process reaches a unit: its socket on the same host, else the one for other hosts."""
+    local = [address for address in info.addresses if address.startswith("ipc://")]
+    remote = [address for address in info.addresses if not address.startswith("ipc://")]
+    here = info.host == host_id() and any(os.path.exists(address.removeprefix("ipc://")) for address in local)
+    return (local + remote if here else remote + local)[0]

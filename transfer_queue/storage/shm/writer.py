@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes to storage units: which unit takes which rows, and where a write goes if a unit is full or gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
+from typing import Any
+
+from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
+from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
+from transfer_queue.storage.copying import AT_ONCE
+from transfer_queue.storage.shm.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
+from transfer_queue.storage.shm.unit_client import MemoryColumns, UnitWrite, decide_paths
+from transfer_queue.storage.shm.unit_directory import UnitDirectory
+from transfer_queue.storage.wire_columns import IntArray
+from transfer_queue.transport.session import Session
+
+_SHARE_OF_UNIT = 2
+"""A larger part of a unit (one half) is not taken by one put, if other units are there."""
+_PATIENCE_S = 10.0
+"""How long a put waits for room at one unit before it looks at the others again."""
+
+
+class UnitWriter:
+    """Writes stay uncommitted. A write is cut into at most one piece per unit, usually into one."""
+
+    def __init__(self, session: Session, units: UnitDirectory, timeout_s: float, inline_nbytes: int) -> None:
+        """``timeout_s``: longest wait for an answer, besides the wait for room."""
+        self._session = session
+        self._units = units
+        self._timeout_s = timeout_s
+        self._inline_nbytes = inline_nbytes
+
+    async def write(self, call: int, indexes: IntArray, columns: MemoryColumns, wait_s: float) -> UnitRuns | None:
+        """Write all rows, or none and an error. Units that are full or gone are left out while others take the rows.
+
+        Returns:
+            Where the rows lie; None: in unit 0.
+        Raises:
+            StorageFullError: there was no room for ``wait_s`` seconds, or there can't be.
+            UnitLostError: no unit can be reached.
+        """
+        attempt = _Attempt(self, call, indexes, columns, time.monotonic() + wait_s)
+        place: Callable[[list[int]], Coroutine[Any, Any, None]] = attempt.at_once
+        refused: StorageFullError | None = None
+        while True:
+            units = [unit for unit in await self._units.to_write_to() if unit not in attempt.left_out]
+            if not units:
+                raise refused or UnitLostError(
+                    "no storage unit of the queue can be reached: look at the output of its servers."
+                )
+            try:
+                await place(units)
+                return None if all(unit == 0 for unit, _ in attempt.runs) else attempt.runs
+            except StorageFullError as error:
+                await attempt.abort()
+                refused = error
+                if attempt.is_late():
+                    raise
+                place = attempt.in_order if place == attempt.at_once else attempt.at_once
+            except QueueUnreachableError:
+                attempt.left_out.add(attempt.units[-1])
+                await attempt.abort()
+                await self._units.refresh()
+            except BaseException:
+                await attempt.abort()
+                raise
+
+    async def abort(self, call: int, units: Sequence[int]) -> None:
+        """Drop what this call wrote to these units."""
+        for unit in filter(None, map(self._units.known, units)):
+            await self._session.post(unit.peer, Abort(self._session.number(), [call]))
+
+    def nums_pieces(self, columns: MemoryColumns, count: int, units: Sequence[int]) -> tuple[int, int]:
+        """Into how many pieces to cut the rows: so that each leaves room in a unit, and so that each just fits.
+
+        There are no more pieces than units.
+        """
+        capacity = self._units.least_capacity(units)
+        if len(units) == 1 or capacity is None:
+            return 1, 1
+        nbytes = sum(column.nbytes_of(slice(0, count)) for column in columns.values())
+        most = min(len(units), count)
+        fitting = min(most, max(1, -(-nbytes // capacity)))
+        return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
+
+    async def write_piece(
+        self, call: int, indexes: IntArray, columns: MemoryColumns, number: int, rows: slice, wait_s: float
+    ) -> None:
+        """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
+        unit = await self._units.connection(number)
+        await decide_paths([unit])
+        own = pack_indexes(indexes[rows])
+        write = UnitWrite(unit, rows, rows.stop - rows.start, columns, self._inline_nbytes)
+        try:
+            await self.lease(self._session.number(), write, own, wait_s)
+            to_store, frames = self.packed(write)
+            asks = [(unit.peer, Write(call, own, to_store, wait_s), frames)]
+            answers = await self._session.call_many(asks, self._timeout_s + wait_s)
+            decode_answer(answers[0].header, Written)
+        except BaseException:
+            if write.lease_call:
+                await self._session.post(unit.peer, Release(self._session.number(), [write.lease_call]))
+            raise
+
+    async def lease(self, call: int, write: UnitWrite, replaced: bytes, wait_s: float) -> None:
+        """Memory for the write, if it needs some. ``replaced``: packed indexes of samples whose values it replaces."""
+        lease = write.lease(call, wait_s, replaced)
+        if lease is not None:
+            asks = [(write.connection.peer, lease, ())]
+            answers = await self._session.call_many(asks, self._timeout_s + wait_s)
+            write.leased(decode_answer(answers[0].header, Leased).offset)
+
+    def packed(self, write: UnitWrite) -> tuple[Columns, list[Any]]:
+        """Copies into the arena the columns that lie there."""
+        if not write.lease_call:
+            return write.packed({}, AT_ONCE)
+        from transfer_queue.storage.copying import Copies
+
+        with self._session.using_memory():
+            copies = Copies(into_mapped=True)
+            made = write.packed({}, copies)
+            copies.finish()
+        return made
+
+
+class _Attempt:
+    """One write on its way to units. ``units``: those that were sent something. ``runs``: where its rows lie."""
+
+    def __init__(
+        self, writer: UnitWriter, call: int, indexes: IntArray, columns: MemoryColumns, deadline: float
+    ) -> None:
+        self.units: list[int] = []
+        self.runs: UnitRuns = []
+        self.left_out: set[int] = set()
+        """Units that don't answer, or that can never take a piece of this write."""
+        self._writer = writer
+        self._call = call
+        self._indexes = indexes
+        self._columns = columns
+        self._deadline = deadline
+
+    def is_late(self) -> bool:
+        return time.monotonic() >= self._deadline
+
+    async def abort(self) -> None:
+        """Nothing of it is left in any unit."""
+        await self._writer.abort(self._call, self.units)
+        self.units.clear()
+        self.runs.clear()
+
+    def _cut(self, num_pieces: int) -> list[slice]:
+        count = len(self._indexes)
+        return [slice(a, b) for a, b in pairwise(count * number // num_pieces for number in range(num_pieces + 1))]
+
+    async def at_once(self, units: list[int]) -> None:
+        """Write each piece to the first unit that has room now and no other piece. If too few units have room, try
+        with fewer pieces.
+        """
+        wanted, fewest = self._writer.nums_pieces(self._columns, len(self._indexes), units)
+        for num_pieces in range(wanted, fewest, -1):
+            try:
+                await self._to_first_with_room(units, num_pieces)
+                return
+            except StorageFullError:
+                await self.abort()
+        await self._to_first_with_room(units, fewest)
+
+    async def _to_first_with_room(self, units: list[int], num_pieces: int) -> None:
+        untried = iter(units)
+        for piece in self._cut(num_pieces):
+            refused = StorageFullError(f"{num_pieces} pieces of a put don't find room in {len(units)} storage units.")
+            for unit in untried:
+                try:
+                    await self._write(unit, piece, 0.0)
+                    break
+                except StorageFullError as error:
+                    refused = error
+            else:
+                raise refused
+
+    async def in_order(self, units: list[int]) -> None:
+        """Wait for room at one unit after the other, in the order that all clients share: else two writes could each
+        hold what the other waits for.
+        """
+        wanted, fewest = self._writer.nums_pieces(self._columns, len(self._indexes), units)
+        patience_s = LONGEST_WAIT_S if len(units) == fewest else _PATIENCE_S
+        for unit, piece in zip(sorted(units[:wanted]), self._cut(wanted), strict=True):
+            now = time.monotonic()
+            wait_s = max(0.0, min(patience_s, self._deadline - now))
+            try:
+                await self._write(unit, piece, wait_s)
+            except StorageFullError:
+                if time.monotonic() < now + wait_s:  # it did not wait, because this piece can never fit
+                    self.left_out.add(unit)
+                raise
+
+    async def _write(self, unit: int, piece: slice, wait_s: float) -> None:
+        self.units.append(unit)
+        await self._writer.write_piece(self._call, self._indexes, self._columns, unit, piece, wait_s)
+        self.runs.append((unit, piece.stop - piece.start))
