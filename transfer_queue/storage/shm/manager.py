@@ -260,11 +260,14 @@ class SharedMemoryManager(StorageManager):
     async def _ask_units(
         self, numbers: Sequence[int], request: Callable[[], Request], kind: type[Expected]
     ) -> list[Expected]:
-        """Send a request to these units, once or twice. Those that have ended are left out."""
+        """Send a request to these units; to several once or twice. Those that have ended are left out."""
         units = [unit for number in numbers if (unit := self._units.known(number)) is not None]
         try:
             return await self._ask(units, request, kind)
         except QueueUnreachableError:
+            await self._units.refresh()
+            if len(numbers) == 1 and self._units.known(numbers[0]) is not None:
+                raise
             return await self._ask_each(numbers, request, kind)
 
     async def _ask_each(
