@@ -14,20 +14,21 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import arguments
+from benchmarks.common import arguments, report
 from benchmarks.hosts import Host, missing_privilege, said, two_hosts
 
 _RAW_CHUNK = 1 << 20
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--role", default="all", help="what this process does: for the benchmark's own use")
     parser.add_argument("--nbytes", type=int, default=0, help="of the raw stream: likewise")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.role == "raw":
         receive_raw(options.nbytes)
     elif options.role == "client":
@@ -35,17 +36,8 @@ def main() -> None:
     elif (reason := missing_privilege()) is not None:
         sys.exit(f"this benchmark can't run here: {reason}")
     else:
-        compare(options.quick)
-
-
-def compare(quick: bool) -> None:
-    """Print a line with encryption and one without."""
-    rows = {
-        "CURVE": between_hosts(quick, []),
-        "no encryption": between_hosts(quick, ["--no-encryption"]),
-    }
-    for name, row in rows.items():
-        print(json.dumps({"encryption": name, **row}))
+        curve, plain = between_hosts(options.quick, []), between_hosts(options.quick, ["--no-encryption"])
+        report("put and get between hosts against a raw stream", curve=curve, no_encryption=plain)
 
 
 def between_hosts(quick: bool, options: list[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transfer_queue import TransferQueueClient
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
+from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import create
 from transfer_queue.storage.shm.arena_sharing import host_unit
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -34,6 +35,7 @@ ROOM = 100 * PAGE
 """Of each unit."""
 CONF = {
     "client": {"timeout_s": 30.0},
+    "controller": {"polling_mode": False},
     "backend": {"SimpleStorage": {"put_timeout_s": 60.0}},
     "listen": "where units can join",
 }
@@ -56,7 +58,9 @@ class SmallQueue:
         server = self._server("controller")
         unit = self._unit("own", own, server) if own else None
         self._has_own = unit is not None
-        self._serve("controller", server, Front(CONF, self.plane, unit), self._stack)
+        front = Front(CONF, self.plane, unit, self._janitor)
+        self._serve("controller", server, front, self._stack)
+        self._stack.callback(front.close)
         if unit is not None:
             self.plane.state.units.add_own("controller", host_id(), [self._address("controller")], own)
         for capacity in capacities:
@@ -103,13 +107,16 @@ class SmallQueue:
         if self._directory is None:
             client.session.caller.close()
             client.session.caller = self.session().caller
-        settings = self._settings(config)
-        client.initialize_storage_manager("SimpleStorage", {}, **settings)
+        client._storage_args = ("SimpleStorage", self._settings(config))
+        client._make_storage()
         self._stack.callback(client.close)
         return client
 
     def close(self) -> None:
         self._stack.close()
+
+    def _janitor(self) -> Janitor:
+        return Janitor(create("SimpleStorage", self.session(), self._settings({})))
 
     def _settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         own = [{"name": "controller", "address": self._address("controller")}]
@@ -128,8 +135,9 @@ class SmallQueue:
         return host_unit(name, capacity, self._shared, server, self._inline_nbytes)
 
     def _serve(self, name: str, server: SocketServer | None, front: Front, stack: ExitStack) -> None:
-        self._handlers[name] = front
-        stack.callback(self._handlers.pop, name)
+        for known_as in (name, f"{name} {name}"):  # the second by a client's server information
+            self._handlers[known_as] = front
+            stack.callback(self._handlers.pop, known_as)
         if server is not None:
             thread = threading.Thread(target=server.serve, args=(front,))
             thread.start()

@@ -204,8 +204,9 @@ def check_one_effect(partition: str, verb: Verb) -> None:
     assert samples in (BEFORE + 1, BEFORE + 1 + verb.effect)
     inserted = samples - produced(client, partition)
     assert inserted in ((0, verb.effect) if verb.effect > 0 else (0,))
-    stored = sum(unit["samples"] for unit in client.get_storage_stats())
-    assert stored == samples - inserted
+    units = client.get_storage_stats()
+    stored, most = sum(unit["samples"] for unit in units), max(unit["samples"] for unit in units)
+    assert most <= samples - inserted <= stored, "a sample counts in every unit that has some of its fields"
     if samples:
         check_values(client, partition, samples - inserted)
     client.clear_partition(partition)

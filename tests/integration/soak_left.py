@@ -31,7 +31,12 @@ def is_idle(unit: Any) -> bool:
 def unsettled(stats: dict[str, Any]) -> dict[str, Any]:
     """What the controller still keeps for a writer or a reader: this process is the only one left."""
     held = {name: partition["held"] for name, partition in stats["partitions"].items() if partition["held"]}
-    clients = {name: numbers for name, numbers in stats["clients"].items() if f".{os.getpid()}." not in name}
+    servers = ("unit ", "controller.")  # storage units that joined, and the controller as a client of them
+    clients = {
+        name: numbers
+        for name, numbers in stats["clients"].items()
+        if f".{os.getpid()}." not in name and not name.startswith(servers)
+    }
     found = {"held": held, "waiting": stats["waiting"], "clients": clients}
     return {name: what for name, what in found.items() if what}
 

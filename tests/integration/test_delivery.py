@@ -117,9 +117,9 @@ def written(client: tq.TransferQueueClient, partition: str, field: str) -> Itera
     reserve = p.Reserve(session.number(), partition, 3, schema)
     reserved = run_blocking(session.send(reserve, p.Reserved, keep=True))
     indexes = p.unpack_indexes(reserved.indexes).tolist()
-    run_blocking(storage.write(reserve.id, indexes, storage.prepare(rows(**{field: torch.arange(3)}))))
+    units = run_blocking(storage.write(reserve.id, indexes, storage.prepare(rows(**{field: torch.arange(3)}))))
     yield p.Publish(session.number(), partition, reserved.indexes, schema, completes=reserve.id)
-    run_blocking(storage.commit(reserve.id, indexes))
+    run_blocking(storage.commit(reserve.id, units))
 
 
 def die_between_write_and_publish(partition: str) -> None:

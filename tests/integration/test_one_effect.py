@@ -50,6 +50,19 @@ def test_a_call_whose_client_was_killed_at_a_stopped_server_had_one_effect_or_no
     given_up.check_one_effect(name, VERBS[verb])
 
 
+@pytest.mark.parametrize("width", [1, given_up.LARGE], ids=["small", "large"])
+def test_a_put_given_up_at_a_stopped_server_and_repeated_is_there_once(client, queue, name, width):
+    impatient = impatient_client(queue)
+    with stopped(*server_pids(queue)), pytest.raises(tq.QueueUnreachableError):
+        impatient.put(rows(4, width), partition_id=name)
+    impatient.put(rows(4, width), partition_id=name)
+    assert numbers(client, name)["samples"] == 4
+    assert client.get_meta(["x"], 4, name, task_name="t", timeout_s=SERVED_S).size == 4
+    client.clear_partition(name)
+    assert comes_true(lambda: nothing_occupied(client, name))
+    impatient.close()
+
+
 # ---- what waits for room ----
 
 

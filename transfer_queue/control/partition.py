@@ -44,6 +44,7 @@ class Partition:
         self.last_published: float | None = None
         self.num_live = 0
         self.num_published = 0
+        self.num_rewrites = 0
         self.num_free = 0
         self.num_reserved = 0
         self._first_free = 0  # no row below it is free
@@ -130,6 +131,7 @@ class Partition:
         self._check_published(rows)
         self.schema.check(specs, self.name, len(rows))
         self.set_tags(tags, merge=True)
+        self.num_rewrites += not self.num_reserved or bool((self.table.column("state")[rows] == RowState.LIVE).any())
         self.make_live(rows)
         self.last_published = now
         news = self.schema.record(rows, specs) if len(rows) else {}
@@ -213,6 +215,19 @@ class Partition:
             bare &= ~self.schema.has(name)[rows]
         self.num_published -= int(np.count_nonzero(bare))
         self.clear(indexes[found][bare])
+
+    def take_back(self, indexes: Indexes, num_rewrites: int) -> bool:
+        """Delete samples of a put that its caller cancelled. False: some were cleared, given to a task, or maybe
+        written to since (``num_rewrites``: as it was then); or the partition is sealed, whose end may have been told.
+        """
+        rows, found = self.table.find(indexes)
+        if self.sealed or self.num_rewrites != num_rewrites or not all_of(found):
+            return False
+        if any(consumer.given[rows].any() for consumer in self.consumers.values()):
+            return False
+        self.num_published -= len(indexes)
+        self.clear(indexes)
+        return True
 
     def _release(self, rows: Rows) -> Indexes:
         """Release rows. Row numbers stay valid until the caller compacts."""

@@ -333,7 +333,7 @@ class ControlPlane:
             self._remove(parked)
             return p.Done(request.id, "removed")
         record = self.state.calls.take(client, request.call)
-        return p.Done(request.id, "undone" if record is not None and record.undo() else "kept")
+        return p.Done(request.id, "undone" if record is not None and record.cancel() else "kept")
 
 
 def _completes(known: Record, request: p.Request) -> bool:

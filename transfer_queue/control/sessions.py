@@ -35,6 +35,10 @@ class Record:
         """Undo the call, because the caller never received the answer. Returns False if its effect stays."""
         return False
 
+    def cancel(self) -> bool:
+        """The caller has cancelled the call. As ``undo``, which the end of its session also does."""
+        return self.undo()
+
     def received(self) -> None:
         """The caller has the answer, and the record is gone."""
         return

@@ -83,6 +83,28 @@ class UncommittedPublish(Record):
         self._state.freezes.end_permit(self.client, self.first_call)
 
 
+class CompletePut(Record):
+    """New samples with their values. If its session ends, the put stays: its caller may have the answer."""
+
+    __slots__ = ("_indexes", "_num_rewrites", "_partition", "_serial", "_state")
+
+    def __init__(self, state: PlaneState, put: p.Put, reply: p.Reserved) -> None:
+        super().__init__(p.Put, reply)
+        partition = state.get(put.begin.partition)
+        self._state, self._partition, self._serial = state, partition.name, partition.serial
+        self._num_rewrites, self._indexes = partition.num_rewrites, p.unpack_indexes(reply.indexes)
+
+    def cancel(self) -> bool:
+        """Delete the samples, unless somebody has got one or written to it: a put is whole or not there."""
+        state = self._state
+        partition = state.find(self._partition, self._serial)
+        if partition is None or not partition.take_back(self._indexes, self._num_rewrites):
+            return False
+        state.delete(state.freezes.keep(self._indexes))
+        state.mark_dirty(self._partition)
+        return True
+
+
 class Insertion(Record):
     """New samples without values."""
 

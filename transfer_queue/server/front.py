@@ -20,6 +20,7 @@ import msgspec
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.sessions import Record
+from transfer_queue.control.writing import CompletePut
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.endings import PER_TURN, Answer, Endings, all_answers, answers_of, in_turns
 from transfer_queue.server.janitor import Janitor
@@ -308,7 +309,10 @@ class Front:
             if columns is not None:
                 yield Step(Commit(put.id, [put.id]))
             answer = published if isinstance(begin, p.ResolveKeys) else first
-            self._remember(client, put, answer.reply)
+            if isinstance(answer.reply, p.Reserved):
+                self.plane.state.calls.add(client, put.id, CompletePut(self.plane.state, put, answer.reply))
+            else:
+                self._remember(client, put, answer.reply)
             return answer
         finally:
             if lease:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from control_kit import (
     ACTOR,
@@ -70,9 +71,11 @@ class Clients:
 
     def __init__(self, plane: ControlPlane, data: st.DataObject) -> None:
         self.plane, self.draw = plane, data.draw
+        self.unit = self.join()
         self.verbs = [
             self.put, self.put_by_key, self.tag, self.clear, self.clear_partition, self.fetch, self.ack, self.ragged,
-            self.reset, self.reserve, self.insert, self.seal, self.forget, lambda name: clear_consumed(self.plane),
+            self.reset, self.reserve, self.insert, self.seal, self.forget, self.lose,
+            lambda name: clear_consumed(self.plane),
         ]  # fmt: skip
 
     def act(self, most: int, least: int = 0) -> None:
@@ -86,7 +89,18 @@ class Clients:
 
     def publish(self, name: str, reply: Any) -> None:
         if isinstance(reply, p.Reserved):  # else the partition is sealed
-            send(self.plane, ROLLOUT, p.Publish, name, reply.indexes, {"x": INT}, completes=reply.id)
+            unit = self.draw(st.sampled_from([0, self.unit]))
+            x = msgspec.structs.replace(INT, units=[(unit, len(reply.indexes) // 8)] if unit else None)
+            send(self.plane, ROLLOUT, p.Publish, name, reply.indexes, {"x": x}, completes=reply.id)
+
+    def join(self) -> int:
+        """A storage unit. Returns its number."""
+        return int(ask(self.plane, "unit", p.JoinUnit, "unit", "host", ["tcp://unit:1"]).value)
+
+    def lose(self, name: str) -> None:
+        """The storage unit ends, and another one joins."""
+        self.plane.client_gone("unit", 0.0)
+        self.unit = self.join()
 
     def put(self, name: str) -> None:
         self.publish(name, ask(self.plane, ROLLOUT, p.Reserve, name, self.draw(st.integers(1, 9))))
@@ -296,3 +310,18 @@ def test_columns_of_different_lengths_are_refused_before_anything_is_cut(plane):
     plain["partitions"][0]["state"] += b"\x03"
     with pytest.raises(CheckpointError, match="differ in length"):
         encoded_parts(msgspec.msgpack.encode(plain), [])
+
+
+def test_a_state_that_is_restored_says_where_its_values_were_stored_now_not_where_they_lay(plane):
+    ask(plane, "unit", p.JoinUnit, "unit", "host", ["tcp://unit:1"])
+    x, y = (msgspec.structs.replace(INT, units=units) for units in ([(1, 9)], None))
+    reserved = ask(plane, ROLLOUT, p.Reserve, "p", 9)
+    ask(plane, ROLLOUT, p.Publish, "p", reserved.indexes, {"x": x, "y": y}, completes=reserved.id)
+    stored = [
+        ("y", np.array([0, 1, 2, 3, 8]), np.array([2, 2, 0, 3, 3], np.int32)),
+        ("y", np.array([100]), np.array([7], np.int32)),
+    ]
+    parts = [decode(part) for part in encoded_parts(joined(parts_of(plane)), stored)]
+    assert len(parts) > 1
+    found = {field.name: field.units for field in merge(parts).partitions[0].fields}
+    assert found == {"x": None, "y": np.array([2, 2, 0, 3, 0, 0, 0, 0, 3], "<i4").tobytes()}

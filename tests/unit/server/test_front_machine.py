@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,7 @@ class Call:
     frames: list[bytes] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
     answer: Got | None = None
+    num_rewrites: int = 0
 
 
 class FrontMachine(RuleBasedStateMachine):
@@ -68,6 +70,7 @@ class FrontMachine(RuleBasedStateMachine):
         self.consumed: list[int] = []
         self.leases: list[tuple[str, int, int]] = []
         self.started: dict[tuple[str, int], list[int]] = {}  # reserved samples of writes in steps
+        self.num_rewrites = 0
         self.made = 0
         for _ in range(3):
             self.join()
@@ -104,6 +107,8 @@ class FrontMachine(RuleBasedStateMachine):
         elif isinstance(call.request, p.Put):
             begin = call.request.begin
             samples = samples_of(begin if isinstance(begin, p.CheckFields) else reply)
+            self.num_rewrites += not self.visible.keys().isdisjoint(samples)
+            call.num_rewrites = self.num_rewrites
             self.visible.update(zip(samples, call.values, strict=True))
             assert not self.cleared.intersection(samples)
         elif isinstance(reply, p.Batch):
@@ -230,11 +235,21 @@ class FrontMachine(RuleBasedStateMachine):
             self.undo(data.draw(st.sampled_from(keys)))
 
     def undo(self, key: tuple[str, int]) -> None:
-        del self.calls[key]
+        call = self.calls.pop(key)
+        if isinstance(call.request, p.Put) and call.answer is not None and isinstance(call.answer.reply, p.Reserved):
+            self.take_back(call, samples_of(call.answer.reply))
         self.taken.pop(key, None)
         self.started.pop(key, None)
         self.leases = [lease for lease in self.leases if lease[:2] != key]
         self.note(self.clients[key[0]].cancel(key[1], self.now))
+
+    def take_back(self, call: Call, samples: list[int]) -> None:
+        """A complete put of new samples is undone as a whole, unless somebody has got one or has written."""
+        given = {*self.consumed, *itertools.chain(*self.taken.values())}
+        if call.num_rewrites == self.num_rewrites and self.visible.keys() >= {*samples} and given.isdisjoint(samples):
+            self.cleared.update(samples)
+            for sample in samples:
+                del self.visible[sample]
 
     @rule(number=numbers, data=st.data())
     def repeat(self, number: int, data: st.DataObject) -> None:

@@ -126,11 +126,44 @@ def test_a_put_that_waits_and_comes_again_is_answered_once_on_the_later_way(othe
     assert (samples_of(cleared.reply), own) == ([0, 1], Got("me", p.Reserved(1, p.pack_indexes([2]))))
 
 
-def test_a_put_that_took_effect_is_kept_when_it_is_cancelled(me, front):
+def test_new_samples_of_a_complete_put_are_deleted_when_it_is_cancelled(me, other, front):
+    me.put([7, 8])
+    assert me.one(p.Cancel(me.number(), 1)) == p.Done(2, "undone")
+    assert held(front) == NOTHING
+    assert isinstance(other.send(other.fetch(1))[0].reply, p.NotReady)
+
+
+def test_a_complete_put_stays_when_its_session_ends(me, front):
     samples = me.stored([7])
-    assert me.one(p.Cancel(me.number(), 1)) == p.Done(2, "kept")
     me.gone()
     assert (Client(front, "late").values(samples), held(front)) == ({0: 7}, stored(1))
+
+
+def given_to_a_task(me: Client, other: Client) -> None:
+    other.send(other.fetch(1))
+
+
+def written_to(me: Client, other: Client) -> None:
+    fields = {"y": p.FieldSpec("uint8", (1,))}
+    begin = p.CheckFields(other.number(), "p", p.pack_indexes([0]), fields)
+    other.one(begin)
+    other.one(p.Publish(other.number(), "p", p.pack_indexes([0]), fields, completes=begin.id))
+
+
+def sealed(me: Client, other: Client) -> None:
+    other.one(p.SealPartition(other.number(), "p"))
+
+
+def received(me: Client, other: Client) -> None:
+    me.send(p.ListPartitions(me.number()), received=[1])
+
+
+@pytest.mark.parametrize("happened", [given_to_a_task, written_to, sealed, received])
+def test_a_complete_put_stays_as_a_whole_although_it_is_cancelled_once(me, other, front, happened):
+    me.put([7, 8])
+    happened(me, other)
+    assert me.one(p.Cancel(me.number(), 1)).value == "kept"
+    assert me.values([0, 1]) == {0: 7, 1: 8}
 
 
 # ---- a failure at any step ----

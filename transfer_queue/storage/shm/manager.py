@@ -154,9 +154,8 @@ class SharedMemoryManager(StorageManager):
         return await self._writer.write(call, wanted, columns, self._put_timeout_s)
 
     async def commit(self, call: int, units: UnitRuns | None) -> None:
-        known = map(self._units.known, [unit for unit, _ in units or [(0, 0)]])
-        written = [unit for unit in known if unit is not None]  # others have ended, and their values are lost
-        await self._ask(written, lambda: Commit(self.session.number(), [call]), Done)
+        written = [unit for unit, _ in units or [(0, 0)]]
+        await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
         await self._writer.abort(call, [unit for unit, _ in units or [(0, 0)]])
@@ -284,20 +283,34 @@ class SharedMemoryManager(StorageManager):
     # ---- one message to each unit ----
 
     async def _ask_all(self, request: Callable[[], Request], kind: type[Expected]) -> list[Expected]:
-        """Send a request to every unit, once or twice. Returns the answers in their order."""
-        try:
-            return await self._ask([unit for _, unit in await self._units.all()], request, kind)
-        except QueueUnreachableError:
-            return await self._ask_each(request, kind)
+        """Send a request to every unit. Returns the answers in their order."""
+        return await self._ask_units([number for number, _ in await self._units.all()], request, kind)
 
-    async def _ask_each(self, request: Callable[[], Request], kind: type[Expected]) -> list[Expected]:
-        """As ``_ask_all``, one unit after the other, so that one that does not answer keeps it from no other."""
+    async def _ask_units(
+        self, numbers: Sequence[int], request: Callable[[], Request], kind: type[Expected]
+    ) -> list[Expected]:
+        """Send a request to these units; to several once or twice. Those that have ended are left out."""
+        units = [unit for number in numbers if (unit := self._units.known(number)) is not None]
+        try:
+            return await self._ask(units, request, kind)
+        except QueueUnreachableError:
+            await self._units.refresh()
+            if len(numbers) == 1 and self._units.known(numbers[0]) is not None:
+                raise
+            return await self._ask_each(numbers, request, kind)
+
+    async def _ask_each(
+        self, numbers: Sequence[int], request: Callable[[], Request], kind: type[Expected]
+    ) -> list[Expected]:
+        """One unit after the other, so that one that does not answer keeps the request from no other."""
         answers, failed = list[Expected](), None
-        for _, unit in await self._units.all():
+        for number in numbers:
+            unit = self._units.known(number)
             try:
-                answers += await self._ask([unit], request, kind)
+                answers += [] if unit is None else await self._ask([unit], request, kind)
             except QueueUnreachableError as error:
-                failed = error
+                await self._units.refresh()
+                failed = failed if self._units.known(number) is None else error
         if failed is not None:
             raise failed
         return answers

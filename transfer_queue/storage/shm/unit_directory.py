@@ -80,7 +80,7 @@ class UnitDirectory:
 
     async def to_write_to(self) -> list[int]:
         """Units for a write, the preferred ones first: those of this host take turns, then the others do."""
-        units = await self.all(fresh=False)
+        units = await self.all(fresh=not self._connections)
         own = [number for number, unit in units if self._is_near(number, unit)]
         self._turn += 1
         others = [number for number, _ in units if number not in own]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from itertools import pairwise
 from typing import Any
 
-from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
+from transfer_queue.errors import QueueUnreachableError, StorageFullError, TransferQueueError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
 from transfer_queue.storage.copying import AT_ONCE
 from transfer_queue.storage.shm.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
@@ -44,23 +44,22 @@ class UnitWriter:
         """
         attempt = _Attempt(self, call, indexes, columns, time.monotonic() + wait_s)
         place: Callable[[list[int]], Coroutine[Any, Any, None]] = attempt.at_once
-        refused: StorageFullError | None = None
+        failed: TransferQueueError | None = None
         while True:
             units = [unit for unit in await self._units.to_write_to() if unit not in attempt.left_out]
             if not units:
-                raise refused or UnitLostError(
-                    "no storage unit of the queue can be reached: look at the output of its servers."
-                )
+                raise _nobody_takes_it(failed)
             try:
                 await place(units)
                 return None if all(unit == 0 for unit, _ in attempt.runs) else attempt.runs
             except StorageFullError as error:
                 await attempt.abort()
-                refused = error
+                failed = error
                 if attempt.is_late():
                     raise
                 place = attempt.in_order if place == attempt.at_once else attempt.at_once
-            except QueueUnreachableError:
+            except QueueUnreachableError as error:
+                failed = error
                 attempt.left_out.add(attempt.units[-1])
                 await attempt.abort()
                 await self._units.refresh()
@@ -124,6 +123,13 @@ class UnitWriter:
             made = write.packed({}, copies)
             copies.finish()
         return made
+
+
+def _nobody_takes_it(failed: TransferQueueError | None) -> TransferQueueError:
+    if isinstance(failed, StorageFullError):
+        return failed
+    why = failed or "there is none."
+    return UnitLostError(f"no storage unit of the queue can be reached: {why} Look at the output of its servers.")
 
 
 class _Attempt:

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients of several storage units: values are read where the metadata say, also after a unit has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.storage_kit import until
+from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages
+from transfer_queue import TransferQueueClient
+from transfer_queue.errors import BatchTimeoutError, SampleClearedError, UnitLostError
+from transfer_queue.storage.shm.manager import SharedMemoryManager
+
+KINDS: dict[str, Callable[[Path], SmallQueue]] = {
+    "frames": lambda path: SmallQueue(None, 0),
+    "arena": lambda path: SmallQueue(path, 0),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def queue(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallQueue]:
+    made = request.param(tmp_path)
+    yield made
+    made.close()
+
+
+def manager_of(client: TransferQueueClient) -> SharedMemoryManager:
+    manager = client.storage_manager
+    assert isinstance(manager, SharedMemoryManager)
+    return manager
+
+
+def values_by_unit(client: TransferQueueClient) -> list[int]:
+    return [values for values, _ in held(manager_of(client))]
+
+
+def column(client: TransferQueueClient, meta: Any, field: str = "x") -> torch.Tensor:
+    return torch.stack(list(client.get_data(meta)[field].unbind()))
+
+
+def lost(client: TransferQueueClient) -> dict[str, int]:
+    found: dict[str, int] = client.get_stats()["partitions"]["p"]["lost"]
+    return found
+
+
+# ---- rewrites ----
+
+
+def test_a_field_that_was_put_again_into_another_unit_is_read_from_there(queue):
+    client, other = queue.start(ROOM, ROOM).client(), queue.client()
+    meta = client.put(pages(4), partition_id="p")
+    for factor in (-1, 2, -3):
+        client.put(factor * pages(4), metadata=meta)
+        assert column(client, meta).equal(factor * pages(4)["x"])
+        assert column(other, meta).equal(factor * pages(4)["x"])
+    assert 0 not in values_by_unit(client), "it took turns"
+    part = meta.select_samples([1, 2])
+    client.put(pages(2, first=70), metadata=part)
+    assert column(other, meta)[1:3].equal(pages(2, first=70)["x"])
+    assert column(other, meta)[::3].equal(-3 * pages(4)["x"][::3])
+    client.clear_partition("p")
+    assert values_by_unit(client) == [0, 0]
+
+
+def test_fields_and_batches_that_lie_in_several_units_come_back_whole(queue):
+    client = queue.start(ROOM, ROOM, ROOM).client()
+    metas = [client.put(pages(2, first=n), partition_id="p") for n in range(6)]
+    for n, meta in enumerate(metas):
+        client.put(pages(2, "y", first=10 + n), metadata=meta)
+    assert [count > 0 for count in values_by_unit(client)] == [True] * 3
+    batch = client.get_meta(["x", "y"], 12, "p", task_name="t")
+    for field, first in (("x", 0), ("y", 10)):
+        expected = torch.cat([pages(2, field, first + n)[field] for n in range(6)])
+        assert column(client, batch, field).equal(expected)
+
+
+# ---- a unit in the controller's process, and others ----
+
+
+def test_puts_go_to_the_controller_s_unit_and_to_those_that_joined_and_are_read_alike(queue):
+    client = queue.start(ROOM, ROOM, own=ROOM).client()
+    metas = [client.put(pages(20, first=n), partition_id="p") for n in range(14)]
+    assert sum(values_by_unit(client)) == 280
+    assert values_by_unit(client)[0] > 60
+    for n, meta in enumerate(metas):
+        assert column(client, meta).equal(pages(20, first=n)["x"])
+    for n in range(14):
+        batch = client.get_meta(["x"], 20, "p", task_name="t")
+        assert column(client, batch).equal(pages(20, first=n)["x"])
+    client.clear_partition("p")  # the controller has the values in the others deleted
+    until(manager_of(client), lambda stats: not any(unit.values for unit in stats))
+
+
+def test_a_put_larger_than_the_controller_s_unit_is_spread(queue):
+    client = queue.start(ROOM, ROOM, own=ROOM).client()
+    meta = client.put(pages(150), partition_id="p")
+    assert column(client, meta).equal(pages(150)["x"])
+
+
+# ---- units that end ----
+
+
+def test_lost_values_are_told_and_not_given_to_anybody_until_they_are_put_again(queue):
+    client = queue.start(ROOM, ROOM).client()
+    metas = [client.put(pages(4, first=n), partition_id="p") for n in range(2)]
+    assert values_by_unit(client) == [4, 4]
+    queue.end(1)
+    assert lost(client) == {"x": 4}
+    intact = client.get_meta(["x"], 4, "p", task_name="t")
+    gone = next(meta for meta in metas if meta.global_indexes != intact.global_indexes)
+    assert column(client, intact).equal(pages(4, first=metas.index(gone) ^ 1)["x"])
+    with pytest.raises(BatchTimeoutError):
+        client.get_meta(["x"], 1, "p", task_name="t", timeout_s=0.01)
+    with pytest.raises(SampleClearedError, match="lost with a storage unit"):
+        client.get_data(gone)
+    client.put(pages(4, first=7), metadata=gone)
+    again = client.get_meta(["x"], 4, "p", task_name="t")
+    assert (column(client, again).equal(pages(4, first=7)["x"]), lost(client)) == (True, {})
+
+
+def ending(queue: SmallQueue, step: Any, when: str) -> Any:
+    """The same step of a put; the first unit that it wrote to ends before it returns, or before it begins."""
+    ended: list[int] = []
+
+    async def stepped(call: int, *args: Any) -> Any:
+        result = await step(call, *args) if when == "after" else None
+        units = result if when == "after" else args[-1]
+        if not ended:
+            ended.append(units[0][0])
+            queue.end(units[0][0])
+        return result if when == "after" else await step(call, *args)
+
+    return stepped
+
+
+@pytest.mark.parametrize("count", [10, 60])
+def test_a_put_whose_unit_ends_before_its_publish_is_put_elsewhere(queue, monkeypatch, count):
+    client = queue.start(ROOM, ROOM, ROOM).client()
+    manager = manager_of(client)
+    monkeypatch.setattr(manager, "write", ending(queue, manager.write, "after"))
+    meta = client.put(pages(count), partition_id="p")
+    assert column(client, meta).equal(pages(count)["x"])
+    assert (sum(values_by_unit(client)), client.get_stats()["partitions"]["p"]["samples"]) == (count, count)
+
+
+@pytest.mark.parametrize("count", [10, 60])
+def test_a_put_whose_unit_ends_between_publish_and_commit_has_one_effect_and_its_lost_values_are_told(
+    queue, monkeypatch, count
+):
+    client = queue.start(ROOM, ROOM, ROOM).client()
+    manager = manager_of(client)
+    monkeypatch.setattr(manager, "commit", ending(queue, manager.commit, "before"))
+    meta = client.put(pages(count), partition_id="p")
+    survived = sum(values_by_unit(client))
+    assert client.get_stats()["partitions"]["p"]["samples"] == count
+    assert lost(client) == {"x": count - survived}
+    if survived:
+        intact = client.get_meta(["x"], survived, "p", task_name="t")
+        chosen = [meta.global_indexes.index(index) for index in intact.global_indexes]
+        assert column(client, intact).equal(pages(count)["x"][chosen])
+
+
+def test_a_put_into_a_queue_without_units_is_refused_and_reserves_nothing(queue):
+    client = queue.start(ROOM, ROOM).client()
+    client.put(pages(1), partition_id="p")
+    for number in (1, 2):
+        queue.end(number)
+    with pytest.raises(UnitLostError, match="no storage unit"):
+        client.put(pages(1), partition_id="p")
+    assert client.get_stats()["partitions"]["p"]["held"] == 0
+    assert queue.join(ROOM) == 3
+    meta = client.put(pages(1), partition_id="p")
+    assert column(client, meta).nbytes == PAGE
