@@ -18,7 +18,7 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import ServedFetch, TakenUnread, check_fetch
 from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import Line, Parked, PlaneConfig, PlaneState, To, line_of, reply_or_error
-from transfer_queue.errors import ProducersGoneError, ProtocolError
+from transfer_queue.errors import ProducersGoneError, ProtocolError, from_wire
 
 _LAST = (math.inf, math.inf)
 _MOST_NAMED = 5
@@ -152,11 +152,13 @@ class ControlPlane:
         state = self.state
         for parked in state.waiters.of(client):
             self._remove(parked)
-        for record in state.calls.end(client):
-            record.undo()
+        undone = [reply_or_error(0, partial(_undone, record)) for record in state.calls.end(client)]
         units.lose(state, client)
         for grace_end in state.producers.gone(client, died, now):
             heapq.heappush(self._grace_ends, grace_end)
+        for failed in undone:
+            if isinstance(failed, p.Failed):  # told once everything else of the session has ended
+                raise from_wire(failed.code, failed.text)
 
     def _remove(self, parked: Parked) -> None:
         self.state.waiters.remove(parked)
@@ -334,6 +336,10 @@ class ControlPlane:
             return p.Done(request.id, "removed")
         record = self.state.calls.take(client, request.call)
         return p.Done(request.id, "undone" if record is not None and record.cancel() else "kept")
+
+
+def _undone(record: Record) -> None:
+    record.undo()
 
 
 def _completes(known: Record, request: p.Request) -> bool:
