@@ -18,7 +18,7 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import ServedFetch, TakenUnread, check_fetch
 from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import Line, Parked, PlaneConfig, PlaneState, To, line_of, reply_or_error
-from transfer_queue.errors import ProducersGoneError, ProtocolError, from_wire
+from transfer_queue.errors import ProducersGoneError, ProtocolError
 
 _LAST = (math.inf, math.inf)
 _MOST_NAMED = 5
@@ -30,6 +30,7 @@ class ControlPlane:
 
     def __init__(self, config: PlaneConfig | None = None) -> None:
         self.state = state = PlaneState(config or PlaneConfig())
+        self._faults: list[str] = []
         self._grace_ends: list[float] = []  # when producers of some field are lost
         self._verbs: dict[type[p.Request], Verb] = {
             p.CreatePartition: lambda client, request, now: lifecycle.create(state, request),
@@ -156,9 +157,12 @@ class ControlPlane:
         units.lose(state, client)
         for grace_end in state.producers.gone(client, died, now):
             heapq.heappush(self._grace_ends, grace_end)
-        for failed in undone:
-            if isinstance(failed, p.Failed):  # told once everything else of the session has ended
-                raise from_wire(failed.code, failed.text)
+        self._faults += [failed.text for failed in undone if isinstance(failed, p.Failed)]
+
+    def take_faults(self) -> list[str]:
+        """Why calls of ended sessions could not be undone, since the last call of this: faults of ours, to be logged."""
+        faults, self._faults = self._faults, []
+        return faults
 
     def _remove(self, parked: Parked) -> None:
         self.state.waiters.remove(parked)
