@@ -160,7 +160,7 @@ class ControlPlane:
         self._faults += [failed.text for failed in undone if isinstance(failed, p.Failed)]
 
     def take_faults(self) -> list[str]:
-        """Why calls of ended sessions could not be undone, since the last call of this: faults of ours, to be logged."""
+        """Why calls of ended sessions could not be undone, since the last call of this: our faults, to be logged."""
         faults, self._faults = self._faults, []
         return faults
 
