@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         StorageFullError as StorageFullError,
         StorageKeyNotFoundError as StorageKeyNotFoundError,
         TransferQueueError as TransferQueueError,
+        UnitLostError as UnitLostError,
         UnsupportedValueError as UnsupportedValueError,
     )
     from transfer_queue.interface import (
@@ -93,7 +94,7 @@ _MODULES = {
         "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
         "FieldNotReadyError", "KeysTimeoutError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",
         "SchemaConflictError", "StorageFullError", "StorageKeyNotFoundError", "TransferQueueError",
-        "UnsupportedValueError",
+        "UnitLostError", "UnsupportedValueError",
     ),
     "transfer_queue.sampler": (
         "BaseSampler", "GRPOGroupNSampler", "RankAwareSampler", "SeqlenBalancedSampler", "SequentialSampler",

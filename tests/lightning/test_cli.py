@@ -228,7 +228,7 @@ def test_an_option_is_not_guessed_from_its_beginning(
     ("args", "says"),
     [
         (["fti"], "unknown command 'fti'; did you mean 'fit'?"),
-        ([], "no command was given. Use one of fit, validate, test, predict, status, clients, evict, forget-task."),
+        ([], "no command was given. Use one of fit, validate, test, predict, serve, status, clients, evict,"),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist: '"),
     ],
 )

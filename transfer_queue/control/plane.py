@@ -30,6 +30,7 @@ class ControlPlane:
 
     def __init__(self, config: PlaneConfig | None = None) -> None:
         self.state = state = PlaneState(config or PlaneConfig())
+        self._faults: list[str] = []
         self._grace_ends: list[float] = []  # when producers of some field are lost
         self._verbs: dict[type[p.Request], Verb] = {
             p.CreatePartition: lambda client, request, now: lifecycle.create(state, request),
@@ -152,11 +153,16 @@ class ControlPlane:
         state = self.state
         for parked in state.waiters.of(client):
             self._remove(parked)
-        for record in state.calls.end(client):
-            record.undo()
+        undone = [reply_or_error(0, partial(_undone, record)) for record in state.calls.end(client)]
         units.lose(state, client)
         for grace_end in state.producers.gone(client, died, now):
             heapq.heappush(self._grace_ends, grace_end)
+        self._faults += [failed.text for failed in undone if isinstance(failed, p.Failed)]
+
+    def take_faults(self) -> list[str]:
+        """Why calls of ended sessions could not be undone, since the last call of this: our faults, to be logged."""
+        faults, self._faults = self._faults, []
+        return faults
 
     def _remove(self, parked: Parked) -> None:
         self.state.waiters.remove(parked)
@@ -334,6 +340,10 @@ class ControlPlane:
             return p.Done(request.id, "removed")
         record = self.state.calls.take(client, request.call)
         return p.Done(request.id, "undone" if record is not None and record.cancel() else "kept")
+
+
+def _undone(record: Record) -> None:
+    record.undo()
 
 
 def _completes(known: Record, request: p.Request) -> bool:

@@ -379,7 +379,7 @@ class JoinUnit(Request, frozen=True):
     name: str
     host: str
     addresses: list[str]
-    capacity_nbytes: Position | None = None
+    capacity_nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)] | None = None
 
 
 class ListLost(Request, frozen=True):

@@ -15,10 +15,12 @@ from transfer_queue.storage.shm.messages import Delete, EndSession, EndWrite
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Buffer
 from transfer_queue.transport.server import guarded
+from transfer_queue.utils.logging_utils import get_logger
 
 PER_TURN = 5_000
 """Samples whose values are deleted in one turn: some milliseconds."""
 
+_log = get_logger(__name__)
 Act = Callable[[], Iterable[Any]]
 
 
@@ -95,7 +97,10 @@ class Endings:
                 acts.append(partial(self._unit.handle, client, EndSession(0, client, published), [], now))
             if self.janitor is not None:
                 self.janitor.end_session(client, published)
-        return all_answers(acts)
+        answers = all_answers(acts)
+        for fault in [] if self._plane is None else self._plane.take_faults():
+            _log.error("a call of ended client %s could not be undone: %s", client, fault)
+        return answers
 
     def take_unused(self, now: float) -> list[Answer]:
         """Delete what has become unused in the control plane, or at least the first part of it."""

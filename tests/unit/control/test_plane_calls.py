@@ -23,11 +23,13 @@ from control_kit import (
     publish,
     put,
     refused,
+    reserve,
     seal,
     send,
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control.sessions import Record
 
 
 def held(plane, partition="p"):
@@ -342,3 +344,15 @@ def test_a_publish_may_have_the_number_of_the_reservation_that_it_completes(plan
     refused(plane.handle(ROLLOUT, p.Reserve(5001, "p", 1), 0.0)[0].reply, "ProtocolError")
     assert cancel(plane, ROLLOUT, own.reply) == ("kept", [])
     assert batch(plane, 1) == [0]
+
+
+def test_a_call_that_can_not_be_undone_leaves_no_other_one_of_its_session_behind(plane):
+    class Broken(Record):
+        def undo(self) -> bool:
+            raise ValueError("broken")
+
+    assert reserve(plane, 2) == [0, 1]
+    plane.state.calls.add(ROLLOUT, 10**6, Broken(p.Publish, p.Published(10**6)))
+    plane.client_gone(ROLLOUT, 0.0)
+    assert (chores(plane), plane.state.calls.clients()) == ([0, 1], [])
+    assert (plane.take_faults(), plane.take_faults()) == (["broken"], [])

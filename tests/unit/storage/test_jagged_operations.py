@@ -78,6 +78,7 @@ def samples() -> Iterator[tuple[Any, Any]]:
             continue
 
 
+@pytest.mark.timeout(600)  # half a minute of computing, on a machine that may have much else to do
 @pytest.mark.skipif(OLD, reason="an older torch")
 @pytest.mark.filterwarnings("ignore")
 def test_every_operation_gives_the_same():
