@@ -32,7 +32,8 @@ NAMES = {
     "transfer_queue.dataloader": "StreamingDataset StreamingDataLoader default_fetch_batch_fn chunk_batch_fn",
     "transfer_queue.dataloader.streaming_dataset": ("StreamingDataset default_fetch_batch_fn chunk_batch_fn"),
     "transfer_queue.dataloader.streaming_dataloader": "StreamingDataLoader",
-    "transfer_queue.storage": "StorageManager StorageKeyNotFoundError AsyncSimpleStorageManager",
+    "transfer_queue.controller": "TransferQueueController",
+    "transfer_queue.storage": "StorageManager StorageKeyNotFoundError AsyncSimpleStorageManager SimpleStorageUnit",
     "transfer_queue.utils.logging_utils": "get_logger",
     "transfer_queue.utils.zmq_utils": "ZMQServerInfo",
 }

@@ -10,9 +10,13 @@ _HOME = {
     "StorageManager": "transfer_queue.storage.base:StorageManager",
     "SimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
     "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+    "SimpleStorageUnit": "transfer_queue.controller:SimpleStorageUnit",
     "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
 }
-__all__ = ["AsyncSimpleStorageManager", "SimpleStorageManager", "StorageKeyNotFoundError", "StorageManager"]
+__all__ = [
+    "AsyncSimpleStorageManager", "SimpleStorageManager", "SimpleStorageUnit", "StorageKeyNotFoundError",
+    "StorageManager",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
