@@ -110,6 +110,7 @@ class RayQueue:
             self._end_started()
             raise
         self.actor, connection = found
+        self.listen: str = connection["remote"]
         self.address, self.key_file = _reachable(connection)
         directory = None if self.key_file is None else os.path.dirname(self.key_file)
         self._finalizer = Finalize(self, _remove, args=(self._pid, directory), exitpriority=10)
