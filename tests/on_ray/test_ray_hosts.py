@@ -7,6 +7,7 @@ import contextlib
 import json
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ SAME_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
     reason = missing_privilege()
     if reason is not None:
         pytest.skip(reason)
-    with two_hosts(tmp_path) as both:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as short, two_hosts(tmp_path) as both:
+        monkeypatch.setenv("RAY_TMPDIR", short)  # other programs of this machine must not find this cluster
         yield both
 
 
@@ -59,7 +61,7 @@ def test_values_stay_on_their_host_and_cross_to_readers_of_another(hosts: tuple[
     assert (own["address"], far["address"]) == ("ipc", "tcp")
     assert far["key_file"] is not None
     assert found["mode"] == "0o600"
-    assert found["units"][0] == {"unit0": [4, "arena"], "TransferQueueStorageUnit#1": [4, "undecided"]}
-    assert found["units"][1] == {"unit0": [4, "undecided"], "TransferQueueStorageUnit#1": [4, "arena"]}
+    assert found["units"][0] == {"unit0": [4, "arena"], "TransferQueueStorageUnit#1": [4, "frames"]}
+    assert found["units"][1] == {"unit0": [4, "frames"], "TransferQueueStorageUnit#1": [4, "arena"]}
     assert found["streamed"] == list(range(8))
     assert found["left"] == [False]
