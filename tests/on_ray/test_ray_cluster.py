@@ -57,7 +57,9 @@ def put(partition: str, start: int, conf: Any) -> list[int]:
     tq.close()
     tq.init({"address": conf.listen, "key_file": conf.key_file})
     client = tq.get_client()
-    return [client.put(rows(start + row, 1), partition_id=partition).global_indexes[0] for row in range(ROWS)]
+    indexes = [client.put(rows(start + row, 1), partition_id=partition).global_indexes[0] for row in range(ROWS)]
+    tq.close()  # this process will have other tasks
+    return indexes
 
 
 @ray.remote
