@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from transfer_queue.client import TransferQueueClient
-    from transfer_queue.launch.partition_view import PartitionView
+    from transfer_queue.launch.partition_snapshot import PartitionSnapshot
 
     Status = tuple[torch.Tensor | None, torch.Tensor | None]
 # What loads torch is imported by the verbs: an actor that only hosts its server starts sooner without.
@@ -43,11 +43,11 @@ class ControllerVerbs:
         indexes, _ = self.client.get_consumption_status(_NO_TASK, partition_id)
         return [] if indexes is None else [int(index) for index in indexes.tolist()]
 
-    def get_partition_snapshot(self, partition_id: str) -> PartitionView | None:
+    def get_partition_snapshot(self, partition_id: str) -> PartitionSnapshot | None:
         """A copy of the partition's state; None if there is none."""
-        from transfer_queue.launch.partition_view import PartitionView
+        from transfer_queue.launch.partition_snapshot import PartitionSnapshot
 
-        return PartitionView.of(self.client, partition_id) if self._has(partition_id) else None
+        return PartitionSnapshot.of(self.client, partition_id) if self._has(partition_id) else None
 
     def clear_partition(self, partition_id: str, clear_consumption: bool = True) -> None:
         """Delete the partition with its values, if it exists."""

@@ -13,7 +13,7 @@ from transfer_queue.client import TransferQueueClient
 
 
 @dataclass
-class PartitionView:
+class PartitionSnapshot:
     """Rows of tensors are global indexes: row i belongs to sample i, also if that is in another partition."""
 
     partition_id: str
@@ -32,7 +32,7 @@ class PartitionView:
     """Tags by index; samples without any are left out."""
 
     @classmethod
-    def of(cls, client: TransferQueueClient, partition_id: str) -> PartitionView:
+    def of(cls, client: TransferQueueClient, partition_id: str) -> PartitionSnapshot:
         """Ask for the state of an existing partition."""
         stats = client.get_stats()["partitions"][partition_id]
         fields = list(stats["fields"])
