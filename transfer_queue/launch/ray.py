@@ -173,9 +173,7 @@ class RayQueue:
         """End what this process has started; a queue that it has found goes on. Idempotent, never raises."""
         if self.is_owner:
             self._finalizer()
-            if self.is_current:
-                self._end_started()
-            self._started.clear()
+            self._end_started()
 
     def _end_started(self) -> None:
         started, self._started = self._started, []
@@ -183,6 +181,9 @@ class RayQueue:
             return
         ray = import_ray()
         try:
+            found = find()
+            if found is None or found._actor_id != started[0]._actor_id:  # the others end without their handles
+                return
             ray.wait([each.shutdown.remote() for each in started], num_returns=len(started), timeout=_STOP_TIMEOUT_S)
             for each in started:
                 ray.kill(each)

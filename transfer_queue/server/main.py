@@ -105,9 +105,15 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Map
     member = Membership(controller, orders["key_file"], name)
 
     def lost(why: str) -> None:
-        if orders["parent"] is None:  # otherwise its owner ends it, or it notices that the owner has ended
+        if orders["parent"] is None:
             print(why, file=sys.stderr, flush=True)
-            server.stop()
+        elif (
+            orders["listen"] is None
+        ):  # its owner, which has the controller, ends it, or it notices that the owner ended
+            return
+        else:  # the owner is a host's own, and may live on
+            shutil.rmtree(orders["directory"], ignore_errors=True)
+        server.stop()
 
     member.join(addresses, capacity, lost)
     return member
