@@ -41,6 +41,7 @@ GROUPS = {
     "transfer_queue.client": ("client", 8),
     "transfer_queue.server": ("server", 8),
     "transfer_queue.launch": ("launch", 9),
+    "transfer_queue.controller": ("launch", 9),
     "transfer_queue.interface": ("interface", 10),
     "transfer_queue.dataloader": ("dataloader", 11),
     "lightning_tq": ("lightning_tq", 12),

@@ -34,7 +34,7 @@ NAMES = {
     "transfer_queue.dataloader.streaming_dataloader": "StreamingDataLoader",
     "transfer_queue.storage": (
         "StorageManager StorageManagerFactory StorageKeyNotFoundError AsyncSimpleStorageManager MooncakeStorageManager "
-        "YuanrongStorageManager RayStorageManager"
+        "YuanrongStorageManager RayStorageManager SimpleStorageUnit"
     ),
     "transfer_queue.storage.managers": (
         "StorageManager StorageManagerFactory KVStorageManager AsyncSimpleStorageManager MooncakeStorageManager "
@@ -46,6 +46,7 @@ NAMES = {
     ),
     "transfer_queue.storage.clients.base": "StorageKVClient StorageClientFactory",
     "transfer_queue.storage.bootstrap": "StorageBootstrapProvider",
+    "transfer_queue.controller": "TransferQueueController",
     "transfer_queue.utils.logging_utils": "get_logger",
     "transfer_queue.utils.zmq_utils": "ZMQServerInfo",
 }

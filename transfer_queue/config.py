@@ -112,9 +112,17 @@ class SharedMemoryConfig:
     allow_pickle: bool = False
     """True: objects of any class may be stored. Readers then unpickle what producers sent."""
     required_node_resource: str | None = None
+    """With Ray: only nodes that offer this resource get a storage unit."""
     zmq_info: Any = None
     """The units' addresses; filled by init()."""
     ssd_offload: SpillConfig = field(default_factory=SpillConfig)
+
+    def host_bytes(self, hosts: int) -> int | None:
+        """Most bytes of values on this host, if so many hosts have one unit each; None: no limit."""
+        if self.capacity_bytes is not None and hosts > 1:
+            return self.capacity_bytes
+        nbytes = self.memory_bytes()
+        return nbytes if nbytes is None or self.memory == "auto" else max(1, nbytes // hosts)
 
     def memory_bytes(self) -> int | None:
         """Most bytes of values in all units; None: no limit."""
@@ -228,8 +236,10 @@ class FullConfig:
     """
     encryption: Literal["curve", "none"] = "curve"
     """Of connections between hosts. none: whoever reaches the address can read and change everything."""
-    launch: Literal["local"] = "local"
-    """How the servers are started: "local" is as child processes of this one."""
+    launch: Literal["auto", "local", "ray"] = "auto"
+    """How the servers are started. "local": as child processes of this one. "ray": as actors of the Ray cluster, where
+    every process finds them. "auto": "ray" in a process that uses Ray, otherwise "local".
+    """
     server_processes: Literal["auto", "one", "each"] = "auto"
     """one: controller and unit share a process. each: every server has its own. auto: one if there is an arena."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -262,12 +272,13 @@ def queue_key_file() -> str | None:
     return os.environ.get(KEY_FILE_VARIABLE) or None
 
 
-def announce_address(address: str | None) -> None:
-    """Announce the queue's address to child processes; None: remove it."""
-    if address is None:
-        os.environ.pop(ADDRESS_VARIABLE, None)
-    else:
-        os.environ[ADDRESS_VARIABLE] = address
+def announce_address(address: str | None, key_file: str | None = None) -> None:
+    """Announce the queue's address, and the file of its keys if it needs one, to child processes; None: remove both."""
+    for name, value in ((ADDRESS_VARIABLE, address), (KEY_FILE_VARIABLE, key_file)):
+        if value is not None:
+            os.environ[name] = value
+        elif address is None:
+            os.environ.pop(name, None)
 
 
 def preallocated_samples() -> int:

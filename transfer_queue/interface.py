@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.client import TransferQueueClient, kv
+from transfer_queue.client import TransferQueueClient, connect, kv
 from transfer_queue.client.key_watch import KeyWatch
 from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
 from transfer_queue.errors import NotInitializedError
+from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
-from transfer_queue.storage.backends import section_of
 from transfer_queue.transport.modes import blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -28,7 +28,7 @@ _TQ_CONTROLLER: Any = None
 _TQ_CONFIG: Any = None
 _ended: set[str] = set()
 # Users set the names above to None to make a process join anew; that must not end what it started.
-_started: set[LocalQueue] = set()
+_started: set[LocalQueue | on_ray.RayQueue] = set()
 _lock = threading.RLock()
 
 Tag = dict[str, Any]
@@ -40,8 +40,8 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
 
     Args:
         conf: Configuration over the defaults of config.yaml, or the address of a running queue. A queue is joined
-            if an address is given or TQ_ADDRESS is set. The rest of ``conf`` is then ignored, as it is if this
-            process has already joined a queue.
+            if an address is given or TQ_ADDRESS is set. In a process that uses Ray, the cluster's queue is joined if
+            there is one. The rest of ``conf`` is then ignored, as it is if this process has already joined a queue.
     Returns:
         The running queue's configuration, server addresses included.
     Raises:
@@ -50,6 +50,8 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
         LaunchError: a server process did not start.
     """
     with _lock:
+        if any(isinstance(queue, on_ray.RayQueue) and not queue.is_current for queue in _started):
+            close()  # Ray may reuse a process, so the cluster may have a later queue
         if _TQ_CLIENT is None or _TQ_CONFIG is None:
             _start_or_join(merge({"address": conf} if isinstance(conf, str) else conf))
         running: DictConfig = _TQ_CONFIG
@@ -62,16 +64,21 @@ def _start_or_join(merged: DictConfig) -> None:
     if address is not None and address not in _ended:  # else: a queue that this process closed
         _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file or queue_key_file())
         return
-    queue = LocalQueue(merged)
+    queue = on_ray.RayQueue(merged) if on_ray.is_wanted(merged.launch) else LocalQueue(merged)
     _started.add(queue)
+    key_file = queue.key_file if isinstance(queue, on_ray.RayQueue) else None
     try:
-        _TQ_CLIENT, _TQ_CONFIG = _join(queue.address)
+        _TQ_CLIENT, _TQ_CONFIG = _join(queue.address, key_file)
     except BaseException:
         _started.discard(queue)
         queue.close()
         raise
-    _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
-    announce_address(queue.address)
+    if isinstance(queue, on_ray.RayQueue):
+        _TQ_CONTROLLER, _TQ_STORAGE = queue.actor, queue if queue.is_started_here else None
+        _TQ_CONFIG.listen = queue.listen  # with the port that was free
+    else:
+        _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
+    announce_address(queue.address, key_file)
 
 
 def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClient, Any]:
@@ -82,20 +89,6 @@ def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClien
     finally:
         first.close()
     return connect(f"TransferQueueClient_{os.getpid()}", conf), conf
-
-
-def connect(client_id: str, conf: Any, layout: str | None = None) -> TransferQueueClient:
-    """Make a separate client for a running queue's configuration, as ``init`` returned it."""
-    client = TransferQueueClient(client_id, conf["controller"]["zmq_info"])
-    backend = conf["backend"]
-    settings = conf["client"]
-    client.initialize_storage_manager(
-        backend["storage_backend"],
-        section_of(backend),
-        layout=layout or settings["layout"],
-        timeout_s=settings["timeout_s"],
-    )
-    return client
 
 
 def _with_objects(plain: Mapping[str, Any]) -> Any:
@@ -134,6 +127,27 @@ def _sections_of(conf: Any) -> list[Any]:
     return [backend[name] for name in names if name in backend and backend[name] and backend[name].get("zmq_info")]
 
 
+def seen_from_here(conf: Any) -> Any:
+    """A running queue's configuration, which a process on another node of a Ray cluster may have passed to this one.
+
+    Returns:
+        The configuration with addresses and keys that work here.
+    Raises:
+        NotInitializedError: they don't, and no such queue runs on Ray.
+    """
+    info = conf["controller"]["zmq_info"]
+    if conf.get("launch") != "ray" or (info is not None and _can_reach(info)):
+        return conf
+    get_client()
+    return _TQ_CONFIG
+
+
+def _can_reach(info: ZMQServerInfo) -> bool:
+    address = info.to_addr("request_handle_socket")
+    needed = address.removeprefix("ipc://") if address.startswith("ipc://") else info.key_file
+    return needed is None or os.path.exists(needed)
+
+
 def close() -> None:
     """Leave the queue; the process that started it also ends it. Idempotent, never raises; init() may follow."""
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
@@ -151,12 +165,14 @@ def close() -> None:
 
 
 def get_client() -> TransferQueueClient:
-    """This process's client. Joins the queue that TQ_ADDRESS names if there is none yet.
+    """This process's client. If there is none yet, joins the queue that TQ_ADDRESS names, or the Ray cluster's.
 
     Raises:
-        NotInitializedError: neither ``init`` nor TQ_ADDRESS; an AssertionError, too.
+        NotInitializedError: neither ``init`` nor TQ_ADDRESS nor a queue on Ray; an AssertionError, too.
     """
-    if _TQ_CLIENT is None and queue_address() is not None:
+    if any(isinstance(queue, on_ray.RayQueue) and not queue.check() for queue in _started):
+        close()
+    if _TQ_CLIENT is None and (queue_address() is not None or (on_ray.is_in_use() and on_ray.find() is not None)):
         init()
     if _TQ_CLIENT is None:
         raise NotInitializedError(

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transfer_queue.client.checkpoint import Checkpoints
 from transfer_queue.client.get import Gets
 from transfer_queue.client.key_watch import KeyChanges, KeyWaits
 from transfer_queue.client.partitions import Partitions
+from transfer_queue.storage.backends import section_of
 from transfer_queue.transport.modes import blocking, starting
 
-__all__ = ["AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"]
+__all__ = ["AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient", "connect"]
 
 
 class AsyncTransferQueueClient(Gets, Partitions, KeyWaits, Checkpoints):
@@ -60,3 +63,17 @@ class TransferQueueClient(AsyncTransferQueueClient):
     load_controller_checkpoint = blocking(AsyncTransferQueueClient.async_load_controller_checkpoint)
     save_storage_checkpoint = blocking(AsyncTransferQueueClient.async_save_storage_checkpoint)
     load_storage_checkpoint = blocking(AsyncTransferQueueClient.async_load_storage_checkpoint)
+
+
+def connect(client_id: str, conf: Any, layout: str | None = None) -> TransferQueueClient:
+    """Make a separate client for a running queue's configuration, as ``init`` returned it."""
+    client = TransferQueueClient(client_id, conf["controller"]["zmq_info"])
+    backend = conf["backend"]
+    settings = conf["client"]
+    client.initialize_storage_manager(
+        backend["storage_backend"],
+        section_of(backend),
+        layout=layout or settings["layout"],
+        timeout_s=settings["timeout_s"],
+    )
+    return client

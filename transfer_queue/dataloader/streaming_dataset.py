@@ -27,7 +27,7 @@ from transfer_queue.dataloader.fetching import (
 from transfer_queue.dataloader.segments import take_all_from_segments
 from transfer_queue.dataloader.splitting import chunk_batch_fn
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.interface import connect, get_client, init
+from transfer_queue.interface import connect, get_client, init, seen_from_here
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -98,7 +98,7 @@ class StreamingDataset(IterableDataset[Any]):
         super().__init__()
         _check_sizes(batch_size, micro_batch_size)
         _check_values(dp_rank, dp_size, data_fields, layout)
-        self.config = config if config is not None else _config_of_this_process()
+        self.config = seen_from_here(config) if config is not None else _config_of_this_process()
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.data_fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)

@@ -40,13 +40,16 @@ _RANDOM_NBYTES = 8  # what mkdtemp adds
 class LocalQueue:
     """A running queue that this process owns. ``conf`` is the merged configuration with the servers' addresses."""
 
-    def __init__(self, conf: DictConfig, inline_nbytes: int | None = None) -> None:
+    def __init__(self, conf: DictConfig, inline_nbytes: int | None = None, hosts: int = 1) -> None:
         """Start everything, or nothing: raises LaunchError with the server's text.
 
-        ``inline_nbytes``: see ``StorageUnit``; None: its default. Clients must use the same value.
+        Args:
+            inline_nbytes: See ``StorageUnit``; None: its default. Clients must use the same value.
+            hosts: Number of hosts that hold values of the queue, this one included.
         """
         self._owner = os.getpid()
         self._inline_nbytes = inline_nbytes
+        self._hosts = hosts
         self._directory = short_directory("tq-")  # mode 0700, so only this user reaches the sockets
         self._processes: list[subprocess.Popen[str]] = []
         self._own_controller: list[tuple[SocketServer, threading.Thread]] = []
@@ -54,7 +57,7 @@ class LocalQueue:
         """What the backend's bootstrap provider has started."""
         # Unlike atexit alone, this also runs at the end of multiprocessing children.
         args = (self._owner, self._processes, self._own_controller, self._resources, self._directory)
-        self._finalizer = Finalize(self, _end, args=args, exitpriority=10)
+        self._finalizer = Finalize(self, end_servers, args=args, exitpriority=10)
         try:
             self.conf = self._start(self._with_backend(conf))
         except BaseException:
@@ -88,9 +91,10 @@ class LocalQueue:
         config = typed(conf)
         storage, backend = config.backend.SimpleStorage, config.backend.storage_backend
         sampler = portable(conf.controller.sampler)
-        together = _together(config) and sampler is not None
+        # Other hosts reach one process, so with ``listen`` the unit goes where the controller is.
+        together = _together(config) and (sampler is not None or config.listen is not None)
         count = 1 if _together(config) or not is_of_units(backend) else storage.num_data_storage_units
-        memory = storage.memory_bytes()
+        memory = storage.host_bytes(self._hosts)
         capacity = None if memory is None else max(1, memory // count)
         if storage.memory == "auto" and storage.capacity_bytes is None:
             _log.info(
@@ -105,33 +109,32 @@ class LocalQueue:
                 {"address": address, "controller": False, "unit": name, "join": self.address, "listen": None}
                 for name, address in units.items()
             ]
-        if sampler is None:
-            del orders[0]
+        here = orders.pop(0) if sampler is None else orders[0]
         processes = [self._spawn() for _ in orders]
         pids = {own["address"]: process.pid for own, process in zip(orders, processes, strict=True)}
         infos = {
-            name: local_server(Role.STORAGE.value, name, "put_get_socket", address, pids[address])
+            name: local_server(Role.STORAGE.value, name, "put_get_socket", address, pids.get(address, self._owner))
             for name, address in units.items()
         }
         pid = pids.get(self.address, self._owner)
         controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
         conf = with_servers(conf, self.address, controller, infos)
-        common = self._orders(conf, sampler, capacity)
         if config.listen is not None:
             if not together:
                 raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
-            common["key_file"] = conf.key_file = keys_for(config, self._directory)
+            conf.key_file = keys_for(config, self._directory)
+        common = self._orders(conf, sampler, capacity)
         if sampler is None:
-            own = {**common, "controller": True, "unit": None, "join": None}
-            self._serve_in_thread(own, as_sampler(conf.controller.sampler))
+            own = {**common, **here}
+            conf.listen = self._serve_in_thread(own, as_sampler(conf.controller.sampler)) or conf.listen
         first = 0 if sampler is None else 1  # units join at the controller, which has to be there
         for process, own in zip(processes[:first], orders, strict=False):
-            _send_orders(process, {**common, **own})
-            conf.listen = _await_ready(process).get("listening") or conf.listen
+            send_orders(process, {**common, **own})
+            conf.listen = await_ready(process).get("listening") or conf.listen
         for process, own in zip(processes[first:], orders[first:], strict=True):
-            _send_orders(process, {**common, **own})
+            send_orders(process, {**common, **own})
         for process in processes[first:]:
-            _await_ready(process)
+            await_ready(process)
         return conf
 
     def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> dict[str, Any]:
@@ -143,31 +146,22 @@ class LocalQueue:
             "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
             "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
             "inline_nbytes": self._inline_nbytes, "capacity_bytes": capacity_bytes,
-            "key_file": None, "backend_path": path_of(conf.backend.storage_backend),
+            "key_file": None if conf.listen is None else conf.key_file,
+            "backend_path": path_of(conf.backend.storage_backend),
         }  # fmt: skip
 
     def _spawn(self) -> subprocess.Popen[str]:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(
-            [sys.executable, "-m", "transfer_queue.server.main", self._directory],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C reaches the owner only
-        )
-        self._processes.append(process)
-        return process
+        self._processes.append(spawn_server(self._directory))
+        return self._processes[-1]
 
-    def _serve_in_thread(self, orders: dict[str, Any], sampler: BaseSampler) -> None:
+    def _serve_in_thread(self, orders: dict[str, Any], sampler: BaseSampler) -> str | None:
         """Serve the controller in this process, for a sampler that can't be sent (of ``__main__``, or with live
-        objects).
+        objects). Returns the address for other hosts.
         """
-        from transfer_queue.server.main import make_front
+        from transfer_queue.server.main import open_front
 
         server = SocketServer(self.address)
-        front, close = make_front(server, orders, sampler)
+        front, listening, close = open_front(server, orders, sampler)
 
         def serve() -> None:
             server.serve(front)
@@ -176,11 +170,26 @@ class LocalQueue:
         thread = threading.Thread(target=serve, name="tq-controller", daemon=True)
         self._own_controller.append((server, thread))
         thread.start()
+        return listening
 
     def close(self) -> None:
         """End the servers. Idempotent; does nothing in a fork of the owner."""
         if self.is_owner:
             self._finalizer()
+
+
+def spawn_server(directory: str) -> subprocess.Popen[str]:
+    """Start a server process, which waits for its orders. ``directory``: of its sockets."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "transfer_queue.server.main", directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C reaches the owner only
+    )
 
 
 def keys_for(config: FullConfig, directory: str) -> str | None:
@@ -225,13 +234,14 @@ def short_directory(prefix: str) -> str:
     )
 
 
-def _end(
+def end_servers(
     owner: int,
     processes: list[subprocess.Popen[str]],
     own_controller: list[tuple[SocketServer, threading.Thread]],
     resources: list[Any],
     directory: str,
 ) -> None:
+    """End what the process ``owner`` has started, in order. Does nothing in a fork of it."""
     if os.getpid() != owner:
         return
     for server, thread in own_controller:
@@ -264,7 +274,8 @@ def _await_end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def _send_orders(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
+def send_orders(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
+    """Tell a spawned server what to serve. Raises LaunchError if it has ended."""
     assert process.stdin is not None
     try:
         json.dump(orders, process.stdin)
@@ -273,7 +284,12 @@ def _send_orders(process: subprocess.Popen[str], orders: dict[str, Any]) -> None
         raise LaunchError(f"a server process ended at its start with exit code {process.wait()}; see stderr.") from None
 
 
-def _await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
+def await_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait until it serves. Returns what it says; ``listening`` is its address for other hosts.
+
+    Raises:
+        LaunchError: it ended, or took too long; otherwise the error that it met.
+    """
     assert process.stdout is not None
     watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
     watchdog.start()

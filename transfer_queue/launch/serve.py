@@ -50,7 +50,7 @@ def serve(
     merged = merge(conf)
     where = short_directory("tq-") if directory is None else own_directory(directory)
     try:
-        orders = _member(merged, join, where) if join else _first(merged, where)
+        orders = member_orders(merged, join, where) if join else _first(merged, where)
         local = str(orders["address"])
         try:
             main(orders, lambda remote: ready(local, remote))
@@ -104,8 +104,8 @@ def _first(conf: DictConfig, directory: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _member(conf: DictConfig, join: str, directory: str) -> dict[str, Any]:
-    """Orders for a unit that joins a queue."""
+def member_orders(conf: DictConfig, join: str, directory: str) -> dict[str, Any]:
+    """Orders for a unit that joins a queue. Raises QueueUnreachableError if no controller answers at ``join``."""
     config = typed(conf)
     if join.startswith("tcp://") and config.key_file is None and config.encryption == "curve":
         raise ConfigError("--join needs the queue's key file: copy the one of the first server here (--key-file).")

@@ -44,19 +44,34 @@ def main(orders: Mapping[str, Any], ready: Callable[[str | None], None]) -> None
 
     server = SocketServer(orders["address"])
     _stop_with(server, orders)
-    front, close = make_front(server, orders, orders["sampler"])
-    listening = _listen(server, front, orders)
-    member = _join(server, front, listening, orders)
+    front, listening, close = open_front(server, orders, orders["sampler"])
     ready(listening)
     _collect_rarely()
     server.serve(front)
-    if member is not None:
-        member.leave()
     close()
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
     if orders["parent"] is not None:  # it may end at the same moment, and does not tidy up then: the last process does
         with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
             os.rmdir(orders["directory"])
+
+
+def open_front(
+    server: SocketServer, orders: Mapping[str, Any], sampler: str | dict[str, Any] | BaseSampler | None
+) -> tuple[Front, str | None, Callable[[], None]]:
+    """What ``server`` is to serve, the address for other hosts, and what ends the rest once nothing is served any more.
+
+    ``orders``: see ``_make_front``; ``listen`` and ``join`` say where other hosts may come, and which queue to join.
+    """
+    front, close = _make_front(server, orders, sampler)
+    listening = _listen(server, front, orders)
+    member = _join(server, front, listening, orders)
+
+    def end() -> None:
+        if member is not None:
+            member.leave()
+        close()
+
+    return front, listening, end
 
 
 def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> str | None:
@@ -92,15 +107,21 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Map
     member = Membership(controller, orders["key_file"], name)
 
     def lost(why: str) -> None:
-        if orders["parent"] is None:  # otherwise its owner ends it, or it notices that the owner has ended
+        if orders["parent"] is None:
             print(why, file=sys.stderr, flush=True)
-            server.stop()
+        elif (
+            orders["listen"] is None
+        ):  # its owner, which has the controller, ends it, or it notices that the owner ended
+            return
+        else:  # the owner is a host's own, and may live on
+            shutil.rmtree(orders["directory"], ignore_errors=True)
+        server.stop()
 
     member.join(addresses, capacity, lost)
     return member
 
 
-def make_front(
+def _make_front(
     server: SocketServer, orders: Mapping[str, Any], sampler: str | dict[str, Any] | BaseSampler | None
 ) -> tuple[Front, Callable[[], None]]:
     """The handler for this server, and what ends its threads once nothing is served any more.

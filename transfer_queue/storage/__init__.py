@@ -15,6 +15,7 @@ _HOME = {
     "YuanrongStorageManager": "transfer_queue.storage.managers.named:YuanrongStorageManager",
     "SimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
     "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+    "SimpleStorageUnit": "transfer_queue.controller:SimpleStorageUnit",
     "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
 }
 __all__ = sorted(_HOME)

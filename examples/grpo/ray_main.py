@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same run on a Ray cluster: trainer, rollout and reward are actors, which Ray places on its nodes.
+
+``python -m examples.grpo.ray_main [--trainer.max_epochs=3 ...]`` takes the options of ``lightning-tq fit``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+
+import transfer_queue as tq
+from lightning_tq import cli
+
+from .reward import reward
+from .rollout import rollout
+
+CONFIG = Path(__file__).parents[2] / "configs" / "grpo.yaml"
+
+
+@ray.remote
+class Worker:
+    """A process somewhere in the cluster. Whatever it runs finds the queue by itself."""
+
+    def run(self, work: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        return work(*args, **settings)
+
+
+def main(options: list[str]) -> int:
+    """Start the queue and the actors, wait for the training. Returns the exit code of ``lightning-tq fit``."""
+    ray.init(ignore_reinit_error=True)
+    producers = yaml.safe_load(CONFIG.read_text())["data"]["producers"]
+    settings = {each["target"].rpartition(":")[2]: each.get("args", {}) for each in producers}
+    tq.init()
+    workers = [Worker.options(num_cpus=0.5).remote() for _ in (rollout, reward)]
+    try:
+        for worker, work in zip(workers, (rollout, reward), strict=True):
+            worker.run.remote(work, **settings[work.__name__])
+        trainer = Worker.options(num_cpus=1).remote()
+        fit = ["fit", f"--config={CONFIG}", "--data.producers=[]", *options]
+        return int(ray.get(trainer.run.remote(cli.main, fit)))
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+        tq.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

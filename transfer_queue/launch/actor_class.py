@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray actor class that needs Ray only once it is used, so that its module can be imported without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from transfer_queue.errors import ConfigError
+
+AT_ONCE = "at_once"
+"""Concurrency group of methods that are answered although another method waits."""
+_AT_ONCE_THREADS = 8
+
+
+class ActorClass:
+    """Has ``remote`` and ``options``, like a class decorated with ``ray.remote``."""
+
+    def __init__(self, path: str, at_once: Sequence[str] = (), **defaults: Any) -> None:
+        """
+        Args:
+            path: Of the class, as "module:Class".
+            at_once: Methods that never wait for others.
+            defaults: Options of the actors, as ``ray.remote`` takes them.
+        """
+        self._path = path
+        self._at_once = at_once
+        self._defaults: Mapping[str, Any] = defaults
+        self._made: Any = None
+
+    def options(self, **options: Any) -> Any:
+        """As of Ray's actor classes."""
+        return self._actor_class().options(**options)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Start an actor; as of Ray's actor classes. Raises ConfigError if Ray is not installed."""
+        return self._actor_class().remote(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{self._path.partition(':')[2]} is a Ray actor: start it with remote().")
+
+    def _actor_class(self) -> Any:
+        if self._made is None:
+            ray = import_ray()
+            module, _, name = self._path.partition(":")
+            cls = getattr(import_module(module), name)
+            for method in self._at_once:
+                ray.method(concurrency_group=AT_ONCE)(getattr(cls, method))
+            self._made = ray.remote(concurrency_groups={AT_ONCE: _AT_ONCE_THREADS}, **self._defaults)(cls)
+        return self._made
+
+
+def import_ray() -> Any:
+    """Ray. Raises ConfigError if it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"Ray can't be imported ({error}): pip install 'lightning-tq[ray]'.") from error
+    return ray

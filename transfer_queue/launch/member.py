@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A member server: a child process that adds this host's memory to a running queue, and ends with its owner."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from multiprocessing.util import Finalize
+from typing import Any
+
+from transfer_queue.config import merge
+from transfer_queue.launch.local import await_ready, end_servers, send_orders, short_directory, spawn_server
+from transfer_queue.launch.serve import member_orders
+from transfer_queue.utils.machine import pid_namespace
+
+
+class MemberServer:
+    """A storage unit in a child process, which has joined the queue."""
+
+    def __init__(
+        self, conf: Mapping[str, Any], name: str, join: str, listen: str, keys: tuple[str, str] | None,
+        capacity_nbytes: int | None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            conf: The queue's configuration, as for ``init``.
+            name: Of the unit.
+            join: Address of the controller.
+            listen: Where other hosts read the values, as ``tcp://HOST:PORT``.
+            keys: The queue's public and secret key; None: without encryption.
+            capacity_nbytes: Of its values; None: no limit.
+        Raises:
+            LaunchError: the server did not start.
+            QueueUnreachableError: no controller answers at ``join``.
+        """
+        directory = short_directory("tq-")
+        processes: list[subprocess.Popen[str]] = []
+        self._finalizer = Finalize(self, end_servers, args=(os.getpid(), processes, [], [], directory), exitpriority=10)
+        try:
+            merged = merge(conf)
+            merged.listen, merged.key_file = listen, private_key_file(directory, keys)
+            orders = member_orders(merged, join, directory)
+            orders |= {"unit": name, "parent": os.getpid(), "pid_namespace": pid_namespace()}
+            processes.append(spawn_server(directory))
+            send_orders(processes[0], {**orders, "capacity_bytes": capacity_nbytes})
+            self.address: str = await_ready(processes[0])["listening"]
+        except BaseException:
+            self.close()
+            raise
+        self.pid = processes[0].pid
+
+    def close(self) -> None:
+        """End it; its values are gone. Idempotent."""
+        self._finalizer()
+
+
+def private_key_file(directory: str, keys: tuple[str, str] | None) -> str | None:
+    """Write the public and the secret key to a file in this private directory; a client needs no secret ("").
+
+    Returns:
+        The file's path. None if there are no keys, as nothing is encrypted.
+    """
+    if keys is None:
+        return None
+    from transfer_queue.transport.tcp_wire import ServerKeys, write_keys  # it loads ZMQ
+
+    path = f"{directory}/keys"
+    write_keys(path, ServerKeys(*keys))
+    return path

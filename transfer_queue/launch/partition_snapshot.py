@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A partition as it was at one moment, with the attributes that programs read from the controller's actor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transfer_queue.client import TransferQueueClient
+
+
+@dataclass
+class PartitionSnapshot:
+    """Rows of tensors are global indexes: row i belongs to sample i, also if that is in another partition."""
+
+    partition_id: str
+    global_indexes: set[int]
+    """Samples of the partition."""
+    pre_allocated_global_indexes: set[int]
+    """Reserved for the next samples."""
+    field_name_mapping: dict[str, int]
+    """Columns of ``production_status``."""
+    production_status: torch.Tensor
+    """int8 [largest index + 1, fields]: 1 where the sample has the field."""
+    consumption_status: dict[str, torch.Tensor]
+    """By task, int8 [largest index + 1]: 1 where the task has consumed the sample."""
+    keys_mapping: dict[str, int]
+    custom_meta: dict[int, dict[str, Any]]
+    """Tags by index; samples without any are left out."""
+
+    @classmethod
+    def of(cls, client: TransferQueueClient, partition_id: str) -> PartitionSnapshot:
+        """Ask for the state of an existing partition."""
+        stats = client.get_stats()["partitions"][partition_id]
+        fields = list(stats["fields"])
+        meta = client.get_meta([], None, partition_id, mode="force_fetch")
+        indexes = list(meta.global_indexes)
+        taken = indexes[: int(stats["samples"])]
+        found = client.kv_list(partition_id).get(partition_id, {})
+        keys = dict(zip(found, _indexes_of(client, list(found), partition_id), strict=True))
+        _, produced = client.get_production_status(fields, partition_id)
+        consumed = {task: client.get_consumption_status(task, partition_id)[1] for task in stats["tasks"]}
+        return cls(
+            partition_id,
+            set(taken),
+            set(indexes[len(taken) :]),
+            {name: column for column, name in enumerate(fields)},
+            _by_index(indexes, produced, (len(fields),)),
+            {task: _by_index(indexes, status, ()) for task, status in consumed.items()},
+            keys,
+            {index: dict(tag) for index, tag in zip(indexes, meta.custom_meta, strict=True) if tag},
+        )
+
+    @property
+    def revert_keys_mapping(self) -> dict[int, str]:
+        """Keys by index."""
+        return {index: key for key, index in self.keys_mapping.items()}
+
+    @property
+    def total_samples_num(self) -> int:
+        return len(self.global_indexes)
+
+    @property
+    def total_fields_num(self) -> int:
+        return len(self.field_name_mapping)
+
+    @property
+    def allocated_fields_num(self) -> int:
+        """Columns of ``production_status``."""
+        return int(self.production_status.shape[1])
+
+    @property
+    def allocated_samples_num(self) -> int:
+        """Rows of ``production_status``."""
+        return int(self.production_status.shape[0])
+
+    def get_custom_meta(self, global_indexes: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """Tags of those of these samples that have some."""
+        return {index: self.custom_meta[index] for index in global_indexes if index in self.custom_meta}
+
+    def get_field_custom_backend_meta(
+        self, global_indexes: Iterable[int], fields: Sequence[str]
+    ) -> Mapping[int, Mapping[str, Any]]:
+        """What a storage backend keeps with the values: nothing here."""
+        return {}
+
+
+def _indexes_of(client: TransferQueueClient, keys: list[str], partition_id: str) -> list[int]:
+    return list(client.kv_retrieve_meta(keys, partition_id).global_indexes) if keys else []
+
+
+def _by_index(indexes: Sequence[int], status: torch.Tensor | None, columns: tuple[int, ...]) -> torch.Tensor:
+    """The status of the partition's samples, in the rows of their indexes."""
+    rows = torch.zeros((max(indexes, default=-1) + 1, *columns), dtype=torch.int8)
+    if status is not None and len(indexes):
+        rows[torch.tensor(indexes)] = status
+    return rows

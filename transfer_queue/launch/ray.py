@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue of a Ray cluster: found by the name of its actor, or started with one storage unit per node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from transfer_queue import controller
+from transfer_queue.errors import ConfigError, LaunchError, RemoteError, TransferQueueError, from_wire
+from transfer_queue.launch.actor_class import import_ray
+from transfer_queue.launch.local import portable, short_directory
+from transfer_queue.launch.member import private_key_file
+from transfer_queue.launch.ray_actors import CONTROLLER_NAME, NAMESPACE
+from transfer_queue.sampler.registry import as_sampler
+from transfer_queue.utils.logging_utils import get_logger
+from transfer_queue.utils.machine import host_id
+
+_log = get_logger(__name__)
+UNIT_NAME = "TransferQueueStorageUnit#{}"
+_START_TIMEOUT_S = 180.0
+_STOP_TIMEOUT_S = 20.0
+_LOOK_S = 0.05
+"""How often it is checked whether Ray has freed the name of an actor."""
+_in_fork: list[bool] = []
+
+
+def _note_fork() -> None:
+    if _ray_is_up():
+        _in_fork.append(True)
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def _ray_is_up() -> bool:
+    ray: Any = sys.modules.get("ray")  # a process that uses Ray has imported it
+    return ray is not None and hasattr(ray, "is_initialized") and bool(ray.is_initialized())
+
+
+def is_in_use() -> bool:
+    """Whether this process uses Ray. A fork of one that does can't."""
+    return _ray_is_up() and not _in_fork
+
+
+def is_wanted(launch: str) -> bool:
+    """Whether a process with this configuration finds, or starts, its queue on Ray.
+
+    Raises:
+        LaunchError: it is a fork of a process that uses Ray, and had to be initialized before.
+    """
+    if launch == "local" or (launch == "auto" and not _ray_is_up()):
+        return False
+    if _in_fork:
+        raise LaunchError(
+            "this process is a fork of one that uses Ray, and Ray doesn't work in forks: call transfer_queue.init() "
+            "before the fork, or pass the configuration that init() returned."
+        )
+    return True
+
+
+def find() -> Any | None:
+    """The actor of the cluster's queue, if there is one."""
+    try:
+        return import_ray().get_actor(CONTROLLER_NAME, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _current_task() -> str | None:
+    """The Ray task that this thread runs. None in drivers and actors, which aren't used again for other tasks."""
+    ray = import_ray()
+    context = ray.get_runtime_context() if is_in_use() else None
+    if context is None or context.worker.mode != ray.WORKER_MODE or context.get_actor_id():
+        return None
+    task: str | None = context.get_task_id()
+    return task
+
+
+class RayQueue:
+    """The queue of the cluster, as this process has found or started it."""
+
+    def __init__(self, conf: DictConfig) -> None:
+        """Find it, or else start it with this configuration. Initializes Ray if necessary.
+
+        Raises:
+            ConfigError: no node offers the required resource, or Ray is not installed.
+            LaunchError: the queue did not start.
+        """
+        ray = import_ray()
+        if not ray.is_initialized():
+            ray.init()
+        self._pid = os.getpid()
+        self._task = _current_task()
+        self._started: list[Any] = []
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        try:
+            found = None
+            while found is None:  # several processes may start it at once: the first one does, and the others find it
+                found = _found(deadline) or self._start(conf, deadline)
+        except BaseException:
+            self._end_started()
+            raise
+        self.actor, connection = found
+        self.listen: str = connection["remote"]
+        self.address, self.key_file = _reachable(connection)
+        directory = None if self.key_file is None else os.path.dirname(self.key_file)
+        self._finalizer = Finalize(self, _remove, args=(self._pid, directory), exitpriority=10)
+
+    @property
+    def is_started_here(self) -> bool:
+        """Whether this process has started it, so its ``close`` ends it."""
+        return bool(self._started)
+
+    @property
+    def is_owner(self) -> bool:
+        """False in a fork of the process that found or started it."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this still is the queue of this process's cluster. A fork doesn't look."""
+        if not self.is_owner:
+            return True
+        found = find() if is_in_use() else None
+        return found is not None and bool(found._actor_id == self.actor._actor_id)
+
+    def check(self) -> bool:
+        """``is_current``, for a process that Ray has given another task since: there may be a later queue by now."""
+        task = _current_task() if self.is_owner else None
+        if task is None or task == self._task:
+            return True
+        self._task = task
+        return self.is_current
+
+    def _start(self, conf: DictConfig, deadline: float) -> tuple[Any, Any] | None:
+        """The new controller's actor and its connection; None if another process was faster."""
+        storage = conf.backend.SimpleStorage
+        nodes = eligible_nodes(storage.required_node_resource)
+        plain: Any = OmegaConf.to_container(conf, resolve=True)
+        plain["controller"]["sampler"] = "SequentialSampler"
+        options = {"name": CONTROLLER_NAME, "namespace": NAMESPACE, "scheduling_strategy": _at(nodes[0])}
+        arguments = {"sampler": _sent(conf.controller.sampler), "polling_mode": bool(conf.controller.polling_mode)}
+        try:
+            actor = controller.TransferQueueController.options(**options).remote(
+                **arguments, conf=plain, hosts=len(nodes)
+            )
+        except ValueError:
+            if find() is None:
+                raise
+            return None
+        self._started.append(actor)
+        connection = _connection(actor, deadline)
+        if len(nodes) > 1:
+            keys = _answers([actor.keys.remote()], deadline)[0]
+            for number, node in enumerate(nodes[1:], 1):
+                arguments = {"conf": plain, "join": connection["remote"], "keys": keys, "hosts": len(nodes)}
+                self._started.append(_start_unit(UNIT_NAME.format(number), node, arguments, deadline))
+            for failed in _answers([unit.failed.remote() for unit in self._started[1:]], deadline):
+                if failed is not None:
+                    raise _start_error(failed)
+        return actor, connection
+
+    def close(self) -> None:
+        """End what this process has started; a queue that it has found goes on. Idempotent, never raises."""
+        if self.is_owner:
+            self._finalizer()
+            self._end_started()
+
+    def _end_started(self) -> None:
+        started, self._started = self._started, []
+        if not started or not is_in_use():  # the actors end with Ray
+            return
+        ray = import_ray()
+        try:
+            found = find()
+            if found is None or found._actor_id != started[0]._actor_id:  # the others end without their handles
+                return
+            ray.wait([each.shutdown.remote() for each in started], num_returns=len(started), timeout=_STOP_TIMEOUT_S)
+            for each in started:
+                ray.kill(each)
+            _await(lambda: find() is None, time.monotonic() + _STOP_TIMEOUT_S, "its controller is still ending")
+        except (ray.exceptions.RayError, TransferQueueError, ValueError) as error:
+            _log.warning("the queue did not end as it should: %s", error)
+
+
+def eligible_nodes(resource: str | None) -> list[str]:
+    """Nodes that get a storage unit, by id; the first one also gets the controller, at best this process's own.
+
+    Raises:
+        ConfigError: no node offers the resource.
+    """
+    ray = import_ray()
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [name for name in sorted(alive) if resource is None or alive[name].get(resource)]
+    if not nodes:
+        offered = sorted({name for resources in alive.values() for name in resources if not name.startswith("node:")})
+        raise ConfigError(
+            f"no node of the Ray cluster offers the resource {resource!r} "
+            f"(backend.SimpleStorage.required_node_resource). Its {len(alive)} nodes offer: {', '.join(offered)}."
+        )
+    return sorted(nodes, key=lambda name: name != own)
+
+
+def _found(deadline: float) -> tuple[Any, Any] | None:
+    """The actor of the cluster's queue and its connection, if there is one."""
+    while (actor := find()) is not None:
+        try:
+            return actor, _connection(actor, deadline)
+        except import_ray().exceptions.RayActorError:  # it was ending, so its name will be free
+            _await(lambda: find() is None, deadline, "an earlier queue's controller doesn't end")
+    return None
+
+
+def _start_unit(name: str, node: str, arguments: dict[str, Any], deadline: float) -> Any:
+    """Start the actor of a storage unit on this node."""
+    actor_class = controller.SimpleStorageUnit.options(name=name, namespace=NAMESPACE, scheduling_strategy=_at(node))
+    started: list[Any] = []
+
+    def start() -> bool:
+        try:
+            started.append(actor_class.remote(name=name, **arguments))
+        except ValueError:  # an earlier queue's unit is ending
+            return False
+        return True
+
+    _await(start, deadline, f"there still is an actor {name}")
+    return started[0]
+
+
+def _connection(actor: Any, deadline: float) -> dict[str, Any]:
+    """What the controller's actor says. Raises RayActorError if it ends, and LaunchError if it did not start."""
+    said: dict[str, Any] = _answers([actor.connection.remote()], deadline)[0]
+    if "failed" in said:
+        raise _start_error(said["failed"])
+    return said
+
+
+def _answers(asked: list[Any], deadline: float) -> list[Any]:
+    ray = import_ray()
+    try:
+        answers: list[Any] = ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError:
+        raise LaunchError(
+            f"the queue's actors did not start within {_START_TIMEOUT_S:.0f} s. See why with 'ray list actors': their "
+            f"nodes may have ended, or lack the resources that were asked for."
+        ) from None
+    return answers
+
+
+def _start_error(failed: tuple[str, str]) -> TransferQueueError:
+    code, text = failed
+    said = f"the queue did not start: {text}"
+    return LaunchError(said) if code == RemoteError.__name__ else from_wire(code, said)
+
+
+def _sent(sampler: Any) -> Any:
+    """The sampler as the controller's actor gets it: by its name, or else pickled."""
+    form = portable(sampler)
+    return import_ray().cloudpickle.dumps(as_sampler(sampler)) if form is None else form
+
+
+def _reachable(connection: dict[str, Any]) -> tuple[str, str | None]:
+    """The address at which this process reaches the controller, and the file of the key that it needs there."""
+    local: str = connection["local"]
+    if connection["host"] == host_id() and os.path.exists(local.removeprefix("ipc://")):
+        return local, None
+    if connection["public_key"] is None:
+        return connection["remote"], None
+    return connection["remote"], private_key_file(short_directory("tq-"), (connection["public_key"], ""))
+
+
+def _at(node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def _await(done: Callable[[], bool], deadline: float, otherwise: str) -> None:
+    """Look again and again. Raises LaunchError at the deadline."""
+    turn = threading.Event()
+    while not done():
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the queue's name in the Ray cluster isn't free: {otherwise}.")
+        turn.wait(_LOOK_S)
+
+
+def _remove(owner: int, directory: str | None) -> None:
+    if directory is not None and os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
