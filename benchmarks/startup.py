@@ -35,7 +35,8 @@ children = [
     for child in psutil.Process().children(recursive=True)
 ]
 figures = {{"import_s": imported, "init_s": up - ready, "import_to_first_put_s": put - started}}
-print("FIGURES", json.dumps({{**figures, "version": tq.__distribution_version__, "children": children}}), flush=True)
+version = getattr(tq, "__distribution_version__", tq.__version__)
+print("FIGURES", json.dumps({{**figures, "version": version, "children": children}}), flush=True)
 tq.close()
 """
 
