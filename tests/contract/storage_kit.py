@@ -129,6 +129,28 @@ def until(manager: StorageManager, wanted: Callable[[list[UnitStats]], bool], wa
     return stats
 
 
+def put_and_clear_in_threads(
+    make: Callable[[], StorageManager], put: Callable[[StorageManager, range], object], count: int
+) -> list[int]:
+    """Four threads put so many samples ten times each, and clear them. Returns the turns in which a put was done."""
+    turns, puts = itertools.count(), list[int]()
+
+    def produce() -> None:
+        manager = make()
+        for turn in itertools.islice(turns, 10):
+            rows = range(count * turn, count * turn + count)
+            put(manager, rows)
+            puts.append(turn)
+            run_blocking(manager.clear_rows(rows))
+
+    threads = [threading.Thread(target=produce, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50.0)
+    return sorted(puts)
+
+
 def rows(column) -> list:
     """One entry per sample, whatever the column is."""
     return column.tolist() if isinstance(column, NonTensorStack) else list(column.unbind())

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.contract.storage_kit import put_and_clear_in_threads
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages, read, write
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.storage.shm import writer
@@ -202,22 +201,7 @@ def test_a_put_that_is_cancelled_while_it_waits_leaves_nothing_and_holds_up_nobo
 
 def test_puts_over_all_units_wait_for_consumers_and_never_for_each_other(queue):
     queue.start(ROOM, ROOM, ROOM)
-    turns, puts = itertools.count(), []
-
-    def produce() -> None:
-        manager = queue.manager()
-        for turn in itertools.islice(turns, 10):
-            rows = range(200 * turn, 200 * turn + 200)
-            write(manager, rows)
-            puts.append(turn)
-            run_blocking(manager.clear_rows(rows))
-
-    threads = [threading.Thread(target=produce, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50.0)
-    assert sorted(puts) == list(range(40))
+    assert put_and_clear_in_threads(queue.manager, write, 200) == list(range(40))
     assert held(queue.manager()) == [(0, 0)] * 3
 
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.storage_kit import Backend, hosted, meta, simple, until
+from tests.contract.storage_kit import Backend, hosted, meta, put_and_clear_in_threads, simple, until
 from tests.contract.units_kit import PAGE, ROOM, pages
 from transfer_queue.errors import StorageFullError
 from transfer_queue.transport.modes import run_blocking
@@ -61,22 +59,10 @@ def test_a_put_that_can_never_fit_does_not_wait(storage):
 
 
 def test_puts_that_fill_the_unit_wait_for_consumers_and_never_for_each_other(storage):
-    turns, puts = itertools.count(), []
+    def put(manager: Any, rows: range) -> None:
+        run_blocking(manager.put_data(pages(100), meta(rows)))
 
-    def produce() -> None:
-        manager = storage.another()
-        for turn in itertools.islice(turns, 10):
-            rows = range(100 * turn, 100 * turn + 100)
-            run_blocking(manager.put_data(pages(100), meta(rows)))
-            puts.append(turn)
-            run_blocking(manager.clear_rows(rows))
-
-    threads = [threading.Thread(target=produce, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50.0)
-    assert sorted(puts) == list(range(40))
+    assert put_and_clear_in_threads(storage.another, put, 100) == list(range(40))
 
 
 def test_replaced_values_stay_readable_while_their_write_waits_and_until_its_commit(storage):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts import Host, missing_privilege, said, two_hosts
+from benchmarks.hosts import Host, Server, missing_privilege, said, two_hosts
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -56,3 +56,12 @@ def privilege() -> None:
 def hosts(privilege: None, tmp_path: Path) -> Iterator[tuple[Host, Host]]:
     with two_hosts(tmp_path) as both:
         yield both
+
+
+@pytest.fixture
+def two_programs(hosts: tuple[Host, Host], program: Callable[[Host, str], Program]) -> tuple[Program, Program, Server]:
+    """A server and a program on each host: (program on a, program on b, server on b, which has joined a's)."""
+    a, b = hosts
+    first = a.serve()
+    second = b.serve(first.remote)
+    return program(a, first.local), program(b, second.local), second

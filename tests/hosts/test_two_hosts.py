@@ -10,11 +10,9 @@ SLACK = 200_000
 """Bytes of messages and heartbeats."""
 
 
-def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(hosts, program):
+def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(hosts, two_programs):
     a, b = hosts
-    first = a.serve()
-    second = b.serve(first.remote)
-    near, far = program(a, first.local), program(b, second.local)
+    near, far, _ = two_programs
     sent = b.received_nbytes(), a.received_nbytes()
     assert far.do("put('p', 64)") == list(range(64))
     assert far.do("get('p', 64, 'own')") == list(range(64))
@@ -26,11 +24,8 @@ def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(h
     assert sorted(samples.values()) == [0, 64]
 
 
-def test_fields_of_one_sample_lie_where_each_was_produced_and_are_read_together(hosts, program):
-    a, b = hosts
-    first = a.serve()
-    second = b.serve(first.remote)
-    near, far = program(a, first.local), program(b, second.local)
+def test_fields_of_one_sample_lie_where_each_was_produced_and_are_read_together(two_programs):
+    near, far, _ = two_programs
     assert near.do("put('p', 8)") == list(range(8))
     assert far.do("put('p', 8, 100, 'y', client.get_meta(['x'], 8, 'p', task_name='reward'))") == list(range(8))
     for reader in (near, far):
@@ -52,11 +47,8 @@ def test_a_full_host_is_routed_around_and_all_of_it_comes_back(hosts, program):
     assert near.do("put('q', 120)") == list(range(192, 312)), "what was cleared leaves room on both hosts"
 
 
-def test_a_host_that_leaves_takes_its_values_along_by_name_and_everything_else_goes_on(hosts, program):
-    a, b = hosts
-    first = a.serve()
-    second = b.serve(first.remote)
-    near, far = program(a, first.local), program(b, second.local)
+def test_a_host_that_leaves_takes_its_values_along_by_name_and_everything_else_goes_on(two_programs):
+    near, far, second = two_programs
     near.do("put('p', 4)")
     far.do("put('p', 4, 4)")
     assert second.stop() == 0
@@ -69,11 +61,9 @@ def test_a_host_that_leaves_takes_its_values_along_by_name_and_everything_else_g
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts, program):
+def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts, two_programs):
     a, b = hosts
-    first = a.serve()
-    second = b.serve(first.remote)
-    near, far = program(a, first.local), program(b, second.local)
+    near, far, _ = two_programs
     far.do("put('p', 16)")
     b.cut()
     far.begin("[put('p', 16, start) for start in (16, 32, 48)]")
@@ -86,11 +76,9 @@ def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts, program):
 
 
 @pytest.mark.slow
-def test_a_host_that_vanishes_is_missed_after_its_lease_and_everything_else_goes_on(hosts, program):
-    a, b = hosts
-    first = a.serve()
-    second = b.serve(first.remote)
-    near, far = program(a, first.local), program(b, second.local)
+def test_a_host_that_vanishes_is_missed_after_its_lease_and_everything_else_goes_on(hosts, two_programs):
+    _, b = hosts
+    near, far, _ = two_programs
     near.do("put('p', 4)")
     far.do("put('p', 4, 4)")
     b.vanish()
@@ -104,11 +92,8 @@ def test_a_host_that_vanishes_is_missed_after_its_lease_and_everything_else_goes
     assert near.do("get('p', 8, 'again')") == list(range(8))
 
 
-def test_a_stream_waits_for_values_that_were_lost_with_a_host_until_they_are_put_again(hosts, program):
-    a, b = hosts
-    first = a.serve()
-    second = b.serve(first.remote)
-    near, far = program(a, first.local), program(b, second.local)
+def test_a_stream_waits_for_values_that_were_lost_with_a_host_until_they_are_put_again(two_programs):
+    near, far, second = two_programs
     far.do("put('p', 8)")
     near.do("client.seal_partition('p')")
     assert near.do("stream('p', 4)") == [0, 1, 2, 3]

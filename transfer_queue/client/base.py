@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ class ClientBase:
         """Whether values may lie elsewhere than in the controller's process. Units join queues that listen alone."""
         if storage.is_in_front and (await self.session.config())["listen"] is None:
             return False
-        return await storage.others() or not storage.is_in_front
+        return not storage.is_in_front or await storage.others()
 
     async def async_get_config(self) -> dict[str, Any]:
         """The running queue's configuration."""
@@ -140,6 +141,13 @@ async def _clear_by_field(
         alike.setdefault(fields.get(index, ()), []).append(index)
     for names, some in alike.items():
         await storage.clear_data(BatchMeta(some, [partition] * len(some), {name: {} for name in names}))
+
+
+def checked_wait(verb: str, timeout_s: float) -> float:
+    """The wait as it may be sent. Raises InvalidRequestError for NaN."""
+    if math.isnan(timeout_s):
+        raise InvalidRequestError(f"timeout_s of {verb} must be a number of seconds, got NaN.")
+    return min(max(timeout_s, 0.0), p.LONGEST_WAIT_S)
 
 
 def to_specs(schema: Mapping[str, Mapping[str, Any]]) -> dict[str, FieldSpec]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, to_meta
+from transfer_queue.client.base import ClientBase, checked_wait, to_meta
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import (
     BatchTimeoutError,
@@ -271,9 +270,7 @@ def fetch_request(
     ``where``: the filter, if it isn't in there.
     """
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
-    if math.isnan(wait_s):
-        raise InvalidRequestError("timeout_s of a fetch must be a number of seconds, got NaN.")
-    wait_s = min(max(wait_s, 0.0), p.LONGEST_WAIT_S)
+    wait_s = checked_wait("a fetch", wait_s)
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
         named.pop("skip", None)

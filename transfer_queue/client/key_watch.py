@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase
-from transfer_queue.errors import EndOfPartitionError, InvalidRequestError, KeysTimeoutError
+from transfer_queue.client.base import ClientBase, checked_wait
+from transfer_queue.errors import EndOfPartitionError, KeysTimeoutError
 from transfer_queue.protocol import Tags
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
@@ -134,7 +134,7 @@ class KeyWaits(ClientBase):
             KeysTimeoutError: fewer matched for ``timeout_s`` seconds; says how many, and how many keys there are.
             EndOfPartitionError: the partition was cleared meanwhile.
         """
-        wait_s = _checked_wait("wait_keys", timeout_s)
+        wait_s = checked_wait("wait_keys", timeout_s)
         reply = await self.session.ask(p.WaitKeys, p.Reply, partition_id, where, count, wait_s, wait_s=wait_s)
         if isinstance(reply, p.Ended):
             raise EndOfPartitionError(f"partition {partition_id!r} was cleared while {count} of its keys were awaited.")
@@ -151,7 +151,7 @@ class KeyWaits(ClientBase):
             timeout_s: Longest wait for one answer, then KeysTimeoutError; None: no limit.
         """
         if timeout_s is not None:
-            _checked_wait("kv_watch", timeout_s)
+            checked_wait("kv_watch", timeout_s)
         return KeyWatch(self.session, partition_id, where, timeout_s)
 
 
@@ -163,9 +163,3 @@ async def listed_after(session: Session, partition: str, last: str | None, where
         keys.update(page.keys.get(partition, {}))
         last = page.last
     return keys
-
-
-def _checked_wait(verb: str, timeout_s: float) -> float:
-    if math.isnan(timeout_s):
-        raise InvalidRequestError(f"timeout_s of {verb} must be a number of seconds, got NaN.")
-    return min(max(timeout_s, 0.0), p.LONGEST_WAIT_S)

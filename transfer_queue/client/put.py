@@ -132,12 +132,15 @@ class Puts(ClientBase):
             with contextlib.suppress(StorageFullError):
                 return await transaction.through(front, 0.0)
             begin = msgspec.structs.replace(begin, id=self.session.number())
-        for _ in range(_TRIES):
+        tries = _TRIES
+        while True:
             try:
                 return await WriteTransaction(self.session, begin, columns, count, tags).in_steps(storage)
             except UnitLostError:  # it ended between the write and its publish
+                if not tries:
+                    raise
+                tries -= 1
                 begin = msgspec.structs.replace(begin, id=self.session.number())
-        return await WriteTransaction(self.session, begin, columns, count, tags).in_steps(storage)
 
     async def async_put(
         self,

@@ -146,9 +146,7 @@ class TagStore(Mapping[int, Tags]):
 
     def put(self, row: int, tags: Tags, merge: bool) -> None:
         """Set the row's tags; ``merge`` keeps other existing tags."""
-        if not self._table.has_column(_COLUMN):
-            self._table.add_column(_COLUMN, np.object_, None)
-        column = self._table.column(_COLUMN)
+        column = self._table.ensure_column(_COLUMN, np.object_)
         for watch in self._watches:
             watch.setdefault(self._table.column("index").item(row), column[row])
         if merge and column[row]:
@@ -213,9 +211,7 @@ class TagStore(Mapping[int, Tags]):
         if not len(packed):
             return
         _list_decoder.decode(b"\xdd" + len(packed).to_bytes(4, "big") + b"".join(packed))  # a msgpack array of them
-        if not self._table.has_column(_COLUMN):
-            self._table.add_column(_COLUMN, np.object_, None)
-        column = self._table.column(_COLUMN)
+        column = self._table.ensure_column(_COLUMN, np.object_)
         for row, own in zip(rows.tolist(), packed, strict=True):
             column[row] = own
 

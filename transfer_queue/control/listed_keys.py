@@ -49,10 +49,8 @@ class ListedKeys:
             self.retagged(rows)
 
     def _name(self, rows: Rows) -> None:
-        if not self._table.has_column(_COLUMN):
-            self._table.add_column(_COLUMN, bool)
         indexes = self._table.column("index")[rows].tolist()
-        self._table.column(_COLUMN)[rows] = [self._keys.key_of(index) is not None for index in indexes]
+        self._table.ensure_column(_COLUMN, bool)[rows] = [self._keys.key_of(index) is not None for index in indexes]
 
     def loaded(self, rows: Rows) -> None:
         """These rows of a checkpoint have keys, if they have become samples."""

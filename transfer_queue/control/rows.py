@@ -82,6 +82,12 @@ class RowTable:
         self._columns[name] = _filled(shape, dtype, fill)
         self._fill[name] = fill
 
+    def ensure_column(self, name: str, dtype: Any, width: int | None = None) -> npt.NDArray[Any]:
+        """The column's used rows. A new column is 0, or None for objects, in every row."""
+        if name not in self._columns:
+            self.add_column(name, dtype, None if dtype is np.object_ else 0, width)
+        return self.column(name)
+
     def drop_column(self, name: str) -> None:
         """Delete a column."""
         self._columns.pop(name, None)

@@ -177,11 +177,13 @@ class Schema:
 
     def _place(self, name: str, rows: Rows, units: UnitRuns | None) -> None:
         """Record where the values lie. There is no column before some lie in another unit than 0."""
-        if units is None and not self._table.has_column(_unit(name)):
-            return
-        if not self._table.has_column(_unit(name)):
-            self._table.add_column(_unit(name), np.int32)
-        self._table.column(_unit(name))[rows] = 0 if units is None else by_row(units)
+        if units is not None or self._table.has_column(_unit(name)):
+            self._table.ensure_column(_unit(name), np.int32)[rows] = 0 if units is None else by_row(units)
+
+    def _units_of(self, name: str, rows: Rows) -> npt.NDArray[np.int32] | None:
+        """The unit of each row; None: all of them are in unit 0."""
+        units = self._table.column(_unit(name))[rows] if self._table.has_column(_unit(name)) else None
+        return None if units is None or not units.any() else units
 
     def _have_others(self, name: str, rows: Rows) -> bool:
         """Whether rows besides these have the field."""
@@ -195,9 +197,7 @@ class Schema:
             field.dtypes += (dtype,)
         if len(field.dtypes) == 1:
             return
-        if not self._table.has_column(_dtypes(name)):
-            self._table.add_column(_dtypes(name), np.uint8, 0)
-        self._table.column(_dtypes(name))[rows] = field.dtypes.index(dtype)
+        self._table.ensure_column(_dtypes(name), np.uint8)[rows] = field.dtypes.index(dtype)
 
     def _become_ragged(self, name: str, field: _Field, new: npt.NDArray[np.int32] | None) -> None:
         """Store a shape per row from now on, unless ranks differ, too."""
@@ -226,11 +226,11 @@ class Schema:
         shapes = None if field.ndim is None else self._table.column(_shapes(name))[rows].astype("<i4").tobytes()
         several = len(field.dtypes) > 1
         row_dtypes = self._table.column(_dtypes(name))[rows].tobytes() if several else None
-        units = self._table.column(_unit(name))[rows].astype("<i4") if self._table.has_column(_unit(name)) else None
+        units = self._units_of(name, rows)
         return SavedField(
             name, True, has, field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, field.ndim,
             field.mixed, shapes, list(field.dtypes) if several else [], row_dtypes, declared,
-            None if units is None or not units.any() else units.tobytes(),
+            None if units is None else units.astype("<i4").tobytes(),
         )  # fmt: skip
 
     def frozen(self, table: RowTable) -> Schema:
@@ -258,22 +258,16 @@ class Schema:
             if saved.ndim is not None:
                 # Rows without the field show its fill, as they do where it was never saved.
                 shapes = np.frombuffer(saved.shapes or b"", dtype="<i4").reshape(count, saved.ndim)
-                if not self._table.has_column(_shapes(saved.name)):
-                    self._table.add_column(_shapes(saved.name), np.int32, width=saved.ndim)
-                self._table.column(_shapes(saved.name))[start:] = shapes
+                self._table.ensure_column(_shapes(saved.name), np.int32, saved.ndim)[start:] = shapes
 
             if saved.units is not None:
-                if not self._table.has_column(_unit(saved.name)):
-                    self._table.add_column(_unit(saved.name), np.int32)
-                self._table.column(_unit(saved.name))[start:] = np.frombuffer(saved.units, dtype="<i4")
+                self._table.ensure_column(_unit(saved.name), np.int32)[start:] = np.frombuffer(saved.units, "<i4")
 
     def _load_dtypes(self, saved: SavedField, start: int) -> None:
         numbers = np.frombuffer(saved.row_dtypes or b"", dtype=np.uint8)
         if (len(numbers) and int(numbers.max()) >= len(saved.dtypes)) or len(saved.dtypes) > _MOST_DTYPES:
             raise ValueError(f"rows of field {saved.name!r} have unknown dtypes")
-        if not self._table.has_column(_dtypes(saved.name)):
-            self._table.add_column(_dtypes(saved.name), np.uint8, 0)
-        self._table.column(_dtypes(saved.name))[start:] = numbers
+        self._table.ensure_column(_dtypes(saved.name), np.uint8)[start:] = numbers
 
     def spec(self, name: str, rows: Rows) -> FieldSpec:
         """Describe the field for these rows; a field without values is a placeholder."""
@@ -283,7 +277,8 @@ class Schema:
         shapes = None
         if field.ndim is not None:
             shapes = np.ascontiguousarray(self._table.column(_shapes(name))[rows], dtype="<i4").tobytes()
-        units = runs_of(self._table.column(_unit(name))[rows]) if self._table.has_column(_unit(name)) else None
+        by_unit = self._units_of(name, rows)
+        units = None if by_unit is None else runs_of(by_unit)
         if len(field.dtypes) == 1:
             return FieldSpec(field.dtypes[0], field.shape, field.is_nested, field.is_non_tensor, shapes, units=units)
         numbers = self._table.column(_dtypes(name))[rows]

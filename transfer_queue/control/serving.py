@@ -188,7 +188,7 @@ class ServedFetch:
     def taken(self, state: PlaneState, batch: Batch) -> Taken:
         """Record what this batch took, for a fetch that did not name it."""
         key = None if batch.batch_index is None else (self._rank, batch.batch_index)
-        values_come = self._fetch.with_values and all(spec.units is None for spec in batch.fields.values())
+        values_come = self._fetch.with_values and batch.lies_in_front
         kind = Taken if key is not None or values_come else TakenUnread
         return kind(state, batch, self._partition, self._consumer, self._drawn, key)
 

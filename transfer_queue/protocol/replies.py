@@ -65,6 +65,11 @@ class Batch(Reply, frozen=True):
     more: bool = False
     partial: list[str] = []
 
+    @property
+    def lies_in_front(self) -> bool:
+        """Whether all values lie in unit 0, which shares the controller's process."""
+        return all(spec.units is None for spec in self.fields.values())
+
 
 class NotReady(Reply, frozen=True):
     """No batch yet; try again. Of ``samples`` that the task has still to get, ``lacking`` counts those without a field.

@@ -323,7 +323,7 @@ class Front:
         batch = yield Step(fetch)
         if self.unit is None or not isinstance(batch.reply, p.Batch) or not batch.reply.indexes:
             return batch
-        if any(spec.units is not None for spec in batch.reply.fields.values()):
+        if not batch.reply.lies_in_front:
             return batch  # some values lie in other units, where the client reads them
         rows = yield Step(Read(fetch.id, batch.reply.indexes, sorted(set(fetch.fields)), fetch.mapped))
         if isinstance(rows.reply, p.Failed):

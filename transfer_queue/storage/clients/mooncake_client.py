@@ -129,7 +129,7 @@ def _check(code: int, what: str) -> None:
         raise QueueUnreachableError(f"Mooncake could not {what} (code {code}); what it printed to stderr says more.")
 
 
-class _Store:
+class _StartedMaster:
     """What ``start_store`` has started."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -148,7 +148,7 @@ class _Store:
         self._process.stdout.close()
 
 
-def start_store(conf: Any) -> _Store | None:
+def start_store(conf: Any) -> _StartedMaster | None:
     """Start a store for this queue, unless ``auto_init`` is off, and complete the section ``MooncakeStore``.
 
     Raises:
@@ -172,7 +172,7 @@ def start_store(conf: Any) -> _Store | None:
     process = subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    store = _Store(process)
+    store = _StartedMaster(process)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(orders) + "\n")

@@ -145,7 +145,7 @@ class ValueOwner:
         return len(self._places), len(self._references)
 
 
-class _Store:
+class _StartedOwner:
     """What ``start_store`` has started."""
 
     def __init__(self, ray: Any, owner: Any, started_ray: bool) -> None:
@@ -160,7 +160,7 @@ class _Store:
             self._ray.shutdown()
 
 
-def start_store(conf: Any) -> _Store:
+def start_store(conf: Any) -> _StartedOwner:
     """Start the actor, and Ray if this process is not connected to it, and complete the section ``RayStore``."""
     ray = _ray()
     started = not ray.is_initialized()
@@ -172,7 +172,7 @@ def start_store(conf: Any) -> _Store:
     section = OmegaConf.to_container(conf.backend.RayStore) if conf.backend.get("RayStore") else {}
     address = ray.get_runtime_context().gcs_address
     conf.backend.RayStore = {**section, "address": address, "actor": name}  # type: ignore[dict-item]
-    return _Store(ray, owner, started)
+    return _StartedOwner(ray, owner, started)
 
 
 def _ray() -> Any:

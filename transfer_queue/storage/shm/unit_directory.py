@@ -61,12 +61,12 @@ class UnitDirectory:
 
     async def all(self, fresh: bool = True) -> list[tuple[int, UnitConnection]]:
         """Every unit that is there, in the order of their numbers."""
-        if not self.is_fixed and (fresh or time.monotonic() > self._listed_at + _FRESH_S):
+        if fresh or time.monotonic() > self._listed_at + _FRESH_S:
             await self.refresh()
         return sorted(self._connections.items())
 
     async def refresh(self) -> None:
-        """Ask the controller which units there are."""
+        """Ask the controller which units there are, if there is one that lists them."""
         if self.is_fixed:
             return
         listed = await self._session.ask(ListUnits, Units)
