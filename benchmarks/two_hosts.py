@@ -2,65 +2,122 @@
 """Values between two hosts against a raw TCP stream of the same bytes, in network namespaces of this machine.
 
 An RL batch (1 024 samples, 5 fields, 56 MiB) is put from one host into the memory of the other, and got back from
-there. Needs the privilege to make network namespaces, and iproute2.
+there. Needs the privilege to make network namespaces, and iproute2. ``--peer`` measures the released TransferQueue in
+the same way: a Ray cluster of both hosts, with its storage units on the first (see benchmarks.versus.environment).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transfer_queue as tq
+from benchmarks import cases
 from benchmarks.common import arguments, report
-from benchmarks.hosts import Host, missing_privilege, said, two_hosts
+from benchmarks.hosts import ROOT, Host, missing_privilege, said, two_hosts
+from benchmarks.versus import environment
 
 _RAW_CHUNK = 1 << 20
+_RAY_PORT = 6399
+_VALUES_HERE = "values_here"  # Ray's resource of the host that holds the peer's values
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--peer", action="store_true", help="measure TransferQueue, too; the first run installs it")
     parser.add_argument("--role", default="all", help="what this process does: for the benchmark's own use")
     parser.add_argument("--nbytes", type=int, default=0, help="of the raw stream: likewise")
     options = parser.parse_args(argv)
     if options.role == "raw":
         receive_raw(options.nbytes)
     elif options.role == "client":
+        tq.init()
         print(json.dumps(measure(options.quick)), flush=True)
+        tq.close()
+    elif options.role == "peer":
+        print(json.dumps(measured_on_ray(options.quick)), flush=True)
     elif (reason := missing_privilege()) is not None:
         sys.exit(f"this benchmark can't run here: {reason}")
     else:
         curve, plain = between_hosts(options.quick, []), between_hosts(options.quick, ["--no-encryption"])
-        report("put and get between hosts against a raw stream", curve=curve, no_encryption=plain)
+        peer = {"peer": peer_between_hosts(options.quick)} if options.peer else {}
+        report("put and get between hosts against a raw stream", curve=curve, no_encryption=plain, **peer)
 
 
 def between_hosts(quick: bool, options: list[str]) -> dict[str, Any]:
     """Start a server on host a, and measure on host b."""
     with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)) as (a, b):
         server = a.serve(None, "2GiB", *options)
-        raw = raw_receiver(a, nbytes_of(quick))
-        more = ["--quick"] if quick else []
-        os.environ["TQ_RAW"] = f"{a.address}:{said(raw)}"
-        measured: dict[str, Any] = json.loads(
-            said(b.join(server.remote, "-m", "benchmarks.two_hosts", "--role", "client", *more))
-        )
+        start_raw_receiver(a, quick)
+        client = b.join(server.remote, "-m", "benchmarks.two_hosts", "--role", "client", *["--quick"][: int(quick)])
+        measured: dict[str, Any] = json.loads(said(client))
         return measured
 
 
-def raw_receiver(host: Host, nbytes: int) -> Any:
-    return host.start(sys.executable, "-m", "benchmarks.two_hosts", "--role", "raw", "--nbytes", str(nbytes))
+def peer_between_hosts(quick: bool) -> dict[str, Any]:
+    """The same with the peer's package, whose storage units are told to be on host a."""
+    python = environment.interpreter(environment.default_folder())
+    # This repository comes last on the path: "transfer_queue" must be the installed one.
+    boot = f"import sys; sys.path.append({str(ROOT)!r}); from benchmarks.two_hosts import main; main(sys.argv[1:])"
+    with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)) as (a, b):
+        start_raw_receiver(a, quick)
+        with ray_cluster(python, a, b) as known:
+            client = b.start(python, "-c", boot, "--role", "peer", *["--quick"][: int(quick)], **known)
+            while not (line := said(client)).startswith("{"):
+                pass  # what Ray says meanwhile
+            measured: dict[str, Any] = json.loads(line)
+            return measured
 
 
-def nbytes_of(quick: bool) -> int:
-    from benchmarks import cases
+@contextmanager
+def ray_cluster(python: str, *hosts: Host) -> Iterator[dict[str, str]]:
+    """A Ray node per host, of which the first has all processors. Yields the environment of programs that use it."""
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as short:  # Ray makes sockets below it
+        head = f"{hosts[0].address}:{_RAY_PORT}"
+        known = {"PYTHONPATH": "", "RAY_TMPDIR": short, "RAY_ADDRESS": head}
+        known |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        for host in hosts:
+            first = host is hosts[0]
+            where = ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false"] if first else [f"--address={head}"]
+            resources = ["--num-cpus=4", f'--resources={{"{_VALUES_HERE}": 100}}'] if first else ["--num-cpus=0"]
+            command = [python, "-m", "ray.scripts.scripts", "start", "--block", *where, *resources]
+            node = host.start(*command, f"--node-ip-address={host.address}", **known)
+            while "Ray runtime started" not in said(node):
+                pass
+        yield known
 
-    return cases.nbytes(cases.rl_batch(64 if quick else 1024))
+
+def measured_on_ray(quick: bool) -> dict[str, Any]:
+    import ray
+
+    ray.init(log_to_driver=False)
+    tq.init({"backend": {"SimpleStorage": {"required_node_resource": _VALUES_HERE}}})
+    try:
+        return measure(quick)
+    finally:
+        tq.close()
+        ray.shutdown()
+
+
+def start_raw_receiver(host: Host, quick: bool) -> None:
+    """Start a program that streams plain bytes; clients find its address in their environment."""
+    nbytes = str(cases.nbytes(cases.rl_batch(_rows(quick))))
+    raw = host.start(sys.executable, "-m", "benchmarks.two_hosts", "--role", "raw", "--nbytes", nbytes)
+    os.environ["TQ_RAW"] = f"{host.address}:{said(raw)}"
+
+
+def _rows(quick: bool) -> int:
+    return 64 if quick else 1024
 
 
 def receive_raw(nbytes: int) -> None:
@@ -88,12 +145,8 @@ def take(connection: socket.socket, into: bytearray) -> bool:
 
 def measure(quick: bool) -> dict[str, Any]:
     """Milliseconds of a put, a get and a raw stream each way, by turns."""
-    import transfer_queue as tq
-    from benchmarks import cases
-
-    tq.init()
     client = tq.get_client()
-    batch = cases.rl_batch(64 if quick else 1024)
+    batch = cases.rl_batch(_rows(quick))
     nbytes = cases.nbytes(batch)
     host, _, port = os.environ["TQ_RAW"].rpartition(":")
     connection = socket.create_connection((host, int(port)))
@@ -115,7 +168,6 @@ def measure(quick: bool) -> dict[str, Any]:
         cases.touch(client.get_data(meta))
         times["get"].append(time.perf_counter() - started)
         client.clear_partition(f"p{number}")
-    tq.close()
     medians = {name: statistics.median(own[1:]) * 1e3 for name, own in times.items()}
     return {
         "MiB": round(nbytes / 2**20, 1),
