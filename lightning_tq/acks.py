@@ -37,11 +37,18 @@ class AckTracker:
     """
 
     def __init__(
-        self, reader: StreamReader, client: TransferQueueClient, topology: Topology, ack: Ack, keeps_checkpoints: bool
+        self,
+        reader: StreamReader,
+        client: TransferQueueClient,
+        topology: Topology,
+        ack: Ack,
+        keeps_checkpoints: bool,
+        in_background: bool = False,
     ) -> None:
         """Args:
         ack: As for TQDataModule.
         keeps_checkpoints: Whether the run keeps checkpoints. Then "auto" waits for one, as "checkpoint" does.
+        in_background: Whether a checkpoint may be incomplete until the next one is saved. Acks then wait for that.
         """
         self.checkpoints_written = 0
         self._ack = ack
@@ -52,6 +59,8 @@ class AckTracker:
         self._topology = topology
         self._trained: NewestBatches = {}
         self._stepped: NewestBatches = {}
+        self._in_background = in_background
+        self._saving: NewestBatches = {}
         self._due: NewestBatches = {}
         self._checkpoints_saved = 0
         self._batches_since_checkpoint = 0
@@ -84,13 +93,17 @@ class AckTracker:
     def checkpoint_saved(self) -> None:
         """A checkpoint with every optimizer step so far is being written."""
         self.wait_for_checkpoints()  # also after a checkpoint that the user saves by hand
-        self._make_due()
+        if self._in_background:
+            self._due.update(self._saving)
+            self._saving, self._stepped = self._stepped, {}
+        else:
+            self._make_due()
         self._checkpoints_saved += 1
         self._batches_since_checkpoint = 0
 
     def ack_due(self) -> None:
         """Acknowledge what is due. One rank of each data-parallel group does so; the first group's rank clears."""
-        self.checkpoints_written = self._checkpoints_saved
+        self.checkpoints_written = max(0, self._checkpoints_saved - int(self._in_background))
         self._warn_without_checkpoint()
         due, self._due = self._due, {}
         if self._never or not due:

@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_tq.acks import Ack, AckTracker
 from lightning_tq.batch import Position
 from lightning_tq.callbacks.publish_weights import policy_version
+from lightning_tq.callbacks.queue_checkpoint import writes_in_background
 from lightning_tq.checks import list_names
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
 from lightning_tq.stream import StageStream, Stream
@@ -73,7 +74,8 @@ class Run:
         for each in streams:
             self.readers[each.label] = StreamReader(each, positions, self, self._watchdog.stopped.is_set, conf)
         for reader in self.of_stage("train"):
-            self.ack_trackers.append(AckTracker(reader, client, topology, ack, self._keeps_checkpoints))
+            tracker = AckTracker(reader, client, topology, ack, self._keeps_checkpoints, writes_in_background(trainer))
+            self.ack_trackers.append(tracker)
         self._watchdog.start()
 
     def warn_of_missing_partitions(self) -> None:

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 # isort: off
 if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps both lists equal
+    from transfer_queue.checkpoint.inspection import describe_checkpoint as describe_checkpoint
+    from transfer_queue.checkpoint.remote import (
+        remove_checkpoint as remove_checkpoint,
+        upload_checkpoint as upload_checkpoint,
+    )
     from transfer_queue.client import (
         AsyncTransferQueueClient as AsyncTransferQueueClient,
         KeyChanges as KeyChanges,
@@ -87,6 +92,8 @@ _MODULES = {
         "init", "close", "get_client", "get_metrics_endpoint", "save_checkpoint", "load_checkpoint",
         *_KV, *(f"async_{name}" for name in _KV),
     ),
+    "transfer_queue.checkpoint.inspection": ("describe_checkpoint",),
+    "transfer_queue.checkpoint.remote": ("remove_checkpoint", "upload_checkpoint"),
     "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),

@@ -6,15 +6,27 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_tq.callbacks.background_worker import BackgroundWorker
 from lightning_tq.topology import run_on_rank_zero
-from lightning_tq.trainer_compat import find_datamodule, resume_path
-from transfer_queue import CheckpointNotFoundError, TransferQueueClient
+from lightning_tq.trainer_compat import callbacks_of, find_datamodule, resume_path
+from transfer_queue import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    TransferQueueClient,
+    remove_checkpoint,
+    upload_checkpoint,
+)
 from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueueError
 
 if TYPE_CHECKING:
@@ -25,6 +37,8 @@ logger = logging.getLogger(__name__)
 AnyPath = str | Path
 _SUFFIXES = ("", ".old", ".tmp")
 """Suffixes of a saved queue's name. A killed save leaves the last two."""
+_END_S = 1.0
+"""Seconds that the background thread gets to notice that it should end; all its work is done by then."""
 
 
 class TQCheckpoint(Callback):
@@ -34,11 +48,21 @@ class TQCheckpoint(Callback):
     ``trainer.fit(ckpt_path=...)`` restores the queue if the TQDataModule has started a new, empty one. A queue that is
     still alive is used unchanged.
 
+    Where checkpoints go to a URL (``s3://...``), so do their queues, through fsspec; a file that can't be copied is
+    tried again, four times in all.
+
     During training, a queue that can't be saved is an error. After training has ended or failed, the checkpoint is
     then written without its queue, and the log says so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asynchronous: bool = False) -> None:
+        """Args:
+        asynchronous: While a fit runs, copy the queue to its URL and write the Trainer's checkpoint in the background,
+            in this order. Training waits only while the queue is written to a local directory, and for the checkpoint
+            before. Batches are acknowledged one checkpoint later, when theirs is surely written. Not with strategies
+            that write a checkpoint on several ranks, such as FSDP.
+        """
+        self.asynchronous = asynchronous
         self._hooks: _StrategyHooks | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -48,20 +72,43 @@ class TQCheckpoint(Callback):
         if self._hooks is not None:
             self._hooks.uninstall()
         # They stay after the fit, because users may save another checkpoint then, also after an exception.
-        self._hooks = _StrategyHooks(trainer, datamodule)
+        self._hooks = _StrategyHooks(trainer, datamodule, self.asynchronous)
         checkpoint = resume_path(trainer)
         if trainer.is_global_zero and checkpoint is not None:
-            _remove_orphans(Path(checkpoint).absolute().parent)
+            _remove_orphans(os.fspath(checkpoint))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait until every checkpoint is written. Raises what kept one from being written."""
+        if self._hooks is not None and stage == "fit":
+            self._hooks.finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._hooks is not None:
+            self._hooks.finish_and_log()
+
+
+def writes_in_background(trainer: Trainer) -> bool:
+    """True where a checkpoint may be incomplete until the next one is saved."""
+    return any(isinstance(each, TQCheckpoint) and each.asynchronous for each in callbacks_of(trainer))
 
 
 class _StrategyHooks:
     """Wraps the strategy's methods that save and remove checkpoints. Callbacks never learn a checkpoint's path."""
 
-    def __init__(self, trainer: Trainer, datamodule: TQDataModule) -> None:
+    def __init__(self, trainer: Trainer, datamodule: TQDataModule, asynchronous: bool) -> None:
         self._trainer = trainer
         self._datamodule = datamodule
         self._address = datamodule.address
         self._strategy = trainer.strategy
+        self._writer: BackgroundWorker[Callable[[], None]] | None = None
+        self._spool: Path | None = None
+        if asynchronous:
+            if type(self._strategy).save_checkpoint is not Strategy.save_checkpoint:
+                raise ConfigError(
+                    f"TQCheckpoint(asynchronous=True) needs a strategy that writes a checkpoint on one rank, and "
+                    f"{type(self._strategy).__name__} does so on several. Use asynchronous=False."
+                )
+            self._writer = BackgroundWorker("lightning_tq_checkpoint", lambda write: write())
         self._save = self._strategy.save_checkpoint
         self._remove = self._strategy.remove_checkpoint
         self._strategy.save_checkpoint = self.save_checkpoint  # type: ignore[method-assign]
@@ -70,6 +117,40 @@ class _StrategyHooks:
     def uninstall(self) -> None:
         for name in ("save_checkpoint", "remove_checkpoint"):
             self._strategy.__dict__.pop(name, None)
+
+    # ---- the background ----
+
+    def finish(self) -> None:
+        """Wait for the background, and raise what failed there."""
+        if self._writer is not None:
+            try:
+                self._writer.flush()
+            finally:
+                self._writer.stop(_END_S)
+                self._writer = None  # what is saved after the fit is saved at once
+
+    def finish_and_log(self) -> None:
+        try:
+            self.finish()
+        except Exception as error:  # the Trainer reports another error
+            logger.error(f"a checkpoint was not written: {error}")
+
+    def _write_later(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any) -> None:
+        assert self._writer is not None
+        held = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().clone())
+        spool, url = self._spool, queue_path(filepath)
+
+        def write() -> None:
+            if spool is not None:
+                try:
+                    upload_checkpoint(spool / "queue", url)
+                finally:
+                    shutil.rmtree(spool, ignore_errors=True)
+            self._save(held, filepath, storage_options=storage_options)
+
+        self._writer.submit(write, replace=False)
+
+    # ---- the strategy's methods ----
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
         """Save the queue first. Until the checkpoint exists too, the previous one can resume with either queue."""
@@ -81,9 +162,14 @@ class _StrategyHooks:
                 if self._trainer.state.status == TrainerStatus.RUNNING:
                     raise
                 failure = error
+            else:
+                if self._writer is not None:
+                    if self._trainer.is_global_zero:
+                        self._write_later(checkpoint, filepath, storage_options)
+                    return
         self._save(checkpoint, filepath, storage_options=storage_options)
         if failure is not None and self._trainer.is_global_zero:
-            _remove_stale_queues(filepath)
+            _remove_queue(filepath)
             logger.error(
                 f"{filepath} is saved without its queue: {failure} A run that resumes from it needs that queue alive. "
                 f"Otherwise it trains newly put samples."
@@ -94,15 +180,27 @@ class _StrategyHooks:
         metadata = {"global_step": checkpoint["global_step"], "epoch": checkpoint["epoch"]}
 
         def save() -> str:
-            self._client().save_checkpoint(queue_path(filepath), metadata=metadata)
+            if self._writer is not None:
+                self._writer.flush()  # so that an ack knows: once a checkpoint is saved, the one before is written
+            self._client().save_checkpoint(self._place(filepath), metadata=metadata)
             return ""
 
         if trainer.state.status == TrainerStatus.INTERRUPTED:  # maybe on this rank only, so no collectives
+            self.finish_and_log()
             if trainer.is_global_zero:
                 save()
             return
         trainer.strategy.barrier("lightning_tq_checkpoint")  # every rank has finished its requests to the queue
         run_on_rank_zero(trainer, save)
+
+    def _place(self, filepath: AnyPath) -> AnyPath:
+        """Where the queue is written first: a local directory, if the background copies it from there."""
+        self._spool = None
+        path = queue_path(filepath)
+        if self._writer is None or not _is_url(path):
+            return path
+        self._spool = Path(tempfile.mkdtemp(prefix="tq-checkpoint-"))
+        return self._spool / "queue"
 
     def _client(self) -> TransferQueueClient:
         """Client of the queue that the fit reads. Raises NotInitializedError if this process has left that queue."""
@@ -118,48 +216,56 @@ class _StrategyHooks:
         return self._datamodule.client
 
     def remove_checkpoint(self, filepath: AnyPath) -> None:
-        self._remove(filepath)
-        if self._trainer.is_global_zero:
-            for queue in _queue_paths(filepath):
-                shutil.rmtree(queue, ignore_errors=True)
+        def remove() -> None:
+            self._remove(filepath)
+            if self._trainer.is_global_zero:
+                _remove_queue(filepath)
+
+        if self._writer is None:
+            remove()
+        elif self._trainer.is_global_zero:
+            self._writer.submit(remove, replace=False)  # after the checkpoint that takes its place is written
 
 
-def _queue_paths(checkpoint: AnyPath) -> list[Path]:
-    return [Path(f"{os.fspath(checkpoint)}.tq{suffix}") for suffix in _SUFFIXES]
+def _is_url(path: AnyPath) -> bool:
+    return "://" in os.fspath(path)
 
 
-def _remove_stale_queues(checkpoint: AnyPath) -> None:
-    """Remove the queues of an earlier checkpoint with the same name, which would not fit this one."""
-    for queue in _queue_paths(checkpoint):
-        if (queue / "metadata.json").is_file():  # otherwise it is not a saved queue
-            shutil.rmtree(queue, ignore_errors=True)
+def queue_path(checkpoint: AnyPath) -> str:
+    """Where a checkpoint's queue is saved: a directory or a URL."""
+    return f"{os.fspath(checkpoint)}.tq"
 
 
-def queue_path(checkpoint: AnyPath) -> Path:
-    """Where a checkpoint's queue is saved. Raises ConfigError if that is not on this host's file system."""
-    path = os.fspath(checkpoint)
-    if "://" in path:
-        raise ConfigError(
-            f"TQCheckpoint saves the queue next to the checkpoint, but {path} is not on this host's file system. "
-            f"Save checkpoints to a directory, or remove TQCheckpoint."
-        )
-    return Path(f"{path}.tq")
+def _remove_queue(checkpoint: AnyPath) -> None:
+    """Remove the queue of a checkpoint that is removed, or that an earlier checkpoint of this name had."""
+    try:
+        remove_checkpoint(queue_path(checkpoint))
+    except CheckpointError as error:
+        logger.warning(f"{error} Nothing needs it any more.")
 
 
-def _remove_orphans(folder: Path) -> None:
-    """Remove queues without a checkpoint, complete or not, which a killed run left."""
-    for queue in folder.glob("*.ckpt.tq*"):
-        checkpoint, _, suffix = queue.name.rpartition(".tq")
-        if suffix in _SUFFIXES and not (folder / checkpoint).exists():
-            shutil.rmtree(queue, ignore_errors=True)
+def _remove_orphans(checkpoint: str) -> None:
+    """Remove queues without a checkpoint next to this one, complete or not, which a killed run left."""
+    import fsspec
+
+    folder = os.path.dirname(checkpoint if _is_url(checkpoint) else os.path.abspath(checkpoint))
+    files, path = fsspec.core.url_to_fs(folder)
+    names = (
+        {os.path.basename(name.rstrip("/")) for name in files.ls(path, detail=False)} if files.exists(path) else set()
+    )
+    for name in names:
+        saved, _, suffix = name.rpartition(".tq")
+        if suffix in _SUFFIXES and saved.endswith(".ckpt") and saved not in names:
+            _remove_queue(f"{folder}/{saved}")
 
 
 def restore_queue(client: TransferQueueClient, checkpoint: AnyPath) -> None:
     """Fill an empty queue with the one saved next to a checkpoint. A queue with partitions stays unchanged."""
     path = os.fspath(checkpoint)
-    if client.get_partition_list() or "://" in path:
+    if client.get_partition_list():
         return
-    for candidate in dict.fromkeys((path, os.path.realpath(path))):  # last.ckpt may be a link to another one
+    linked = path if _is_url(path) else os.path.realpath(path)  # last.ckpt may be a link to another one
+    for candidate in dict.fromkeys((path, linked)):
         try:
             client.load_checkpoint(queue_path(candidate))
         except CheckpointNotFoundError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands for a running queue: ``status``, ``clients``, ``evict`` and ``forget-task``; and ``serve``."""
+"""The subcommands of a queue: ``status``, ``clients``, ``evict``, ``forget-task``; ``serve`` and ``checkpoint``."""
 
 # Options are parsed before torch and rich are imported, so that --help and mistakes are fast.
 
@@ -49,6 +49,10 @@ def main(name: str, args: Sequence[str]) -> int:
         from lightning_tq.cli import serve_command
 
         return serve_command.main(args)
+    if name == "checkpoint":
+        from lightning_tq.cli import checkpoint_command
+
+        return checkpoint_command.main(args)
     act, description = _COMMANDS[name]
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=description, allow_abbrev=False)
     if act is _evict:

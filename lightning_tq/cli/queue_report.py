@@ -33,7 +33,7 @@ _CLIENTS = (
     "client", "connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"
 )  # fmt: skip
 _UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "leased", "uncommitted", "pins", "puts waiting")
-_LEFT = {"partition", "", "task", "waits", "lacks", "unit", "holds", "client"}
+_LEFT = {"partition", "", "task", "waits", "lacks", "unit", "holds", "client", "field", "dtype", "shape"}
 _LONG = {"", "lacks"}
 _RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HOLDERS[1:], *_CLIENTS[2:]}
 """Columns that are hidden while they are empty."""
@@ -127,19 +127,19 @@ def show(what: RenderableType) -> None:
 
 def clients_table(clients: dict[str, Holdings]) -> RenderableType:
     """What each client holds, whether it is anything or not."""
-    return _table(_CLIENTS, [_holder_row(name, held, _CLIENTS) for name, held in clients.items()])
+    return table_of(_CLIENTS, [_holder_row(name, held, _CLIENTS) for name, held in clients.items()])
 
 
 def tables(report: Numbers) -> RenderableType:
     """One screen: a headline, samples by partition and task, waiting requests, holders, storage units, alarms."""
-    parts: list[RenderableType] = [_headline(report), _table(_SAMPLES, list(_sample_rows(report["partitions"])))]
+    parts: list[RenderableType] = [_headline(report), table_of(_SAMPLES, list(_sample_rows(report["partitions"])))]
     if report["waiting"]:
-        parts.append(_table(_WAITING, [_waiting_row(each) for each in report["waiting"]]))
+        parts.append(table_of(_WAITING, [_waiting_row(each) for each in report["waiting"]]))
     holders = [_holder_row(name, held, _HOLDERS) for name, held in report["clients"].items() if _holds(held)]
     if holders:
-        parts.append(_table(_HOLDERS, holders))
+        parts.append(table_of(_HOLDERS, holders))
     if report["units"]:
-        parts.append(_table(_UNITS, [_unit_row(unit) for unit in report["units"]]))
+        parts.append(table_of(_UNITS, [_unit_row(unit) for unit in report["units"]]))
     if report["units_error"]:
         parts.append(Text(f"storage: {report['units_error']}", style="red"))
     if report.get("lost_units"):
@@ -155,12 +155,13 @@ def _headline(report: Numbers) -> Text:
     limit = "" if report["capacity"] is None else f" of {report['capacity']:,}"
     held = sum(unit["held_nbytes"] for unit in report["units"])
     return Text(
-        f"{report['address']}: {samples:,}{limit} samples in {counted(len(partitions), 'partition')}, {_bytes(held)} "
-        f"held, {counted(len(report['waiting']), 'request')} waiting"
+        f"{report['address']}: {samples:,}{limit} samples in {counted(len(partitions), 'partition')}, "
+        f"{byte_text(held)} held, {counted(len(report['waiting']), 'request')} waiting"
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+    """A table; columns that are rarely needed are left out where they are empty."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     empty = {name for at, name in enumerate(columns) if all(str(row[at]) in ("", "0", "0 B") for row in rows)}
     shown = [at for at, name in enumerate(columns) if name not in _RARE & empty]
@@ -232,7 +233,7 @@ def _waiting_row(waiting: Numbers) -> list[str | Text]:
 def _wanted(waiting: Numbers) -> str:
     """Samples, or bytes of a put that a storage unit has no room for."""
     if waiting.get("wanted_nbytes") is not None:
-        return _bytes(waiting["wanted_nbytes"])
+        return byte_text(waiting["wanted_nbytes"])
     wanted = waiting.get("wanted")
     return "?" if wanted is None else f"{wanted:,}"
 
@@ -251,11 +252,11 @@ def _alarm(alarm: Numbers) -> str:
 
 def _unit_row(unit: Numbers) -> list[str | Text]:
     capacity = unit["capacity_bytes"]
-    puts = f"{unit['parked']:,} ({_bytes(unit['parked_nbytes'])})" if unit["parked"] else "0"
+    puts = f"{unit['parked']:,} ({byte_text(unit['parked_nbytes'])})" if unit["parked"] else "0"
     return [
-        unit["unit"], f"{unit['samples']:,}", _bytes(unit["live_nbytes"]), _bytes(unit["held_nbytes"]),
-        "no limit" if capacity is None else _bytes(capacity), _bytes(unit["arena_nbytes"]),
-        _bytes(unit["recyclable_nbytes"]), _bytes(unit["leased_nbytes"]), _bytes(unit["uncommitted_nbytes"]),
+        unit["unit"], f"{unit['samples']:,}", byte_text(unit["live_nbytes"]), byte_text(unit["held_nbytes"]),
+        "no limit" if capacity is None else byte_text(capacity), byte_text(unit["arena_nbytes"]),
+        byte_text(unit["recyclable_nbytes"]), byte_text(unit["leased_nbytes"]), byte_text(unit["uncommitted_nbytes"]),
         f"{unit['pins']:,}", puts,
     ]  # fmt: skip
 
@@ -266,7 +267,8 @@ def _per_s(per_s: float | None) -> str:
     return f"{per_s:,.0f}" if per_s >= 10 or not per_s else f"{per_s:.1f}"
 
 
-def _bytes(number: int) -> str:
+def byte_text(number: int) -> str:
+    """A number of bytes, as "1.5 MiB"."""
     size = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -177,8 +177,8 @@ def test_a_queue_that_cannot_be_saved_ends_the_run_and_keeps_the_previous_checkp
 ) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 16)
-    queue_path(folder / "step=2.ckpt").mkdir(parents=True)
-    (queue_path(folder / "step=2.ckpt") / "of another program").touch()
+    (folder / "step=2.ckpt.tq").mkdir(parents=True)
+    (folder / "step=2.ckpt.tq" / "of another program").touch()
     callbacks = [TQCheckpoint(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
     with pytest.raises(CheckpointError, match="of another program"):
         trainer(callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
@@ -247,11 +247,11 @@ def test_a_foreign_directory_is_kept_when_the_checkpoint_is_saved_without_a_queu
     fill(dm.client, "train", 8)
     fitted = trainer(callbacks=[TQCheckpoint()])
     fitted.fit(Recorder(), datamodule=dm)
-    queue_path(folder / "final.ckpt").mkdir(parents=True)
-    (queue_path(folder / "final.ckpt") / "of another program").touch()
+    (folder / "final.ckpt.tq").mkdir(parents=True)
+    (folder / "final.ckpt.tq" / "of another program").touch()
     fitted.save_checkpoint(folder / "final.ckpt")
     assert "holds something else (of another program)" in caplog.text
-    assert (names(folder), names(queue_path(folder / "final.ckpt"))) == (
+    assert (names(folder), names(folder / "final.ckpt.tq")) == (
         {"final.ckpt", "final.ckpt.tq"}, {"of another program"}
     )  # fmt: skip
 
@@ -274,8 +274,3 @@ def test_a_checkpoint_saved_after_the_fit_has_its_queue_while_the_queue_lives(
     with TQDataModule(train=stream("train")) as new:
         trainer(max_epochs=2).fit(model, datamodule=new, ckpt_path=folder / "final.ckpt")
     assert model.indexes() == indexes[12:]
-
-
-def test_a_checkpoint_elsewhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="s3://bucket/a is not on this host's file system"):
-        queue_path("s3://bucket/a")

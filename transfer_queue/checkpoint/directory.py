@@ -16,6 +16,8 @@ from transfer_queue.checkpoint.files import CONTROLLER, METADATA, STORAGE, sync
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, TransferQueueError
 
 _OURS = {METADATA, CONTROLLER, STORAGE}
+SAVE = "save-"
+"""How the directory begins that has the files of a checkpoint which was at a URL."""
 
 
 def _resolved(target: str | os.PathLike[str]) -> Path:
@@ -134,6 +136,17 @@ def find(target: str | os.PathLike[str]) -> Path:
     return path
 
 
+def discard(target: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint and what a killed save left of one. Directories with anything else in them stay."""
+    path = _resolved(target)
+    for each in (path, _sibling(path, ".old"), _sibling(path, ".tmp")):
+        try:
+            if each.is_dir() and not _foreign(each):
+                shutil.rmtree(each)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {each} could not be removed: {error}.") from error
+
+
 @contextmanager
 def _locked(staged: Path) -> Iterator[None]:
     lock = _lock(staged)
@@ -167,4 +180,4 @@ def _remove(path: Path) -> None:
 
 def _foreign(path: Path) -> list[str]:
     """Names in this directory that no checkpoint has."""
-    return sorted({entry.name for entry in path.iterdir()} - _OURS)
+    return sorted(name for name in os.listdir(path) if name not in _OURS and not name.startswith(SAVE))

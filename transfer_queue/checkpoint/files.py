@@ -70,8 +70,11 @@ class ValueFiles(msgspec.Struct, frozen=True):
     partitions: list[PartitionFiles]
 
 
-class Metadata(msgspec.Struct, frozen=True):
-    """``metadata.json``, written last: a directory that has it is complete."""
+class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``metadata.json``, written last: a directory that has it is complete.
+
+    ``directory``: the one beside it that has the other files; "": its own.
+    """
 
     format: int
     storage_saved: bool
@@ -79,6 +82,7 @@ class Metadata(msgspec.Struct, frozen=True):
     version: str
     controller: DataFile
     values: DataFile | None = None
+    directory: str = ""
 
 
 _MAGIC = b"\x93NUMPY\x01\x00"
@@ -147,7 +151,7 @@ def write_bytes(path: Path, data: bytes) -> DataFile:
 
 def plain(name: str) -> str:
     """Return a file name from a manifest. Raises CheckpointError if it leads out of the directory."""
-    if Path(name).name != name:
+    if Path(name).name != name or name == "..":
         raise CheckpointError(f"a file of the checkpoint is said to be {name!r}, outside of its directory.")
     return name
 

@@ -22,6 +22,7 @@ from transfer_queue.checkpoint.files import (
     DataFile,
     Metadata,
     SavedFile,
+    plain,
     write_bytes,
 )
 from transfer_queue.checkpoint.saved_values import SavedValues
@@ -60,14 +61,15 @@ class Opened:
             CheckpointError: it is foreign, damaged, or of a newer version.
         """
         self.path = find(target)
-        metadata = _metadata(self.path)
-        self.data = SavedFile(self.path, metadata.controller).whole()
+        self.metadata = metadata = _metadata(self.path)
+        files = self.path / plain(metadata.directory)
+        self.data = SavedFile(files, metadata.controller).whole()
         self.state: SavedQueue = decode(self.data)
         self.values = None
         if metadata.storage_saved:
             if metadata.values is None:
                 raise CheckpointError(f"{self.path / METADATA} doesn't name the file that lists the values.")
-            self.values = SavedValues(self.path / STORAGE, metadata.values, self.state)
+            self.values = SavedValues(files / STORAGE, metadata.values, self.state)
 
 
 def _metadata(path: Path) -> Metadata:

@@ -143,8 +143,21 @@ class SavedValues:
         if [each.name for each in manifest.partitions] != [each.name for each in saved.partitions]:
             raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
         self._blocks: list[tuple[str, BlockReader]] = []
+        self._nbytes: dict[tuple[str, str], int] = {}
         for partition, state in zip(manifest.partitions, saved.partitions, strict=True):
             self._blocks += _blocks(root / plain(partition.directory), partition, state)
+            for field in partition.fields:
+                self._nbytes[partition.name, field.name] = sum(block.values.nbytes for block in field.blocks)
+
+    def nbytes(self) -> dict[tuple[str, str], int]:
+        """{(partition, field): size of its files of values}."""
+        return dict(self._nbytes)
+
+    def verify(self) -> None:
+        """Read everything. Raises CheckpointError for the first file that differs from what was written."""
+        for _, block in self._blocks:
+            for _ in block.chunks():
+                pass
 
     async def put(self, storage: StorageManager, shift: int) -> list[StoredRows]:
         """Store everything, with ``shift`` added to every sample's index.

@@ -13,6 +13,7 @@ from transfer_queue import protocol as p
 from transfer_queue.checkpoint.directory import Staging
 from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, replace_bytes, write_bytes
 from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
+from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url, spooled
 from transfer_queue.checkpoint.saved_values import SavedValues, save_values
 from transfer_queue.client.base import ClientBase
 from transfer_queue.control.saved import SavedQueue, StoredRows, decode, encoded_parts, joined, saved_indexes
@@ -37,11 +38,21 @@ class Checkpoints(ClientBase):
 
         Args:
             checkpoint_dir: Made, parents included; a checkpoint that is there is replaced once the new one is whole.
+                A URL that fsspec knows (``s3://...``, ``gs://...``) is a place, too: the files are written to a
+                temporary local directory while the queue goes on, and copied from there.
             include_storage: The storage units hold values in memory only, so False changes nothing there.
             metadata: Of your own, as JSON in ``metadata.json``.
         Raises:
             CheckpointError: it could not be written; nothing new is left, and an earlier checkpoint is as it was.
+            ConfigError: fsspec has no file system for this URL, or a package for it is missing.
         """
+        if is_url(checkpoint_dir):
+            remote = RemoteCheckpoint(os.fspath(checkpoint_dir))
+            await off_loop(remote.check)
+            with spooled(remote.url) as directory:
+                await self.async_save_checkpoint(directory, include_storage=include_storage, metadata=metadata)
+                await off_loop(remote.write, directory)
+            return
         user = check_user_metadata(metadata)
         if not include_storage:
             _log.warning("include_storage=False is ignored: SimpleStorage holds values in memory only, they are saved.")
@@ -64,7 +75,14 @@ class Checkpoints(ClientBase):
             CheckpointNotFoundError: no checkpoint there (a FileNotFoundError), or a file of it is missing.
             CheckpointError: foreign, damaged, of a newer version. The queue is as it was.
             StorageFullError: it doesn't fit next to what the queue holds. The queue is as it was.
+            ConfigError: fsspec has no file system for this URL, or a package for it is missing.
         """
+        if is_url(checkpoint_dir):
+            remote = RemoteCheckpoint(os.fspath(checkpoint_dir))
+            with spooled(remote.url) as directory:
+                await off_loop(remote.read, directory)
+                await self.async_load_checkpoint(directory)
+            return
         with reading(checkpoint_dir):
             opened = await off_loop(Opened, checkpoint_dir)
             await self._load(opened.data, opened.state, opened.values)

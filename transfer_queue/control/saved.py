@@ -177,16 +177,22 @@ def saved_indexes(saved: SavedQueue) -> Indexes:
     return np.concatenate([np.empty(0, np.int64), *(unpack_indexes(each.index) for each in saved.partitions)])
 
 
+def live_rows(saved: SavedPartition) -> npt.NDArray[np.bool_]:
+    """Which rows are samples."""
+    live: npt.NDArray[np.bool_] = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
+    return live
+
+
 def rows_with(saved: SavedPartition) -> tuple[Indexes, dict[str, Rows]]:
     """Samples of a saved partition, and for each field the positions of those that have it."""
-    live = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
+    live = live_rows(saved)
     has = {each.name: np.frombuffer(each.has, dtype=np.bool_)[live].nonzero()[0] for each in saved.fields}
     return unpack_indexes(saved.index)[live], {name: rows for name, rows in has.items() if len(rows)}
 
 
 def places_of(saved: SavedPartition) -> dict[str, npt.NDArray[np.int32]]:
     """By field, the storage unit of each sample, where some lay in another unit than 0."""
-    live = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
+    live = live_rows(saved)
     return {each.name: np.frombuffer(each.units, dtype="<i4")[live] for each in saved.fields if each.units is not None}
 
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file system at ``flaky://``, in this process' memory like ``memory://``, which fails or waits when told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+
+class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """``failures``: so many copies of files to it fail. ``open``: cleared, these copies wait."""
+
+    protocol = "flaky"
+    store: dict[str, Any] = {}  # noqa: RUF012 (shared by all instances, as in its base class)
+    pseudo_dirs = [""]  # noqa: RUF012
+    failures = 0
+    copied = 0
+    open_gate = threading.Event()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        stripped: str = super()._strip_protocol(path.replace("flaky://", "memory://"))
+        return stripped
+
+    def put_file(self, *args: Any, **kwargs: Any) -> None:
+        cls = type(self)
+        assert cls.open_gate.wait(100.0)
+        if cls.failures:
+            cls.failures -= 1
+            raise ConnectionResetError("the network is gone")
+        cls.copied += 1
+        super().put_file(*args, **kwargs)
+
+
+@contextmanager
+def flaky_files() -> Iterator[type[FlakyFileSystem]]:
+    """The file system, empty."""
+    fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
+    FlakyFileSystem.store.clear()
+    FlakyFileSystem.pseudo_dirs[:] = [""]
+    FlakyFileSystem.failures = FlakyFileSystem.copied = 0
+    FlakyFileSystem.open_gate.set()
+    yield FlakyFileSystem
+    FlakyFileSystem.open_gate.set()

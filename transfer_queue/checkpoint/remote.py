@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints at a URL such as ``s3://bucket/run/queue``, which fsspec opens: copied there and back as a whole.
+
+An object store can't rename. So the files of each save get a directory of their own, and ``metadata.json`` beside it
+names that directory. It is one object, written last: until then the earlier checkpoint is the one that is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import msgspec
+
+from transfer_queue.checkpoint.directory import SAVE, discard, find
+from transfer_queue.checkpoint.files import METADATA, Metadata, plain
+from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, ConfigError, TransferQueueError
+from transfer_queue.utils.logging_utils import get_logger
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+RETRY_AFTER_S = (0.5, 2.0, 8.0)
+"""Pauses between the attempts to copy one file."""
+_FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, NotImplementedError, ImportError)
+_log = get_logger(__name__)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path)
+
+
+class RemoteCheckpoint:
+    """The place of one checkpoint at a URL. Credentials and endpoints are fsspec's own settings."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError if fsspec has no file system for this URL, or a package for it is missing."""
+        import fsspec  # 30 ms, for those who name a URL
+
+        self.url = url.rstrip("/")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"the checkpoint {url} can't be reached: {error}.") from error
+
+    def check(self) -> None:
+        """Raise CheckpointError if something else lies there, which must not be replaced."""
+        with self._explained("written"):
+            foreign = [name for name in self._names() if name != METADATA and not name.startswith(SAVE)]
+            if foreign:
+                raise CheckpointError(
+                    f"{self.url} is there and holds something else ({foreign[0]}), so it is not replaced. Name another "
+                    f"place."
+                )
+
+    def write(self, directory: Path) -> None:
+        """Copy a complete checkpoint there from a local directory. A file that fails is tried again, four times in all.
+
+        Raises:
+            CheckpointError: it could not be copied. An earlier checkpoint stays.
+        """
+        metadata = msgspec.json.decode((directory / METADATA).read_bytes(), type=Metadata)
+        name = f"{SAVE}{uuid.uuid4().hex}"
+        with self._explained("written"):
+            try:
+                for path in sorted(directory.rglob("*")):
+                    if path.is_file() and path.name != METADATA:
+                        target = posixpath.join(self._root, name, path.relative_to(directory).as_posix())
+                        self._retried(self._fs.put_file, str(path), target)
+                data = msgspec.json.encode(msgspec.structs.replace(metadata, directory=name))
+                self._retried(self._fs.pipe_file, posixpath.join(self._root, METADATA), msgspec.json.format(data))
+            except BaseException:
+                self._remove_saves([name])
+                raise
+            self._remove_saves([each for each in self._names() if each.startswith(SAVE) and each != name])
+
+    def read(self, directory: Path) -> None:
+        """Copy the checkpoint to a new local directory.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or a file of it is missing.
+            CheckpointError: it could not be copied, or it is none of ours.
+        """
+        with self._explained("read"):
+            if METADATA not in self._names():
+                raise CheckpointNotFoundError(f"no checkpoint at {self.url}: it has no {METADATA}.")
+            data = self._retried(self._fs.cat_file, posixpath.join(self._root, METADATA))
+            source = posixpath.join(self._root, _directory_of(data, self.url))
+            for name in self._fs.find(source):
+                target = directory / posixpath.relpath(name, self._root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._retried(self._fs.get_file, name, str(target))
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / METADATA).write_bytes(data)
+
+    def remove(self) -> None:
+        """Remove the checkpoint, if there is one; nothing else that lies there."""
+        with self._explained("removed"):
+            names = self._names()
+            if METADATA in names:
+                self._retried(self._fs.rm_file, posixpath.join(self._root, METADATA))
+            self._remove_saves([each for each in names if each.startswith(SAVE)])
+            if not self._names():
+                with contextlib.suppress(FileNotFoundError, NotImplementedError, OSError):
+                    self._fs.rmdir(self._root)  # object stores have no directories
+
+    def _names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [posixpath.basename(each.rstrip("/")) for each in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _remove_saves(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                self._fs.rm(posixpath.join(self._root, name), recursive=True)
+            except FileNotFoundError:
+                continue
+            except Exception as error:  # a leftover costs room, but no checkpoint depends on it
+                _log.warning(f"{posixpath.join(self.url, name)} could not be removed ({error}); nothing needs it.")
+
+    def _retried(self, attempt: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        for pause_s in RETRY_AFTER_S:
+            try:
+                return attempt(*args, **kwargs)
+            except _FINAL:
+                raise
+            except Exception as error:  # each file system has errors of its own
+                _log.warning(f"{self.url}: {type(error).__name__}: {error}; the next attempt follows in {pause_s} s.")
+            threading.Event().wait(pause_s)
+        return attempt(*args, **kwargs)
+
+    @contextmanager
+    def _explained(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except TransferQueueError:
+            raise
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"the checkpoint {self.url} could not be {done}: {error}.") from error
+        except Exception as error:  # each file system has errors of its own
+            raise CheckpointError(
+                f"the checkpoint {self.url} could not be {done}: {type(error).__name__}: {error}."
+            ) from error
+
+
+def _directory_of(metadata: bytes, url: str) -> str:
+    try:
+        return plain(msgspec.json.decode(metadata, type=Metadata).directory)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{url}/{METADATA} is none of ours, or damaged: {error}.") from error
+
+
+@contextmanager
+def spooled(url: str) -> Iterator[Path]:
+    """A local directory, not made yet, for the checkpoint's files on their way. TMPDIR decides where."""
+    with tempfile.TemporaryDirectory(prefix="tq-checkpoint-") as folder:
+        try:
+            yield Path(folder) / "checkpoint"
+        except CheckpointError as error:
+            if folder not in str(error):
+                raise
+            raise type(error)(f"{url}: {error} Its files pass through {folder}; TMPDIR names another place.") from error
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove the checkpoint in a directory or at a URL, with what a killed save left of one. Nothing else is removed.
+
+    Raises:
+        CheckpointError: it could not be removed.
+    """
+    if is_url(path):
+        RemoteCheckpoint(os.fspath(path)).remove()
+    else:
+        discard(path)
+
+
+def upload_checkpoint(directory: str | os.PathLike[str], url: str) -> None:
+    """Copy a checkpoint from a local directory to a URL, where it replaces an earlier one once it is whole.
+
+    A file that can't be copied is tried again, four times in all.
+
+    Raises:
+        CheckpointNotFoundError: there is no whole checkpoint in the directory.
+        CheckpointError: it could not be copied, or something else lies at the URL. An earlier checkpoint stays.
+        ConfigError: fsspec has no file system for this URL, or a package for it is missing.
+    """
+    remote = RemoteCheckpoint(url)
+    remote.check()
+    remote.write(find(directory))
