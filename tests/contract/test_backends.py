@@ -99,6 +99,12 @@ def test_dtypes_are_kept(client, name, dtype):
     assert torch.equal(column.values().view(3, 4), data)
 
 
+def test_a_call_may_name_its_layout(client, name):
+    meta = client.put(rows(x=torch.ones(2, 3)), partition_id=name)
+    assert client.get_data(meta, layout="jagged")["x"].is_nested
+    assert torch.equal(client.get_data(meta, layout="dense")["x"], torch.ones(2, 3))
+
+
 def test_jagged_and_empty_rows_come_back(client, name):
     lengths = [3, 0, 1, 5]
     offsets = torch.tensor([0, *lengths]).cumsum(0)

@@ -161,6 +161,14 @@ def test_dense_layout_gives_dense_where_shapes_agree(queue, client, name):
     dense.close()
 
 
+@pytest.mark.parametrize("layout", ["jagged", "dense", None])
+def test_a_call_may_name_its_layout(client, name, layout):
+    meta = client.put(TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]), partition_id=name)
+    assert client.get_data(meta, layout=layout)["x"].is_nested is (layout != "dense")
+    with pytest.raises(tq.ConfigError, match="layout is 'flat', must be one of 'jagged', 'dense'"):
+        client.get_data(meta, layout="flat")
+
+
 def test_tensors_that_need_grad_or_are_views_are_stored_by_value(client, name):
     source = torch.randn(4, 6, requires_grad=True)
     meta = client.put(TensorDict({"x": source.t()[::2]}, batch_size=[3]), partition_id=name)

@@ -24,7 +24,6 @@ from transfer_queue.errors import (
 )
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.schema import check_one_dtype
-from transfer_queue.storage.base import RowsOf
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.unread import UnreadBatch
 
@@ -196,9 +195,12 @@ class Gets(ClientBase):
             return data
         return await self._read(batch.meta, batch.units)
 
-    async def async_get_data(self, metadata: BatchMeta) -> TensorDict:
+    async def async_get_data(self, metadata: BatchMeta, layout: str | None = None) -> TensorDict:
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
 
+        Args:
+            layout: "jagged": tensors of at least one dim per sample come back nested, as in TransferQueue. "dense": as
+                dense tensors, where all samples have the same shape. None: ``client.layout`` of the configuration.
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
             SchemaConflictError: samples of one field have different dtypes; the text names both.
@@ -210,13 +212,21 @@ class Gets(ClientBase):
         storage, units = self.storage_manager, None
         if isinstance(storage, SharedMemoryManager) and await self.has_more_units(storage):
             units = await self._places(metadata, metadata.field_names)
-        return await self._read(metadata, units)
+        return await self._read(metadata, units, layout)
 
-    async def _read(self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None) -> TensorDict:
+    async def _read(
+        self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None
+    ) -> TensorDict:
         """The values, which lie there; the metadata's batches are read then."""
         storage = self.storage_manager
-        in_units = units is not None and isinstance(storage, SharedMemoryManager)  # another backend gets all metadata
-        data = await storage.get_data(RowsOf(meta.global_indexes, meta.field_names, units) if in_units else meta)
+        if isinstance(storage, SharedMemoryManager):
+            data = await storage.get_rows(meta.global_indexes, meta.field_names, layout, units)
+        else:  # another backend gets all metadata
+            data = await storage.get_data(meta)
+            if layout is not None:
+                from transfer_queue.storage import batches
+
+                data = batches.relaid(data, layout)
         for batch in meta.unread:
             batch.was_read(meta.global_indexes, meta.field_names)
         return data

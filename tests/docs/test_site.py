@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site builds without a warning, describes every public name, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_tq
+import transfer_queue
+from tests.own_processes import SLOW
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = [
+    *(f"transfer_queue.{name}" for name in transfer_queue.__all__ if not name.startswith("async_")),
+    *(f"lightning_tq.{name}" for name in lightning_tq.__all__),
+]
+_LOADED = re.compile(r"""<(?:script|img|link|iframe)[^>]+(?:src|href)=["']?(https?:)?//""")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="the site needs pip install -e '.[docs]'")
+    pytest.importorskip("material", reason="the site needs pip install -e '.[docs]'")
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110 * SLOW, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    pages = [(page, page.read_text()) for page in (site / "reference").rglob("*.html")]
+    described = {
+        name for _, text in pages for name in re.findall(r'id="((?:transfer_queue|lightning_tq)[\w.]*)"', text)
+    }
+    ends = {(name.split(".")[0], name.rsplit(".", 1)[1]) for name in described if "." in name}
+    assert [name for name in PUBLIC if tuple(name.split(".")) not in ends] == []
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    found = {
+        str(page.relative_to(site)): match[0]
+        for page in site.rglob("*.html")
+        for match in _LOADED.finditer(page.read_text())
+        if 'rel="canonical"' not in match[0]
+    }
+    assert found == {}
+
+
+def constants() -> list[str]:
+    """Every text that the packages may print, f-strings in parts."""
+    texts = []
+    for package in ("transfer_queue", "lightning_tq"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                    texts.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    return texts
+
+
+def test_the_texts_that_operations_explains_are_still_said() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    table = page[page.index("## Errors, and what to do") :].split("\n## ")[0]
+    fragments = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    said = constants()
+    assert len(fragments) > 10
+    assert [fragment for fragment in fragments if not any(fragment in text for text in said)] == []

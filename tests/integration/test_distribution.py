@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wheel and sdist hold what a user needs, and a clean environment runs from the wheel alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.own_processes import SLOW
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(240 * SLOW)
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TQ_"))}
+    done = subprocess.run(
+        command, cwd=cwd, env={**known, **environment}, capture_output=True, text=True, timeout=200 * SLOW, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that is built from it."""
+    pytest.importorskip("build", reason="building needs pip install -e '.[dev]'")
+    tree, out = tmp_path_factory.mktemp("tree") / "lightning-tq", tmp_path_factory.mktemp("out")
+    for name in ("transfer_queue", "lightning_tq"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    run(sys.executable, "-m", "build", "--outdir", str(out), ".", cwd=tree)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+def test_the_wheel_holds_both_packages_their_data_and_the_licence(built: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(built[1]).namelist())
+    sources = {
+        str(path.relative_to(ROOT))
+        for name in ("transfer_queue", "lightning_tq")
+        for path in (ROOT / name).rglob("*.py")
+    }
+    data = {
+        "transfer_queue/config.yaml",
+        "transfer_queue/version/version",
+        "transfer_queue/py.typed",
+        "lightning_tq/py.typed",
+    }
+    assert sorted((sources | data) - names) == []
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"transfer_queue", "lightning_tq"}
+    assert [name for name in names if name.endswith("LICENSE")]
+
+
+def test_the_sdist_builds_without_anything_else(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as sdist:
+        names = [name.split("/", 1)[1] for name in sdist.getnames() if "/" in name]
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= set(names)
+
+
+def test_a_clean_environment_runs_the_ten_lines_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its dependencies are those of this environment."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "clean"), cwd=tmp_path)
+    python = tmp_path / "clean" / "bin" / "python"
+    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    zipfile.ZipFile(built[1]).extractall(site)
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    program = tmp_path / "ten_lines.py"
+    program.write_text(
+        "import torch, transfer_queue as tq\n"
+        "print(tq.__file__)\n"
+        "tq.init()\n"
+        "meta = tq.get_client().put({'x': torch.arange(4)}, partition_id='p')\n"
+        "print(tq.get_client().get_data(meta)['x'].tolist())\n"
+        "tq.close()\n"
+    )
+    where, values = run(str(python), str(program), cwd=tmp_path).splitlines()
+    assert (Path(where).is_relative_to(site), values) == (True, "[0, 1, 2, 3]")
+    assert "lightning-tq" in run(str(python), "-m", "lightning_tq", "status", "--help", cwd=tmp_path)
