@@ -47,6 +47,15 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+_TITLED = re.compile(r'^ *```python title="(examples/[^"]+)"\n(.*?)^ *```$', re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_block_that_names_an_example_shows_that_file(page: Path) -> None:
+    for path, code in _TITLED.findall(page.read_text()):
+        assert (ROOT / path).read_text().endswith(code), f"{path} differs from its block"
+
+
 def run(directory: Path, *command: str) -> str:
     environment = {
         "PYTHONPATH": str(ROOT),
