@@ -172,6 +172,21 @@ def test_a_configuration_that_is_refused_is_told_and_the_name_is_free_again(one_
     tq.close()
 
 
+def test_values_may_lie_in_rays_object_store(one_node: None) -> None:
+    conf = tq.init({"backend": {"storage_backend": "RayStore"}})
+    assert (conf.launch, conf.listen) == ("ray", None)
+    tq.get_client().put({"x": torch.arange(4)}, partition_id="p")
+
+    @ray.remote(num_cpus=0)
+    def read() -> Any:
+        tq.init()
+        client = tq.get_client()
+        return client.get_data(client.get_meta(["x"], 4, "p", task_name="t"))["x"].tolist()
+
+    assert ray.get(read.remote()) == [0, 1, 2, 3]
+    tq.close()
+
+
 def test_local_servers_are_started_where_the_configuration_says_so(one_node: None) -> None:
     assert tq.init({"launch": "local"}).launch == "local"
     tq.close()
