@@ -273,7 +273,8 @@ def test_a_later_node_has_a_unit_from_the_first_init_there_on(cluster, monkeypat
         assert end(running)
     finally:
         tq.close()
-        cluster.remove_node(node, allow_graceful=False)
+        cluster.remove_node(node)
+        cluster.wait_for_nodes(WAIT_S)  # otherwise the next queue would have a unit there
 
 
 def test_what_a_dead_node_held_is_lost_and_everything_else_goes_on(cluster):
