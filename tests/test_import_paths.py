@@ -19,7 +19,7 @@ NAMES = {
         "GRPOGroupNSampler RankAwareSampler SeqlenBalancedSampler StreamingDataset StreamingDataLoader"
     ),
     "transfer_queue.interface": "_TQ_CLIENT _TQ_STORAGE _TQ_CONTROLLER init close get_client kv_put",
-    "transfer_queue.client": "TransferQueueClient AsyncTransferQueueClient",
+    "transfer_queue.client": "TransferQueueClient AsyncTransferQueueClient process_zmq_server_info",
     "transfer_queue.metadata": "BatchMeta KVBatchMeta extract_field_schema",
     "transfer_queue.sampler": "BaseSampler SequentialSampler GRPOGroupNSampler RankAwareSampler SeqlenBalancedSampler",
     "transfer_queue.sampler.base": "BaseSampler",
@@ -36,6 +36,7 @@ NAMES = {
         "StorageManager StorageManagerFactory StorageKeyNotFoundError AsyncSimpleStorageManager MooncakeStorageManager "
         "YuanrongStorageManager RayStorageManager SimpleStorageUnit"
     ),
+    "transfer_queue.storage.simple_storage": "SimpleStorageUnit StorageKeyNotFoundError",
     "transfer_queue.storage.managers": (
         "StorageManager StorageManagerFactory KVStorageManager AsyncSimpleStorageManager MooncakeStorageManager "
         "YuanrongStorageManager RayStorageManager"
@@ -48,7 +49,12 @@ NAMES = {
     "transfer_queue.storage.bootstrap": "StorageBootstrapProvider",
     "transfer_queue.controller": "TransferQueueController",
     "transfer_queue.utils.logging_utils": "get_logger",
-    "transfer_queue.utils.zmq_utils": "ZMQServerInfo",
+    "transfer_queue.utils.zmq_utils": "ZMQServerInfo process_zmq_server_info",
+    "transfer_queue.utils.common": (
+        "get_placement_group get_node_round_robin_scheduling_strategies limit_pytorch_auto_parallel_threads "
+        "get_env_bool"
+    ),
+    "transfer_queue.utils.enum_utils": "Role ProductionStatus",
 }
 
 

@@ -294,10 +294,11 @@ def fetch_wait_s() -> float:
 def merge(conf: DictConfig | Mapping[str, Any] | None) -> DictConfig:
     """Merge the user's configuration over the defaults.
 
-    Unknown keys at the top level are allowed, because a larger program may have its own, unless they look like a typo.
+    Unknown keys at the top level and of ``controller`` are allowed, unless they look like a typo: larger programs keep
+    their own there.
 
     Raises:
-        ConfigError: an unknown key in one of our sections, with the nearest known one; an impossible value.
+        ConfigError: an unknown key anywhere else, with the nearest known one; an impossible value.
     """
     from omegaconf import OmegaConf
 
@@ -331,8 +332,10 @@ def _check_keys(given: Any, known: Mapping[str, Any], path: str) -> None:
             continue
         if key not in known:
             names = list(known)
-            raise _unknown(f"{path}.{key}", difflib.get_close_matches(str(key), names, 1, 0.0), names)
-        if isinstance(known[key], dict):
+            near = difflib.get_close_matches(key, names, 1, _TYPO_CUTOFF if path == "controller" else 0.0)
+            if near:
+                raise _unknown(f"{path}.{key}", near, names)
+        elif isinstance(known[key], dict):
             _check_keys(given._get_node(key), known[key], f"{path}.{key}")
 
 

@@ -10,7 +10,7 @@ __all__ = ["SimpleStorageUnit", "TransferQueueController"]
 # No CPU is reserved, so a small cluster has room for all of them. Users pass options of their own.
 TransferQueueController = ActorClass(
     "transfer_queue.launch.ray_actors:ControllerActor",
-    at_once=("connection", "keys", "get_config", "get_zmq_server_info"),
+    at_once=("connection", "keys", "get_config", "get_zmq_server_info", "add_unit"),
     num_cpus=0,
 )
 SimpleStorageUnit = ActorClass("transfer_queue.launch.ray_actors:UnitActor", num_cpus=0)

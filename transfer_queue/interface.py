@@ -239,11 +239,10 @@ async def async_kv_batch_get(
 ) -> TensorDict:
     """Values by key, rows in the order of the keys; without ``select_fields``, every field that all of them have.
 
-    Selected fields that none of the samples has are left out.
+    Selected fields that one of the samples lacks are left out; a warning names those that others have.
 
     Raises:
-        ValueError: a key is unknown ("not found"), a selected field is there for some keys and not for others, or no
-            selected field is there at all ("not ready").
+        ValueError: a key is unknown ("not found"), or no field is left ("not ready").
     """
     return await kv.batch_get(get_client(), keys, partition_id, select_fields)
 

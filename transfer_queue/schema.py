@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -185,22 +186,37 @@ def with_dtypes(entry: Entry, dtypes: list[Any]) -> Entry:
     return given
 
 
-def check_one_dtype(schema: Schema, global_indexes: Sequence[int]) -> None:
-    """Raise SchemaConflictError if samples of one field have different dtypes: no column holds them together."""
+def common_dtypes(schema: Schema, global_indexes: Sequence[int]) -> dict[str, torch.dtype]:
+    """By field whose samples have several dtypes: the one that their column gets, as ``torch.cat`` would give it.
+
+    Raises:
+        SchemaConflictError: some of the samples are objects, so no column holds them together.
+    """
+    import torch  # it is slow to load, and servers don't need it
+
+    common: dict[str, torch.dtype] = {}
     for name, entry in schema.items():
-        if entry.get("per_sample_dtypes") is None:
+        dtypes = entry.get("per_sample_dtypes")
+        if dtypes is None:
             continue
-        samples: dict[str, list[int]] = {}
-        for index, dtype in zip(global_indexes, entry["per_sample_dtypes"], strict=True):
-            samples.setdefault("objects" if dtype is None else str(dtype), []).append(index)
-        text = ", ".join(
-            f"{dtype} in {len(own)} samples ({', '.join(map(str, own[:5]))}{', …' if len(own) > 5 else ''})"
-            for dtype, own in samples.items()
-        )
-        raise SchemaConflictError(
-            f"field {name!r} of these samples has several dtypes: {text}. Put some of them again with another dtype, "
-            f"get them apart (meta.select_samples), or select other fields."
-        )
+        if None in dtypes:
+            raise _objects_among_tensors(name, dtypes, global_indexes)
+        common[name] = reduce(torch.promote_types, dtypes)
+    return common
+
+
+def _objects_among_tensors(name: str, dtypes: Sequence[Any], global_indexes: Sequence[int]) -> SchemaConflictError:
+    samples: dict[str, list[int]] = {}
+    for index, dtype in zip(global_indexes, dtypes, strict=True):
+        samples.setdefault("objects" if dtype is None else str(dtype), []).append(index)
+    text = ", ".join(
+        f"{dtype} in {len(own)} samples ({', '.join(map(str, own[:5]))}{', …' if len(own) > 5 else ''})"
+        for dtype, own in samples.items()
+    )
+    return SchemaConflictError(
+        f"field {name!r} of these samples has several dtypes: {text}. Put some of them again with another dtype, "
+        f"get them apart (meta.select_samples), or select other fields."
+    )
 
 
 def take_rows(schema: Schema, positions: slice | list[int]) -> Schema:

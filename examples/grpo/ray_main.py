@@ -16,11 +16,12 @@ import yaml
 
 import transfer_queue as tq
 from lightning_tq import cli
+from lightning_tq.queue_config import as_queue_config
 
 from .reward import reward
 from .rollout import rollout
 
-CONFIG = Path(__file__).parents[2] / "configs" / "grpo.yaml"
+CONFIGS = [Path(__file__).parents[2] / "configs" / name for name in ("grpo.yaml", "grpo_ray.yaml")]
 
 
 @ray.remote
@@ -34,15 +35,15 @@ class Worker:
 def main(options: list[str]) -> int:
     """Start the queue and the actors, wait for the training. Returns the exit code of ``lightning-tq fit``."""
     ray.init(ignore_reinit_error=True)
-    producers = yaml.safe_load(CONFIG.read_text())["data"]["producers"]
-    settings = {each["target"].rpartition(":")[2]: each.get("args", {}) for each in producers}
-    tq.init()
+    of_the_run, on_ray = (yaml.safe_load(config.read_text())["data"] for config in CONFIGS)
+    settings = {each["target"].rpartition(":")[2]: each.get("args", {}) for each in of_the_run["producers"]}
+    tq.init(as_queue_config(on_ray["queue"]).conf())
     workers = [Worker.options(num_cpus=0.5).remote() for _ in (rollout, reward)]
     try:
         for worker, work in zip(workers, (rollout, reward), strict=True):
             worker.run.remote(work, **settings[work.__name__])
         trainer = Worker.options(num_cpus=1).remote()
-        fit = ["fit", f"--config={CONFIG}", "--data.producers=[]", *options]
+        fit = ["fit", *(f"--config={config}" for config in CONFIGS), *options]
         return int(ray.get(trainer.run.remote(cli.main, fit)))
     finally:
         for worker in workers:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each file in configs/ runs from the command line (grpo.yaml: test_grpo_run.py) and leaves no process."""
+"""Each file in configs/ runs from the command line and leaves no process.
+
+Those of the GRPO example have their tests in test_grpo_run.py and tests/on_ray/test_ray_grpo.py.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ def run(config: str, folder: Path, command: str = "fit", **options: object) -> s
 
 
 def test_every_configuration_has_its_test() -> None:
-    tests = Path(__file__).read_text() + Path(__file__).with_name("test_grpo_run.py").read_text()
+    files = (Path(__file__), ROOT / "tests/examples/test_grpo_run.py", ROOT / "tests/on_ray/test_ray_grpo.py")
+    tests = "".join(path.read_text() for path in files)
     names = [path.name for path in (ROOT / "configs").glob("*.yaml")]
-    assert [name for name in names if f'"{name}"' not in tests and f'configs/{name}"' not in tests] == []
+    assert [name for name in names if f'"{name}"' not in tests and f"configs/{name}" not in tests] == []
 
 
 def test_debug_trains_two_epochs_of_five_batches_in_two_parts_each(tmp_path: Path) -> None:

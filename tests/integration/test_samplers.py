@@ -58,12 +58,10 @@ def test_a_balanced_round_is_drawn_for_all_ranks_at_once(client, name, task):
     assert shares[0].global_indexes == shares[2].global_indexes
 
 
-def test_a_balanced_draw_without_lengths_names_the_sample(client, name, task):
-    client.register_task(task, sampler=tq.SeqlenBalancedSampler(n_samples_per_prompt=1, dp_size=1))
+def test_a_balanced_draw_without_the_tag_it_was_told_names_the_sample(client, name, task):
+    client.register_task(task, sampler=tq.SeqlenBalancedSampler(1, 1, weight="tokens"))
     meta = client.put(rows(a=torch.arange(1)), partition_id=name)
-    with pytest.raises(
-        ValueError, match=rf"{meta.global_indexes[0]}.*total_lengths|total_lengths.*{meta.global_indexes[0]}"
-    ):
+    with pytest.raises(ValueError, match=rf"sample {meta.global_indexes[0]} has no tag 'tokens'"):
         client.get_meta(["a"], 1, name, task_name=task, sampling_config={"dp_rank": 0, "batch_index": 0})
     assert client.get_consumption_status(task, name)[1].tolist() == [0]
 

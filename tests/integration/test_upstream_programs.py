@@ -13,6 +13,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client import connect
 
 CONF = {"controller": {"polling_mode": True, "sampler_modules": ["tests.integration.scoring_sampler"]}}
 
@@ -48,14 +49,19 @@ def test_selected_fields_that_no_sample_has_are_left_out(queue, name, by_meta):
         get(["nowhere", "neither"])
 
 
-def test_a_field_that_other_samples_have_is_left_out_and_one_that_some_have_is_not_ready(queue, name):
-    tq.kv_batch_put(["a", "b"], name, rows(x=torch.arange(2)))
-    tq.kv_put("b", name, {"late": torch.tensor(1)})
+def test_a_selected_field_that_one_of_the_samples_lacks_is_left_out_with_one_warning(queue, name, caplog):
+    # verl pads batches with samples that have every field it may select; the others lack some of them.
+    meta = tq.kv_batch_put(["a", "b"], name, rows(x=torch.arange(2)))
+    tq.kv_put("b", name, {f"late_{name}": torch.tensor(1)})
     tq.kv_put("c", name, {"elsewhere": torch.tensor(1)})
-    assert sorted(tq.kv_batch_get(["a", "b"], name, ["x", "elsewhere"]).keys()) == ["x"]
-    with pytest.raises(ValueError, match=r"\['late'\] not ready for all 2 keys"):
-        tq.kv_batch_get(["a", "b"], name, ["x", "late"])
-    assert sorted(asyncio.run(tq.async_kv_batch_get("b", name, ["late", "nowhere"])).keys()) == ["late"]
+    for _ in range(2):
+        assert sorted(tq.kv_batch_get(["a", "b"], name, ["x", f"late_{name}", "elsewhere"]).keys()) == ["x"]
+    assert [f"late_{name}" in record.getMessage() for record in caplog.records] == [True]
+    meta.fields = ["x", f"late_{name}"]
+    assert sorted(tq.kv_batch_get_by_meta(meta).keys()) == ["x"]
+    with pytest.raises(ValueError, match="not ready for all 2 keys"):
+        tq.kv_batch_get(["a", "b"], name, [f"late_{name}"])
+    assert sorted(asyncio.run(tq.async_kv_batch_get("b", name, [f"late_{name}", "nowhere"])).keys()) == [f"late_{name}"]
 
 
 def test_metadata_selects_the_fields_that_it_has(client, name):
@@ -184,7 +190,7 @@ def two_dtypes(client: tq.TransferQueueClient, name: str) -> tuple[tq.BatchMeta,
     )
 
 
-def test_samples_of_one_field_may_have_different_dtypes_as_long_as_no_batch_mixes_them(client, name):
+def test_each_sample_of_a_field_keeps_its_dtype(client, name):
     floats, ints = two_dtypes(client, name)
     assert client.get_data(floats)["mask"].dtype == torch.float32
     assert client.get_data(ints)["mask"].dtype == torch.int64
@@ -197,25 +203,38 @@ def test_samples_of_one_field_may_have_different_dtypes_as_long_as_no_batch_mixe
         assert client.get_data(part)["mask"].dtype == dtype
 
 
-def test_a_batch_that_would_mix_dtypes_is_an_error_that_names_samples_and_dtypes(client, name):
-    floats, ints = two_dtypes(client, name)
-    mixed = client.get_meta(["mask"], 4, name, task_name="t")
-    named = [f"torch.{dtype} in 2 samples \\({', '.join(map(str, part.global_indexes))}\\)"
-             for dtype, part in (("float32", floats), ("int64", ints))]  # fmt: skip
-    with pytest.raises(tq.SchemaConflictError, match=rf"field 'mask'.*several dtypes: {named[0]}, {named[1]}"):
-        client.get_data(mixed)
-    client.put(rows(mask=torch.zeros(2, 3)), metadata=ints)
-    repaired = client.get_meta(["mask"], partition_id=name, mode="force_fetch")
-    assert client.get_data(repaired)["mask"].dtype == torch.float32
+@pytest.mark.parametrize("layout", ["jagged", "dense"])
+def test_a_batch_that_mixes_dtypes_is_cast_as_torch_cat_does(queue, client, name, layout):
+    two_dtypes(client, name)
+    reader = connect("reader", queue, layout)
+    try:
+        meta = reader.get_meta(["x", "mask"], 4, name, task_name="t").select_samples([3, 0, 2, 1])
+        data = reader.get_data(meta)
+    finally:
+        reader.close()
+    assert data["x"].tolist() == [1, 0, 0, 1]
+    assert (data["mask"].dtype, data["mask"].is_nested) == (torch.float32, layout == "jagged")
+    assert [row.tolist() for row in data["mask"]] == [[1, 1, 1]] * 4
 
 
-def test_keys_of_different_dtypes_are_read_apart(queue, name):
+def test_a_stream_casts_a_batch_that_mixes_dtypes(queue, client, name):
+    two_dtypes(client, name)
+    client.seal_partition(name)
+    ((data, meta),) = tq.StreamingDataset(queue, 4, 4, ["mask"], name, "t", 0)
+    assert (data["mask"].dtype, meta.size) == (torch.float32, 4)
+
+
+def test_keys_of_different_dtypes_come_together_unless_some_are_objects(queue, name):
     tq.kv_put("float", name, {"mask": torch.tensor([0.5])})
     tq.kv_put("int", name, {"mask": torch.tensor([1])})
     tq.kv_put("text", name, {"mask": "none"})
     assert tq.kv_batch_get("int", name)["mask"][0].tolist() == [1]
     assert tq.kv_batch_get("text", name)["mask"] == ["none"]
-    with pytest.raises(ValueError, match=r"torch.float32 in 1 samples.*torch.int64 in 1.*objects in 1"):
+    assert [row.tolist() for row in tq.kv_batch_get(["int", "float"], name)["mask"]] == [[1.0], [0.5]]
+    with pytest.raises(
+        tq.SchemaConflictError,
+        match=r"field 'mask'.*torch.float32 in 1 samples \(\d+\), torch.int64 in 1 .*objects in 1",
+    ):
         tq.kv_batch_get(["float", "int", "text"], name)
 
 

@@ -52,6 +52,11 @@ def rows(start: int, count: int = ROWS) -> dict[str, torch.Tensor]:
 
 
 @ray.remote
+def attach() -> None:
+    tq.init()
+
+
+@ray.remote
 def put(partition: str, start: int, conf: Any) -> list[int]:
     """As from another host: the units, which are all on this machine, take turns."""
     tq.close()
@@ -244,6 +249,32 @@ def test_the_servers_end_with_an_actor_that_is_killed(queue):
     running = watched(servers())
     ray.kill(controller())
     assert end(running)
+
+
+def test_a_later_node_has_a_unit_from_the_first_init_there_on(cluster, monkeypatch):
+    queue = tq.init({"backend": {"SimpleStorage": {"memory": "192MiB"}}})
+    with monkeypatch.context() as patch:  # the node is a child of this process, unlike a real one
+        for name in ("TQ_ADDRESS", "TQ_KEY_FILE"):
+            patch.delenv(name, raising=False)
+        node = cluster.add_node(num_cpus=0, resources={f"n{NODES}": 10})
+    try:
+        assert len(tq.get_client().get_storage_stats()) == NODES
+        ray.get([attach.options(**on(NODES)).remote() for _ in range(2)])  # both at once
+        units = tq.get_client().get_storage_stats()
+        assert len(units) == NODES + 1
+        assert len({unit["capacity_bytes"] for unit in units}) == 1
+        ray.get([put.options(**on(number)).remote("p", ROWS * number, queue) for number in range(NODES + 1)])
+        meta = tq.get_client().get_meta(["x"], ROWS * (NODES + 1), "p", task_name="t")
+        assert sorted(row[0].item() for row in tq.get_client().get_data(meta)["x"]) == list(range(ROWS * (NODES + 1)))
+        stats = tq.get_client().get_storage_stats()
+        assert all(unit["samples"] for unit in stats if unit["unit"] != "unit0")
+        running = watched(servers())
+        tq.close()
+        assert end(running)
+    finally:
+        tq.close()
+        cluster.remove_node(node)
+        cluster.wait_for_nodes(WAIT_S)  # otherwise the next queue would have a unit there
 
 
 def test_what_a_dead_node_held_is_lost_and_everything_else_goes_on(cluster):

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
 import transfer_queue as tq
-from transfer_queue.controller import TransferQueueController
+from transfer_queue.controller import SimpleStorageUnit, TransferQueueController
 from transfer_queue.sampler import GRPOGroupNSampler
+from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies, get_placement_group
+from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
 ray = pytest.importorskip("ray")
 SCHEMA = {"x": {"dtype": "torch.int64", "shape": (1,)}, "y": {"dtype": "torch.float32", "shape": (2,)}}
@@ -122,12 +125,65 @@ def test_the_configuration_makes_clients_by_hand(one_node: None, tmp_path: Any) 
     tq.close()
 
 
+def test_programs_change_the_options_of_actors_and_mark_their_queue(one_node: None, monkeypatch: Any) -> None:
+    given: list[dict[str, Any]] = []
+    options = TransferQueueController.options
+    monkeypatch.setattr(
+        TransferQueueController, "options", lambda **own: given.append(own) or options(**own, max_concurrency=3)
+    )
+    tq.init({"controller": {"owner_token": "mine"}})
+    actor = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    assert ray.get(actor.get_config.remote()).controller.owner_token == "mine"
+    assert given[0]["name"] == "TransferQueueController"
+    assert import_module("transfer_queue.storage.simple_storage").SimpleStorageUnit is SimpleStorageUnit
+    tq.close()
+
+
+def test_a_client_by_hand_asks_the_actor_for_its_address(one_node: None) -> None:
+    actor = TransferQueueController.remote()
+    info = process_zmq_server_info(actor)
+    assert process_zmq_server_info({"a": actor}) == {"a": info}
+    client = tq.TransferQueueClient("by hand", info)
+    section = ray.get(actor.get_config.remote()).backend.SimpleStorage
+    client.initialize_storage_manager("AsyncSimpleStorageManager", section)
+    client.put({"x": torch.arange(2)}, partition_id="p")
+    assert client.get_data(client.get_meta(["x"], 2, "p", task_name="t"))["x"].tolist() == [0, 1]
+    client.close()
+    ray.get(actor.shutdown.remote())
+    ray.kill(actor)
+
+
+def test_actors_of_a_program_are_placed_in_turn(one_node: None) -> None:
+    group = get_placement_group(2, num_cpus_per_actor=1)
+    assert group.bundle_count == 2
+    ray.util.remove_placement_group(group)
+    own = ray.get_runtime_context().get_node_id()
+    assert [each.node_id for each in get_node_round_robin_scheduling_strategies(3)] == [own] * 3
+    with pytest.raises(ValueError, match="offers the resource 'gpu9'"):
+        get_node_round_robin_scheduling_strategies(1, "gpu9")
+
+
 def test_a_configuration_that_is_refused_is_told_and_the_name_is_free_again(one_node: None) -> None:
     with pytest.raises(ValueError, match="Could not find sampler"):
         tq.init({"controller": {"sampler": "SequentailSampler"}})
     with pytest.raises(ValueError, match="Failed to look up actor"):
         ray.get_actor("TransferQueueController", namespace="transfer_queue")
     assert tq.init().launch == "ray"
+    tq.close()
+
+
+def test_values_may_lie_in_rays_object_store(one_node: None) -> None:
+    conf = tq.init({"backend": {"storage_backend": "RayStore"}})
+    assert (conf.launch, conf.listen) == ("ray", None)
+    tq.get_client().put({"x": torch.arange(4)}, partition_id="p")
+
+    @ray.remote(num_cpus=0)
+    def read() -> Any:
+        tq.init()
+        client = tq.get_client()
+        return client.get_data(client.get_meta(["x"], 4, "p", task_name="t"))["x"].tolist()
+
+    assert ray.get(read.remote()) == [0, 1, 2, 3]
     tq.close()
 
 

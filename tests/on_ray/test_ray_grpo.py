@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small run of the GRPO example on Ray trains as the one without does."""
+"""A small run of the GRPO example on Ray (configs/grpo_ray.yaml) trains as the one without does."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
@@ -23,7 +24,9 @@ from transfer_queue.errors import (
     UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.schema import check_one_dtype
+from transfer_queue.schema import common_dtypes, dtypes_of
+from transfer_queue.storage.batches import from_rows
+from transfer_queue.storage.columns import named_columns, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.unread import UnreadBatch
 
@@ -189,7 +192,10 @@ class Gets(ClientBase):
             raise InvalidRequestError(
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
             )
-        check_one_dtype(batch.meta.field_schema, batch.meta.global_indexes)
+        common = common_dtypes(batch.meta.field_schema, batch.meta.global_indexes)
+        if common:
+            await batch.close()
+            return await self._read_apart(batch.meta, common)
         data = await batch.values()
         if data is not None:
             return data
@@ -203,16 +209,34 @@ class Gets(ClientBase):
                 dense tensors, where all samples have the same shape. None: ``client.layout`` of the configuration.
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
-            SchemaConflictError: samples of one field have different dtypes; the text names both.
+            SchemaConflictError: some samples of a field are tensors, and others are objects; the text names both.
         """
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
-        check_one_dtype(metadata.field_schema, metadata.global_indexes)
+        common = common_dtypes(metadata.field_schema, metadata.global_indexes)
+        if common:
+            return await self._read_apart(metadata, common, layout)
         await self.session.config()
         storage, units = self.storage_manager, None
         if isinstance(storage, SharedMemoryManager) and await self.has_more_units(storage):
             units = await self._places(metadata, metadata.field_names)
         return await self._read(metadata, units, layout)
+
+    async def _read_apart(
+        self, meta: BatchMeta, common: Mapping[str, torch.dtype], layout: str | None = None
+    ) -> TensorDict:
+        """Read the samples of each dtype apart, and cast them to the common dtypes of their fields."""
+        by_dtypes: dict[tuple[Any, ...], list[int]] = {}
+        dtypes = [dtypes_of(meta.field_schema[name], meta.size) for name in common]
+        for position, own in enumerate(zip(*dtypes, strict=True)):
+            by_dtypes.setdefault(own, []).append(position)
+        rows: dict[str, list[Any]] = {name: [None] * meta.size for name in meta.field_names}
+        for positions in by_dtypes.values():
+            part = await self.async_get_data(meta.select_samples(positions))
+            for name, column in named_columns(part):
+                for position, value in zip(positions, values_of(column, len(positions)), strict=True):
+                    rows[name][position] = value.to(common[name]) if name in common else value
+        return from_rows(rows, meta.size, layout or str(self.storage_manager.config.get("layout") or "jagged"))
 
     async def _read(
         self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None

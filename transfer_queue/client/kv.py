@@ -15,12 +15,16 @@ from transfer_queue.client.put import DataParser, Puts, RowTags, as_tensordict
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.storage.columns import parsed_rows
+from transfer_queue.utils.logging_utils import get_logger
 
 if TYPE_CHECKING:
     from transfer_queue.client import AsyncTransferQueueClient
 
+_log = get_logger(__name__)
 Tag = dict[str, Any]
 _TRIES = 5
+_warned: set[str] = set()
+"""Fields of which a warning has told; one warning per field is enough."""
 
 
 class Keys(Puts):
@@ -93,7 +97,7 @@ def check_keys(keys: Sequence[str] | str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"keys must be a string or a list of strings, got {keys!r}.")
     if not names:
-        raise InvalidRequestError("the list of keys is empty.")
+        raise InvalidRequestError("keys is an empty list.")
     return names
 
 
@@ -181,7 +185,7 @@ async def batch_get(
 ) -> TensorDict:
     """Rows in the order of the keys, including repeats.
 
-    A missing key is an error, and so is a field that only some of the samples have, or none of the selected ones.
+    A selected field is left out if a sample lacks it. A missing key is an error, and so is it if no field is left.
     """
     names = check_keys(keys)
     unique = list(dict.fromkeys(names))
@@ -195,16 +199,21 @@ async def batch_get(
     meta = to_meta(batch)
     wanted = sorted(meta.field_names if select is None else {select} if isinstance(select, str) else set(select))
     present = [name for name in wanted if name in meta.field_names]
-    partial = [name for name in wanted if name in batch.partial]
-    if partial or not present:
-        absent = partial or wanted
-        what = f"fields {absent}" if absent else "any field"
+    if not present:
+        what = f"fields {wanted}" if wanted else "any field"
         raise InvalidRequestError(
             f"{what} not ready for all {len(unique)} keys; every one of them has: {meta.field_names}. "
             f"Wait for their producer, or select other fields."
         )
+    _warn_of({name for name in wanted if name in batch.partial} - _warned)
     order = {name: position for position, name in enumerate(unique)}
     return await client.async_get_data(meta.select_fields(present).select_samples([order[name] for name in names]))
+
+
+def _warn_of(partial: set[str]) -> None:
+    _warned.update(partial)
+    for name in sorted(partial):
+        _log.warning("field %r was selected, but only some of the samples have it: it is left out.", name)
 
 
 async def batch_get_by_meta(

@@ -239,8 +239,8 @@ def _warn_once(field: str, partition: str, dtypes: str) -> None:
         return
     _warned.add(field)
     _log.warning(
-        "samples of field %r in partition %r have several dtypes: %s. A batch that would mix them can't be read; "
-        "create_partition(fields=...) refuses such puts.",
+        "samples of field %r in partition %r have several dtypes: %s. A batch that mixes them is cast as by "
+        "torch.cat; create_partition(fields=...) refuses such puts.",
         field, partition, dtypes,
     )  # fmt: skip
 

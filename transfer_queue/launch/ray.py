@@ -6,30 +6,35 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from transfer_queue import controller
-from transfer_queue.errors import ConfigError, LaunchError, RemoteError, TransferQueueError, from_wire
+from transfer_queue.errors import LaunchError, TransferQueueError
 from transfer_queue.launch.actor_class import import_ray
 from transfer_queue.launch.local import portable, short_directory
 from transfer_queue.launch.member import private_key_file
-from transfer_queue.launch.ray_actors import CONTROLLER_NAME, NAMESPACE
+from transfer_queue.launch.ray_actors import CONTROLLER_NAME
+from transfer_queue.launch.ray_units import (
+    NAMESPACE,
+    START_TIMEOUT_S,
+    answers,
+    at_node,
+    await_name,
+    eligible_nodes,
+    start_error,
+    start_unit,
+)
 from transfer_queue.sampler.registry import as_sampler
+from transfer_queue.storage.backends import is_of_units
 from transfer_queue.utils.logging_utils import get_logger
 from transfer_queue.utils.machine import host_id
 
 _log = get_logger(__name__)
-UNIT_NAME = "TransferQueueStorageUnit#{}"
-_START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 20.0
-_LOOK_S = 0.05
-"""How often it is checked whether Ray has freed the name of an actor."""
 _in_fork: list[bool] = []
 
 
@@ -101,7 +106,7 @@ class RayQueue:
         self._pid = os.getpid()
         self._task = _current_task()
         self._started: list[Any] = []
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         try:
             found = None
             while found is None:  # several processes may start it at once: the first one does, and the others find it
@@ -110,7 +115,9 @@ class RayQueue:
             self._end_started()
             raise
         self.actor, connection = found
-        self.listen: str = connection["remote"]
+        if not self._started:
+            _add_unit_here(self.actor, connection, deadline)
+        self.listen: str | None = connection["remote"]
         self.address, self.key_file = _reachable(connection)
         directory = None if self.key_file is None else os.path.dirname(self.key_file)
         self._finalizer = Finalize(self, _remove, args=(self._pid, directory), exitpriority=10)
@@ -145,14 +152,14 @@ class RayQueue:
         """The new controller's actor and its connection; None if another process was faster."""
         storage = conf.backend.SimpleStorage
         nodes = eligible_nodes(storage.required_node_resource)
+        if not is_of_units(conf.backend.storage_backend):
+            del nodes[1:]
         plain: Any = OmegaConf.to_container(conf, resolve=True)
         plain["controller"]["sampler"] = "SequentialSampler"
-        options = {"name": CONTROLLER_NAME, "namespace": NAMESPACE, "scheduling_strategy": _at(nodes[0])}
+        options = {"name": CONTROLLER_NAME, "namespace": NAMESPACE, "scheduling_strategy": at_node(nodes[0])}
         arguments = {"sampler": _sent(conf.controller.sampler), "polling_mode": bool(conf.controller.polling_mode)}
         try:
-            actor = controller.TransferQueueController.options(**options).remote(
-                **arguments, conf=plain, hosts=len(nodes)
-            )
+            actor = controller.TransferQueueController.options(**options).remote(**arguments, conf=plain, nodes=nodes)
         except ValueError:
             if find() is None:
                 raise
@@ -160,13 +167,13 @@ class RayQueue:
         self._started.append(actor)
         connection = _connection(actor, deadline)
         if len(nodes) > 1:
-            keys = _answers([actor.keys.remote()], deadline)[0]
+            keys = answers([actor.keys.remote()], deadline)[0]
             for number, node in enumerate(nodes[1:], 1):
                 arguments = {"conf": plain, "join": connection["remote"], "keys": keys, "hosts": len(nodes)}
-                self._started.append(_start_unit(UNIT_NAME.format(number), node, arguments, deadline))
-            for failed in _answers([unit.failed.remote() for unit in self._started[1:]], deadline):
+                self._started.append(start_unit(number, node, arguments, deadline))
+            for failed in answers([unit.failed.remote() for unit in self._started[1:]], deadline):
                 if failed is not None:
-                    raise _start_error(failed)
+                    raise start_error(failed)
         return actor, connection
 
     def close(self) -> None:
@@ -187,28 +194,9 @@ class RayQueue:
             ray.wait([each.shutdown.remote() for each in started], num_returns=len(started), timeout=_STOP_TIMEOUT_S)
             for each in started:
                 ray.kill(each)
-            _await(lambda: find() is None, time.monotonic() + _STOP_TIMEOUT_S, "its controller is still ending")
+            await_name(lambda: find() is None, time.monotonic() + _STOP_TIMEOUT_S, "its controller is still ending")
         except (ray.exceptions.RayError, TransferQueueError, ValueError) as error:
             _log.warning("the queue did not end as it should: %s", error)
-
-
-def eligible_nodes(resource: str | None) -> list[str]:
-    """Nodes that get a storage unit, by id; the first one also gets the controller, at best this process's own.
-
-    Raises:
-        ConfigError: no node offers the resource.
-    """
-    ray = import_ray()
-    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    own = ray.get_runtime_context().get_node_id()
-    nodes = [name for name in sorted(alive) if resource is None or alive[name].get(resource)]
-    if not nodes:
-        offered = sorted({name for resources in alive.values() for name in resources if not name.startswith("node:")})
-        raise ConfigError(
-            f"no node of the Ray cluster offers the resource {resource!r} "
-            f"(backend.SimpleStorage.required_node_resource). Its {len(alive)} nodes offer: {', '.join(offered)}."
-        )
-    return sorted(nodes, key=lambda name: name != own)
 
 
 def _found(deadline: float) -> tuple[Any, Any] | None:
@@ -217,50 +205,25 @@ def _found(deadline: float) -> tuple[Any, Any] | None:
         try:
             return actor, _connection(actor, deadline)
         except import_ray().exceptions.RayActorError:  # it was ending, so its name will be free
-            _await(lambda: find() is None, deadline, "an earlier queue's controller doesn't end")
+            await_name(lambda: find() is None, deadline, "an earlier queue's controller doesn't end")
     return None
 
 
-def _start_unit(name: str, node: str, arguments: dict[str, Any], deadline: float) -> Any:
-    """Start the actor of a storage unit on this node."""
-    actor_class = controller.SimpleStorageUnit.options(name=name, namespace=NAMESPACE, scheduling_strategy=_at(node))
-    started: list[Any] = []
-
-    def start() -> bool:
-        try:
-            started.append(actor_class.remote(name=name, **arguments))
-        except ValueError:  # an earlier queue's unit is ending
-            return False
-        return True
-
-    _await(start, deadline, f"there still is an actor {name}")
-    return started[0]
+def _add_unit_here(actor: Any, connection: dict[str, Any], deadline: float) -> None:
+    """Have a storage unit on this process's node, if the node is a later one of the cluster."""
+    node = import_ray().get_runtime_context().get_node_id()
+    if node not in connection["nodes"]:
+        failed = answers([actor.add_unit.remote(node)], deadline)[0]
+        if failed is not None:
+            raise start_error(failed)
 
 
 def _connection(actor: Any, deadline: float) -> dict[str, Any]:
     """What the controller's actor says. Raises RayActorError if it ends, and LaunchError if it did not start."""
-    said: dict[str, Any] = _answers([actor.connection.remote()], deadline)[0]
+    said: dict[str, Any] = answers([actor.connection.remote()], deadline)[0]
     if "failed" in said:
-        raise _start_error(said["failed"])
+        raise start_error(said["failed"])
     return said
-
-
-def _answers(asked: list[Any], deadline: float) -> list[Any]:
-    ray = import_ray()
-    try:
-        answers: list[Any] = ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
-    except ray.exceptions.GetTimeoutError:
-        raise LaunchError(
-            f"the queue's actors did not start within {_START_TIMEOUT_S:.0f} s. See why with 'ray list actors': their "
-            f"nodes may have ended, or lack the resources that were asked for."
-        ) from None
-    return answers
-
-
-def _start_error(failed: tuple[str, str]) -> TransferQueueError:
-    code, text = failed
-    said = f"the queue did not start: {text}"
-    return LaunchError(said) if code == RemoteError.__name__ else from_wire(code, said)
 
 
 def _sent(sampler: Any) -> Any:
@@ -274,24 +237,14 @@ def _reachable(connection: dict[str, Any]) -> tuple[str, str | None]:
     local: str = connection["local"]
     if connection["host"] == host_id() and os.path.exists(local.removeprefix("ipc://")):
         return local, None
+    if connection["remote"] is None:
+        raise LaunchError(
+            "a queue whose values lie in RayStore, MooncakeStore or a backend of your own can be used only on the node "
+            "of its controller. Use SimpleStorage in a cluster of several nodes."
+        )
     if connection["public_key"] is None:
         return connection["remote"], None
     return connection["remote"], private_key_file(short_directory("tq-"), (connection["public_key"], ""))
-
-
-def _at(node: str) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-
-
-def _await(done: Callable[[], bool], deadline: float, otherwise: str) -> None:
-    """Look again and again. Raises LaunchError at the deadline."""
-    turn = threading.Event()
-    while not done():
-        if time.monotonic() > deadline:
-            raise LaunchError(f"the queue's name in the Ray cluster isn't free: {otherwise}.")
-        turn.wait(_LOOK_S)
 
 
 def _remove(owner: int, directory: str | None) -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -14,7 +16,9 @@ from transfer_queue.errors import InvalidRequestError, SamplerError, from_wire, 
 from transfer_queue.launch.controller_verbs import ControllerVerbs
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.launch.member import MemberServer
+from transfer_queue.launch.ray_units import START_TIMEOUT_S, answers, eligible_nodes, end_unit, start_unit
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
+from transfer_queue.storage.backends import is_of_units
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.machine import host_id
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
     from transfer_queue.client import TransferQueueClient
 
 CONTROLLER_NAME = "TransferQueueController"
-NAMESPACE = "transfer_queue"
 Keys = tuple[str, str] | None
 
 
@@ -38,21 +41,26 @@ class ControllerActor(ControllerVerbs):
         sampler: Any = SequentialSampler,
         polling_mode: bool = False,
         conf: Mapping[str, Any] | None = None,
-        hosts: int = 1,
+        nodes: Sequence[str] = (),
     ) -> None:
         """
         Args:
             sampler: The default sampler of tasks: a name, an instance or a class, or one of them pickled.
             polling_mode: ``get_metadata`` returns an empty BatchMeta at once if nothing is ready.
             conf: The rest of the configuration, as for ``init``.
-            hosts: Number of nodes that get a storage unit, this one included.
+            nodes: Those that get a storage unit at the start, this one first. None: only this one.
         """
+        self._given = conf
+        self._nodes = list(nodes) or [own_node()]
+        self._hosts = len(self._nodes)
+        self._later_units: list[Any] = []
+        self._adding = threading.Lock()
         self._queue: LocalQueue | None = None
         self._failed: tuple[str, str] | None = None
         self._config: Any = None
         self._client: TransferQueueClient | None = None
         try:
-            self._queue = LocalQueue(_with_defaults(conf, sampler, polling_mode), hosts=hosts)
+            self._queue = LocalQueue(_with_defaults(conf, sampler, polling_mode), hosts=self._hosts)
             self._config = self._queue.conf
         except Exception as error:  # the guard of the start: whoever asks for the connection gets the error
             self._failed = to_wire(error)
@@ -78,15 +86,41 @@ class ControllerActor(ControllerVerbs):
     # ---- for processes that attach; these methods are answered although another one waits ----
 
     def connection(self) -> dict[str, Any]:
-        """How a process of the cluster reaches the queue, or why it did not start ("failed")."""
+        """How a process of the cluster reaches the queue, or why it did not start ("failed").
+
+        "remote" is None if only processes of this host can.
+        """
         if self._failed is not None:
             return {"failed": self._failed}
         conf = self.queue.conf
         keys = self.keys()
         return {
-            "host": host_id(), "local": self.queue.address, "remote": str(conf.listen),
-            "public_key": None if keys is None else keys[0],
+            "host": host_id(), "local": self.queue.address, "remote": conf.listen,
+            "public_key": None if keys is None else keys[0], "nodes": list(self._nodes),
         }  # fmt: skip
+
+    def add_unit(self, node: str) -> tuple[str, str] | None:
+        """Start a storage unit on this node, unless it has one or lacks the required resource.
+
+        The unit gets the share of memory that each of the first nodes has.
+
+        Returns:
+            Why it did not start, for ``from_wire``; None if it runs, or if none is wanted.
+        """
+        conf = self.queue.conf
+        if not is_of_units(conf.backend.storage_backend):
+            return None
+        with self._adding:
+            if node in self._nodes or node not in eligible_nodes(conf.backend.SimpleStorage.required_node_resource):
+                return None
+            deadline = time.monotonic() + START_TIMEOUT_S
+            arguments = {"conf": self._given, "join": str(conf.listen), "keys": self.keys(), "hosts": self._hosts}
+            unit = start_unit(len(self._nodes), node, arguments, deadline)
+            failed: tuple[str, str] | None = answers([unit.failed.remote()], deadline)[0]
+            if failed is None:
+                self._nodes.append(node)
+                self._later_units.append(unit)
+            return failed
 
     def keys(self) -> Keys:
         """The public and the secret key, for servers of the queue. None: without encryption."""
@@ -118,6 +152,9 @@ class ControllerActor(ControllerVerbs):
         client, self._client = self._client, None
         if client is not None:
             client.close()
+        units, self._later_units = self._later_units, []
+        for unit in units:
+            end_unit(unit)
         queue, self._queue = self._queue, None
         if queue is not None:
             queue.close()
@@ -160,12 +197,18 @@ class UnitActor:
             self._server.close()
 
 
+def own_node() -> str:
+    """The id of this actor's node in the cluster."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def node_ip() -> str:
     """The address of this actor's node in the cluster."""
     import ray
 
-    own = ray.get_runtime_context().get_node_id()
-    found = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own]
+    found = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own_node()]
     return str(found[0])
 
 
@@ -177,7 +220,9 @@ def free_port() -> str:
 def _with_defaults(conf: Mapping[str, Any] | None, sampler: Any, polling_mode: bool) -> DictConfig:
     """The configuration of the server with the controller."""
     merged = merge(conf)
-    merged.launch, merged.server_processes, merged.listen = "ray", "one", free_port()
+    merged.launch = "ray"
+    if is_of_units(merged.backend.storage_backend):
+        merged.server_processes, merged.listen = "one", free_port()
     merged.controller.sampler = unpickled(sampler) if isinstance(sampler, bytes) else sampler
     merged.controller.polling_mode = polling_mode
     return merged

@@ -207,13 +207,17 @@ Weight = str | Callable[[dict[str, Any]], float]
 """The name of a tag that holds the weight, or a function of a sample's tags."""
 
 
-def sample_weights(indexes: list[int], weight: Weight, view: Any) -> list[float]:
+def sample_weights(indexes: list[int], weight: Weight, view: Any, missing: float | None = None) -> list[float]:
     """One weight per index.
 
+    Args:
+        missing: Weight of a sample that lacks the tag. None: that is an error.
     Raises:
         SamplerError: A tag is missing, or a weight is no finite number >= 0; the text names the sample.
     """
     tags = view.get_custom_meta(indexes)
+    if missing is not None and isinstance(weight, str):
+        tags = {index: {weight: missing, **(tags.get(index) or {})} for index in indexes}
     return [_weigh(index, tags.get(index) or {}, weight) for index in indexes]
 
 

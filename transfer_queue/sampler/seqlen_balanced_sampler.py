@@ -16,6 +16,7 @@ from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions
 __all__ = ["SeqlenBalancedSampler", "get_seqlen_balanced_partitions", "karmarkar_karp"]
 
 logger = logging.getLogger(__name__)
+_LENGTHS = "total_lengths"
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
@@ -24,12 +25,15 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     Args:
         n_samples_per_prompt: Responses per prompt; a group never spans two ranks.
         dp_size: Data-parallel ranks. ``batch_size`` is per rank.
-        weight: Tag with the tokens of a sample, or an importable function of its tags.
+        weight: Tag with the tokens of a sample, or an importable function of its tags. A sample without the tag
+            "total_lengths" counts as 1; one without a tag of another name is an error.
     """
 
     _unnumbered = 0
+    _told = False
+    """Whether a warning has told that samples have no length."""
 
-    def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, weight: Weight = "total_lengths") -> None:
+    def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, weight: Weight = _LENGTHS) -> None:
         super().__init__(n_samples_per_prompt)
         if dp_size <= 0:
             raise SamplerError(f"dp_size must be positive, got {dp_size}.")
@@ -94,11 +98,20 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             per_rank = len(groups) // self.dp_size
             parts = [list(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(self.dp_size)]
         else:
-            weights = sample_weights([index for group in groups for index in group], self.weight, view)
+            weights = self._weights([index for group in groups for index in group], view)
             size = self.n_samples_per_prompt
             totals = [sum(weights[start : start + size]) for start in range(0, len(weights), size)]
             parts = get_seqlen_balanced_partitions(totals, self.dp_size, equal_size=True)
         return [[index for position in part for index in groups[position]] for part in parts]
+
+    def _weights(self, samples: list[int], view: Any) -> list[float]:
+        if self.weight != _LENGTHS:
+            return sample_weights(samples, self.weight, view)
+        tags = view.get_custom_meta(samples)
+        if not self._told and any(_LENGTHS not in (tags.get(index) or {}) for index in samples):
+            self._told = True
+            logger.warning("samples without the tag %r count as 1 where batches are balanced by it.", _LENGTHS)
+        return sample_weights(samples, self.weight, view, missing=1)
 
     def _keep(self, partition_id: str, task_name: str, batch: int, shares: list[list[int]]) -> None:
         self._balanced_cache[(partition_id, task_name, batch)] = shares

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small helpers for programs that use the queue: flags in the environment, and torch's threads."""
+"""Small helpers for programs that use the queue: flags in the environment, torch's threads, placement on Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from transfer_queue.config import environment_number, environment_text
-from transfer_queue.errors import InvalidRequestError
+from transfer_queue.errors import ConfigError, InvalidRequestError
 from transfer_queue.utils.logging_utils import get_logger
 
 _TRUE = frozenset({"true", "1", "yes", "y", "on"})
@@ -39,3 +40,32 @@ def limit_pytorch_auto_parallel_threads(target_num_threads: int | None = None, i
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def get_placement_group(num_ray_actors: int, num_cpus_per_actor: int = 1) -> Any:
+    """Reserve CPUs for so many Ray actors, one bundle each, on as many nodes as possible, and wait for them."""
+    import ray
+
+    group = ray.util.placement_group([{"CPU": num_cpus_per_actor}] * num_ray_actors, strategy="SPREAD")
+    ray.get(group.ready())
+    return group
+
+
+def get_node_round_robin_scheduling_strategies(num_actors: int, required_node_resource: str | None = None) -> list[Any]:
+    """Scheduling strategies that place Ray actors on the living nodes in turn, by id.
+
+    Args:
+        required_node_resource: Only nodes that offer this resource take part.
+    Raises:
+        ConfigError: no node offers the resource, or none is alive.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    nodes = sorted(name for name in alive if required_node_resource is None or alive[name].get(required_node_resource))
+    if not nodes:
+        raise ConfigError(
+            f"none of the {len(alive)} living nodes of the Ray cluster offers the resource {required_node_resource!r}."
+        )
+    return [NodeAffinitySchedulingStrategy(node_id=nodes[n % len(nodes)], soft=False) for n in range(num_actors)]

@@ -67,3 +67,19 @@ class ZMQServerInfo:
 def local_server(role: str, server_id: str, socket_name: str, address: str, pid: int) -> ZMQServerInfo:
     """A server that is a process of this host."""
     return ZMQServerInfo(role, server_id, "localhost", {socket_name: address}, pid)
+
+
+def process_zmq_server_info(handlers: Any) -> Any:
+    """Ask servers that are Ray actors for their addresses.
+
+    Args:
+        handlers: An actor that has ``get_zmq_server_info``, or a mapping of names to such actors.
+    Returns:
+        Its ZMQServerInfo, or a dict of them by the same names.
+    """
+    import ray
+
+    if isinstance(handlers, Mapping):
+        infos = ray.get([handler.get_zmq_server_info.remote() for handler in handlers.values()])
+        return dict(zip(handlers, infos, strict=True))
+    return ray.get(handlers.get_zmq_server_info.remote())

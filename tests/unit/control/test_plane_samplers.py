@@ -124,10 +124,10 @@ def test_a_balanced_round_is_consumed_whole_by_whoever_asks_first(plane):
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [1, 1, 1, 1]
 
 
-def test_a_missing_weight_names_the_sample_and_consumes_nothing(plane):
+def test_a_wrong_weight_names_the_sample_and_consumes_nothing(plane):
     balanced(plane, 2)
-    put(plane, 2, lengths=[5])
-    refused(fetch(plane, 1, 0, 0, wait_s=9.0), "SamplerError", "sample 1 has no tag 'total_lengths'")
+    put(plane, 2, lengths=[5, -1])
+    refused(fetch(plane, 1, 0, 0, wait_s=9.0), "SamplerError", "sample 1 is -1")
     assert ask(plane, ACTOR, p.SetTags, {"p": {1: {"total_lengths": 2}}}).value is None
     assert sorted(batch(plane, 1, 0, 0) + batch(plane, 1, 1, 0)) == [0, 1]
 

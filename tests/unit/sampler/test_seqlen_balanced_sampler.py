@@ -80,7 +80,6 @@ def test_weight_may_be_another_tag_or_a_function_of_the_tags() -> None:
 @pytest.mark.parametrize(
     ("lengths", "text"),
     [
-        ({0: 5}, r"sample 1 has no tag 'total_lengths'.*its tags: \[\]"),
         ({0: 5, 1: "long"}, "tag 'total_lengths' of sample 1 is 'long'"),
         ({0: 5, 1: -1}, "sample 1 is -1"),
         ({0: float("nan"), 1: 5}, "sample 0 is nan"),
@@ -92,6 +91,20 @@ def test_a_sample_without_a_usable_weight_is_refused_by_name(lengths: dict[int, 
     with pytest.raises(SamplerError, match=text):
         ask(sampler, 0, [0, 1], 1, partition=Tagged(lengths))
     assert (sampler._states, sampler._balanced_cache) == ({}, {})
+
+
+def test_a_sample_without_a_length_counts_as_one_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = SeqlenBalancedSampler(dp_size=2)
+    partition = Tagged({0: 5, 1: 3, 2: 2})
+    assert [ask(sampler, rank, [0, 1, 2, 3], 2, partition=partition) for rank in (0, 1)] == [[0, 3], [1, 2]]
+    ask(sampler, 0, [0, 1, 2, 3], 2, batch=1, partition=partition)
+    assert ["without the tag 'total_lengths' count as 1" in message for message in caplog.messages] == [True]
+
+
+def test_a_sample_without_a_tag_of_another_name_is_refused_by_name() -> None:
+    sampler = SeqlenBalancedSampler(dp_size=2, weight="tokens")
+    with pytest.raises(SamplerError, match=r"sample 1 has no tag 'tokens'.*its tags: \[\]"):
+        ask(sampler, 0, [0, 1], 1, partition=Tagged({0: 5}, tag="tokens"))
 
 
 def test_without_a_partition_the_split_is_by_count_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

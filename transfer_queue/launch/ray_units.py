@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The storage units of a queue on Ray: on which nodes they are, and how their actors are started."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transfer_queue import controller
+from transfer_queue.errors import ConfigError, LaunchError, RemoteError, TransferQueueError, from_wire
+from transfer_queue.launch.actor_class import import_ray
+
+NAMESPACE = "transfer_queue"
+_UNIT_NAME = "TransferQueueStorageUnit#{}"
+START_TIMEOUT_S = 180.0
+_STOP_TIMEOUT_S = 10.0
+_LOOK_S = 0.05
+"""How often it is checked whether Ray has freed the name of an actor."""
+
+
+def eligible_nodes(resource: str | None) -> list[str]:
+    """Nodes that get a storage unit, by id; the first one also gets the controller, at best this process's own.
+
+    Raises:
+        ConfigError: no node offers the resource.
+    """
+    ray = import_ray()
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [name for name in sorted(alive) if resource is None or alive[name].get(resource)]
+    if not nodes:
+        offered = sorted({name for resources in alive.values() for name in resources if not name.startswith("node:")})
+        raise ConfigError(
+            f"no node of the Ray cluster offers the resource {resource!r} "
+            f"(backend.SimpleStorage.required_node_resource). Its {len(alive)} nodes offer: {', '.join(offered)}."
+        )
+    return sorted(nodes, key=lambda name: name != own)
+
+
+def start_unit(number: int, node: str, arguments: dict[str, Any], deadline: float) -> Any:
+    """Start the actor of a storage unit on this node. ``failed`` of it tells whether the unit has started."""
+    name = _UNIT_NAME.format(number)
+    actor_class = controller.SimpleStorageUnit.options(
+        name=name, namespace=NAMESPACE, scheduling_strategy=at_node(node)
+    )
+    started: list[Any] = []
+
+    def start() -> bool:
+        try:
+            started.append(actor_class.remote(name=name, **arguments))
+        except ValueError:  # an earlier queue's unit is ending
+            return False
+        return True
+
+    await_name(start, deadline, f"there still is an actor {name}")
+    return started[0]
+
+
+def end_unit(unit: Any) -> None:
+    """End the actor of a storage unit, with its server. Its node may be gone already."""
+    ray = import_ray()
+    ray.wait([unit.shutdown.remote()], timeout=_STOP_TIMEOUT_S)
+    ray.kill(unit)
+
+
+def answers(asked: list[Any], deadline: float) -> list[Any]:
+    ray = import_ray()
+    try:
+        answers: list[Any] = ray.get(asked, timeout=max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError:
+        raise LaunchError(
+            f"the queue's actors did not start within {START_TIMEOUT_S:.0f} s. See why with 'ray list actors': their "
+            f"nodes may have ended, or lack the resources that were asked for."
+        ) from None
+    return answers
+
+
+def start_error(failed: tuple[str, str]) -> TransferQueueError:
+    code, text = failed
+    said = f"the queue did not start: {text}"
+    return LaunchError(said) if code == RemoteError.__name__ else from_wire(code, said)
+
+
+def at_node(node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def await_name(done: Callable[[], bool], deadline: float, otherwise: str) -> None:
+    """Look again and again. Raises LaunchError at the deadline."""
+    turn = threading.Event()
+    while not done():
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the queue's name in the Ray cluster isn't free: {otherwise}.")
+        turn.wait(_LOOK_S)
