@@ -132,20 +132,26 @@ def names_a_data_class(args: Sequence[str] | Mapping[str, Any]) -> bool:
         return "class_path" in (args.get("data") or {})
     if any(arg.startswith(("--data.class_path", "--data.init_args")) for arg in args):
         return True
-    sections = [OmegaConf.select(conf, path) for conf in _configs(args) for path in ("data", "*.data")]
+    sections = [OmegaConf.select(conf, key) for conf in _configs(args) for key in ("data", "*.data")]
     return any(isinstance(section, DictConfig) and "class_path" in section for section in sections)
 
 
 def _configs(args: Sequence[str]) -> Iterator[Any]:
-    values = {"--data": "data: ", "--config": "", "-c": ""}
+    for path, key in _config_files(args):
+        conf = load_mapping(path)
+        yield OmegaConf.create({key: conf}) if key else conf
+
+
+def _config_files(args: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Configuration files that a command line names, each with the key that it is the value of ("" for a whole one)."""
+    keys = {"--data": "data", "--config": "", "-c": ""}
     for position, arg in enumerate(args):
         name, _, value = arg.partition("=")
-        if name not in values:
+        if name not in keys:
             continue
-        value = value or "".join(args[position + 1 : position + 2])
-        if Path(value).is_file():  # otherwise the parser reports it
-            conf = load_mapping(value)
-            yield OmegaConf.create({"data": conf}) if name == "--data" else conf
+        path = Path(value or "".join(args[position + 1 : position + 2]))
+        if path.is_file():  # otherwise the parser reports it
+            yield path, keys[name]
 
 
 def run(args: Sequence[str] | None) -> int:
@@ -156,6 +162,7 @@ def run(args: Sequence[str] | None) -> int:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # a configuration may name modules of the current directory
     try:
+        sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those beside it
         cli = TQCLI()
     except (ConfigError, SamplerError) as error:
         sys.stderr.write(f"error: {error}\n")
