@@ -15,6 +15,7 @@ from lightning_tq.batch import Position
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.callbacks.queue_checkpoint import restore_queue
 from lightning_tq.checks import check_choice
+from lightning_tq.fit_report import FitReport
 from lightning_tq.producers.group import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
@@ -195,7 +196,7 @@ class TQDataModule(LightningDataModule):
         )  # fmt: skip
         if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
             self._run.warn_of_missing_partitions()
-        self._add_ack_callback(trainer)
+        self._add_callbacks(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> str:
         """The first rank's work before any rank may fetch. Returns the queue's address."""
@@ -217,10 +218,11 @@ class TQDataModule(LightningDataModule):
             raise InvalidRequestError(f"this Trainer has {len(given)} PartitionSwitch callbacks. Give it one at most.")
         return given[0] if given else PartitionSwitch(clear_finished=False)
 
-    def _add_ack_callback(self, trainer: Trainer) -> None:
+    def _add_callbacks(self, trainer: Trainer) -> None:
         # Lightning moves checkpoint callbacks to the end only when it starts. Ours must run before them.
         callbacks = callbacks_of(trainer)
-        callbacks[:] = [AckBatches(self._find_run), *(each for each in callbacks if not isinstance(each, AckBatches))]
+        others = [each for each in callbacks if not isinstance(each, AckBatches | FitReport)]
+        callbacks[:] = [AckBatches(self._find_run), FitReport(), *others]
 
     def teardown(self, stage: str) -> None:
         trainer = self._own_trainer()

@@ -94,6 +94,7 @@ class TQCLI(LightningCLI):
         os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's calls, not the user's
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         given = options.get("args")
+        self._first_arg = str(next(iter(sys.argv[1:] if given is None else given), ""))
         defaults = {
             "model_class": model_class or LightningModule,
             "datamodule_class": TQDataModule,
@@ -106,6 +107,11 @@ class TQCLI(LightningCLI):
             "parser_kwargs": {"parser_mode": "omegaconf", "prog": "lightning-tq", "description": _DESCRIPTION},
         }
         super().__init__(**{**defaults, **options})
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one that the command line begins with, because it takes long to describe all options of each."""
+        known: dict[str, set[str]] = LightningCLI.subcommands()
+        return {self._first_arg: known[self._first_arg]} if self._first_arg in known else known
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = TQArgumentParser(allow_abbrev=False, **kwargs)
