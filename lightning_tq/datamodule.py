@@ -222,7 +222,7 @@ class TQDataModule(LightningDataModule):
         # Lightning moves checkpoint callbacks to the end only when it starts. Ours must run before them.
         callbacks = callbacks_of(trainer)
         others = [each for each in callbacks if not isinstance(each, AckBatches | FitReport)]
-        callbacks[:] = [AckBatches(self._find_run), FitReport(), *others]
+        callbacks[:] = [AckBatches(self._find_run), FitReport(self._find_run), *others]
 
     def teardown(self, stage: str) -> None:
         trainer = self._own_trainer()
@@ -264,7 +264,7 @@ class TQDataModule(LightningDataModule):
 
     def train_reader(self) -> StreamReader:
         """The stream reader of training in this process."""
-        return self._current_run().of_stage("train")[0]
+        return self._current_run().train_reader()
 
     def finished_partitions(self) -> list[str]:
         """Partitions that this run has finished reading; each is returned once."""

@@ -10,10 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.checks import counted
-from lightning_tq.trainer_compat import callbacks_of, find_datamodule
+from lightning_tq.trainer_compat import callbacks_of
 
 if TYPE_CHECKING:
-    from lightning_tq.stream_reader import StreamReader
+    from collections.abc import Callable
+
+    from lightning_tq.run import Run
+    from lightning_tq.stream import Stream
 
 _GENERATION_ABOVE = 0.1
 """Share of the time that training waited from which generation counts as the bottleneck."""
@@ -56,23 +59,23 @@ def verdict(elapsed_s: float, waited_s: float) -> str:
 
 
 class FitReport(Callback):
-    """Logs the paragraph from the first rank. TQDataModule adds it.
+    """Logs the paragraph from the first rank. TQDataModule adds one for each run.
 
-    The first wait, in which producers start, counts apart.
+    The time until the first batch, in which producers start, counts apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, find_run: Callable[[], Run | None]) -> None:
+        self._find_run = find_run
+        self._made_at = time.perf_counter()
+        self._until_first_s = 0.0
         self._clock = TrainingClock()
-        self._batches = 0
-        self._first_wait_s = 0.0
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._batches:
-            self._first_wait_s = _reader(trainer).waited_s
-            self._clock.restart(self._first_wait_s)
+        run = self._find_run()
+        if run is not None and not self._batches:
+            self._until_first_s = time.perf_counter() - self._made_at
+            self._clock.restart(run.train_reader().waited_s)
         self._batches += 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,21 +85,19 @@ class FitReport(Callback):
         self._clock.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._batches:
-            elapsed, waited = self._clock.read(_reader(trainer).waited_s)
-            rank_zero_info(
-                f"Queue: {counted(self._batches, 'batch', 'batches')} in {elapsed:.1f} s without validation, after "
-                f"{self._first_wait_s:.1f} s for the first one; {verdict(elapsed, waited)}. "
-                f"{_advice(trainer, waited / elapsed)}"
-            )
+        run = self._find_run()
+        if run is None or not self._batches:
+            return
+        elapsed, waited = self._clock.read(run.train_reader().waited_s)
+        advice = _advice(trainer, run.train_reader().stream, waited / elapsed)
+        rank_zero_info(
+            f"Queue: {counted(self._batches, 'batch', 'batches')} in {elapsed:.1f} s without validation, the first one "
+            f"after {self._until_first_s:.1f} s; {verdict(elapsed, waited)}. {advice}"
+        )
 
 
-def _reader(trainer: Trainer) -> StreamReader:
-    return find_datamodule(trainer, "FitReport").train_reader()
-
-
-def _advice(trainer: Trainer, share: float) -> str:
-    """What to turn. With this much waiting, generation may be too slow, or may have been held back."""
+def _advice(trainer: Trainer, stream: Stream, share: float) -> str:
+    """What to turn. ``share``: of the time that training waited. Generation may be slow, or may be held back."""
     from lightning_tq.callbacks.staleness_guard import StalenessGuard
 
     if share < _GENERATION_ABOVE:
@@ -105,6 +106,6 @@ def _advice(trainer: Trainer, share: float) -> str:
     guard = next((each for each in callbacks_of(trainer) if isinstance(each, StalenessGuard) and each.pace), None)
     if guard is not None:
         advice += f"; so may StalenessGuard(max_staleness={guard.max_staleness + 1}), as they wait less for training"
-    if not _reader(trainer).stream.prefetch:
+    if not stream.prefetch:
         advice += "; so may Stream(prefetch=True)"
     return f"{advice}."

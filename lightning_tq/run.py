@@ -96,6 +96,9 @@ class Run:
     def of_stage(self, stage: str) -> list[StreamReader]:
         return [reader for reader in self.readers.values() if reader.stage == stage]
 
+    def train_reader(self) -> StreamReader:
+        return self.of_stage("train")[0]
+
     def end(self) -> None:
         """End every iterator and thread. Idempotent."""
         self._watchdog.stop()

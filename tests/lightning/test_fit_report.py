@@ -16,6 +16,7 @@ from recorders import Recorder
 
 from lightning_tq import StalenessGuard, TQDataModule, fit_report
 from lightning_tq.fit_report import TrainingClock, verdict
+from transfer_queue import BatchMeta
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -133,6 +134,18 @@ def test_a_guard_that_paces_producers_is_named(
     assert "so may StalenessGuard(max_staleness=3), as they wait less for training." in report_of(caplog)
     for each in [each for each in threading.enumerate() if isinstance(each, threading.Timer)]:
         each.join()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's, about the other data
+def test_a_later_fit_of_the_same_trainer_may_use_other_data(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 8)
+    run = trainer()
+    run.fit(Recorder(), datamodule=dm)
+    run.fit_loop.max_epochs = 3
+    other = Recorder()
+    run.fit(other, train_dataloaders=[(rows(4), BatchMeta([1, 2, 3, 4], ["mine"] * 4))])
+    assert other.partitions() == ["mine"]
 
 
 def test_a_fit_that_trains_nothing_reports_nothing(
