@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with five weights and its producer, for configs/debug.yaml and configs/ddp.yaml."""
+"""A model with five weights, for configs/debug.yaml and configs/ddp.yaml."""
 
 from __future__ import annotations
 
@@ -7,24 +7,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import mse_loss
-
-import transfer_queue as tq
-
-_PUTS = 4
-
-
-def produce(epochs: int, train: int, val: int) -> None:
-    """Fill and seal train@0, val@0, train@1, ... with four numbers ``x``, and then their sum ``y``."""
-    client = tq.get_client()
-    for epoch in range(epochs):
-        for partition, count in ((f"train@{epoch}", train), (f"val@{epoch}", val)):
-            client.create_partition(partition, num_samples=count)  # the last sample seals it
-            for x in torch.randn(count, 4).chunk(_PUTS):
-                meta = client.put(TensorDict({"x": x}, batch_size=[len(x)]), partition_id=partition)
-                client.put(TensorDict({"y": x.sum(dim=1, keepdim=True)}, batch_size=[len(x)]), metadata=meta)
 
 
 class Tiny(LightningModule):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,11 @@ class TQBatch:
         return 2
 
     def __getitem__(self, index: int) -> Any:
+        if isinstance(index, str):
+            raise TypeError(
+                f"a batch is a pair, so batch[{index!r}] names none of its parts. Write: data, meta = batch; "
+                f"data[{index!r}]."
+            )
         return (self.data, self.meta)[index]
 
     def __repr__(self) -> str:
@@ -150,6 +155,28 @@ class TQBatch:
     if TYPE_CHECKING:
 
         def __iter__(self) -> Iterator[Any]: ...
+
+
+class UnfetchedBatch:
+    """What a Trainer gets instead of a batch that it fetches ahead of its last step, and will not train.
+
+    That batch may never come. If the Trainer goes on nevertheless, because a callback raised ``max_steps``, moving
+    this to the device waits for it.
+    """
+
+    def __init__(self, wait: Callable[[], TQBatch]) -> None:
+        self._wait = wait
+        self._batch: TQBatch | None = None
+
+    def fetch(self) -> TQBatch:
+        """Wait for the batch. Raises StopIteration at the end of the stream."""
+        if self._batch is None:
+            self._batch = self._wait()
+        return self._batch
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TQBatch:
+        """The batch, on that device."""
+        return self.fetch().to(device, non_blocking=non_blocking)
 
 
 def meta_of(batch: Any) -> BatchMeta:

@@ -34,6 +34,6 @@ def list_names(names: Collection[str], most: int = 6) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str | None = None) -> str:
     """A number with its noun: "1 lease", "1,200 leases"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -14,17 +15,34 @@ from lightning_tq.batch import Position
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.callbacks.queue_checkpoint import restore_queue
 from lightning_tq.checks import check_choice
+from lightning_tq.fit_report import FitReport
 from lightning_tq.producers.group import Producer, ProducerGroup
-from lightning_tq.queue_config import QueueConfig, QueueConnection, as_queue_config
+from lightning_tq.queue_config import QueueConfig, as_queue_config
+from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.run import Run
-from lightning_tq.stream import StageStream, Stream, check_streams, check_tails, sampler_modules, stage_streams
+from lightning_tq.stream import (
+    StageStream,
+    Stream,
+    as_stream,
+    check_streams,
+    check_tails,
+    sampler_modules,
+    stage_streams,
+)
 from lightning_tq.stream_loader import StreamLoader, stream_loader
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Rank, Topology, run_on_rank_zero, trainer_topology
-from lightning_tq.trainer_compat import callbacks_of, ignore_harmless_warnings, refuse_finders, resume_path
+from lightning_tq.trainer_compat import (
+    callbacks_of,
+    check_shares,
+    ignore_harmless_warnings,
+    refuse_finders,
+    resume_path,
+)
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
+# Mappings are accepted, too. With them in the type, the command line would not check the options of a stream.
 Streams = Stream | list[Stream] | None
 Loaders = StreamLoader | list[StreamLoader]
 
@@ -53,7 +71,7 @@ class TQDataModule(LightningDataModule):
         ack: Ack = "auto",
     ) -> None:
         """Args:
-            train: What training reads.
+            train: What training reads. A mapping of a Stream's options works as well, here and for other stages.
             val: What validation reads: one stream, or several with a loader each.
             test: What testing reads: one stream or several.
             predict: What prediction reads: one stream or several.
@@ -71,9 +89,11 @@ class TQDataModule(LightningDataModule):
             ConfigError: an invalid queue configuration.
         """
         super().__init__()
+        ignore_harmless_warnings()  # before the Trainer is made
         self._streams = {
-            "train": _as_list(train), "val": _as_list(val), "test": _as_list(test), "predict": _as_list(predict)
-        }  # fmt: skip
+            stage: _as_list(stage, streams)
+            for stage, streams in {"train": train, "val": val, "test": test, "predict": predict}.items()
+        }
         check_choice("ack", ack, get_args(Ack))
         check_streams(self._streams)
         self._queue_config = as_queue_config(queue)
@@ -116,7 +136,7 @@ class TQDataModule(LightningDataModule):
 
     @property
     def client(self) -> TransferQueueClient:
-        """This process's client of the queue."""
+        """This process's client of the queue. Before a run, call ``open`` first; else a NotInitializedError."""
         return self._connection.client
 
     @property
@@ -146,7 +166,7 @@ class TQDataModule(LightningDataModule):
         readers = run.of_stage(stage)
         if not 0 <= number < len(readers):
             raise InvalidRequestError(f"this run has {len(readers)} streams of stage {stage!r}, not number {number}.")
-        return run.partition_of(stage, readers[number].stream)
+        return run.partition_of(readers[number])
 
     def __enter__(self) -> TQDataModule:
         self.open()
@@ -165,6 +185,7 @@ class TQDataModule(LightningDataModule):
         self._end_run()
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
+        check_shares(trainer, streams)
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
         self._address = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {self._address} (watch it with: lightning-tq status --watch {self._address})")
@@ -175,7 +196,7 @@ class TQDataModule(LightningDataModule):
         )  # fmt: skip
         if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
             self._run.warn_of_missing_partitions()
-        self._add_ack_callback(trainer)
+        self._add_callbacks(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> str:
         """The first rank's work before any rank may fetch. Returns the queue's address."""
@@ -197,10 +218,11 @@ class TQDataModule(LightningDataModule):
             raise InvalidRequestError(f"this Trainer has {len(given)} PartitionSwitch callbacks. Give it one at most.")
         return given[0] if given else PartitionSwitch(clear_finished=False)
 
-    def _add_ack_callback(self, trainer: Trainer) -> None:
+    def _add_callbacks(self, trainer: Trainer) -> None:
         # Lightning moves checkpoint callbacks to the end only when it starts. Ours must run before them.
         callbacks = callbacks_of(trainer)
-        callbacks[:] = [AckBatches(self._find_run), *(each for each in callbacks if not isinstance(each, AckBatches))]
+        others = [each for each in callbacks if not isinstance(each, AckBatches | FitReport)]
+        callbacks[:] = [AckBatches(self._find_run), FitReport(self._find_run), *others]
 
     def teardown(self, stage: str) -> None:
         trainer = self._own_trainer()
@@ -242,7 +264,7 @@ class TQDataModule(LightningDataModule):
 
     def train_reader(self) -> StreamReader:
         """The stream reader of training in this process."""
-        return self._current_run().of_stage("train")[0]
+        return self._current_run().train_reader()
 
     def finished_partitions(self) -> list[str]:
         """Partitions that this run has finished reading; each is returned once."""
@@ -292,7 +314,7 @@ class TQDataModule(LightningDataModule):
         return {**self.__dict__, "_run": None, "_group": None}  # threads and processes stay in this process
 
 
-def _as_list(streams: Streams) -> list[Stream]:
+def _as_list(stage: str, streams: Streams | Mapping[str, Any]) -> list[Stream]:
     if streams is None:
         return []
-    return [streams] if isinstance(streams, Stream) else list(streams)
+    return [as_stream(each, stage) for each in (streams if isinstance(streams, list | tuple) else [streams])]

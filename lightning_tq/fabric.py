@@ -12,7 +12,8 @@ from lightning_tq.acks import Ack, AckTracker
 from lightning_tq.batch import Position, TQBatch
 from lightning_tq.checks import check_choice
 from lightning_tq.producers.group import Producer, ProducerGroup
-from lightning_tq.queue_config import QueueConfig, QueueConnection, as_queue_config
+from lightning_tq.queue_config import QueueConfig, as_queue_config
+from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
 from lightning_tq.stream import StageStream, Stream, sampler_modules
 from lightning_tq.stream_loader import stream_loader
@@ -154,14 +155,16 @@ class FabricLoader:
 
     # ---- stream_reader.RunContext ----
 
-    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
-        return stream.partition_at(epoch=self.epoch, global_step=0, stage=stage)
+    overfits = False
+
+    def partition_of(self, reader: StreamReader, epochs_ahead: int = 0) -> str:
+        return reader.stream.partition_at(epoch=self.epoch, global_step=0, stage=reader.stage)
+
+    def ends_before_next(self, reader: StreamReader) -> bool:
+        return False
 
     def training_ends(self, epochs_ahead: int) -> bool:
         return epochs_ahead > 0  # a pass is one epoch, even if empty
-
-    def replays(self, stage: str) -> bool:
-        return False
 
     def check(self) -> None:
         self._watchdog.check()

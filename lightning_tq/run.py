@@ -18,10 +18,11 @@ from lightning_tq.callbacks.publish_weights import policy_version
 from lightning_tq.callbacks.queue_checkpoint import writes_in_background
 from lightning_tq.checks import list_names
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
-from lightning_tq.stream import StageStream, Stream
+from lightning_tq.stream import StageStream
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Topology
-from lightning_tq.trainer_compat import keeps_checkpoints
+from lightning_tq.trainer_compat import keeps_checkpoints, step_when_trained
+from lightning_tq.wait_hints import WaitHints
 from transfer_queue import TransferQueueClient
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from lightning_tq.producers.group import ProducerGroup
 
 logger = logging.getLogger(__name__)
-
-_HINT_AFTER_S = 10.0
 
 
 class Run:
@@ -63,14 +62,15 @@ class Run:
         self.ack_trackers: list[AckTracker] = []
         self.partitions_at_start = partitions_at_start
         self.client = client
-        self._producers = producers
         self._warned: set[str] = set()
         self._left_partitions: dict[str, int] = {}
         self._keeps_checkpoints = ack == "checkpoint" or keeps_checkpoints(trainer)
         checks = [self._terminated, *rank_checks(trainer)]
         if producers is not None:
             checks.insert(0, producers.failure)
-        self._watchdog = RankWatchdog(checks, [self._hint])
+        done = producers.all_done if producers is not None else lambda: False
+        hints = WaitHints(trainer, client, done, self._warn_once)
+        self._watchdog = RankWatchdog(checks, [lambda: hints.look(self.readers.values())])
         for each in streams:
             self.readers[each.label] = StreamReader(each, positions, self, self._watchdog.stopped.is_set, conf)
         for reader in self.of_stage("train"):
@@ -96,6 +96,9 @@ class Run:
     def of_stage(self, stage: str) -> list[StreamReader]:
         return [reader for reader in self.readers.values() if reader.stage == stage]
 
+    def train_reader(self) -> StreamReader:
+        return self.of_stage("train")[0]
+
     def end(self) -> None:
         """End every iterator and thread. Idempotent."""
         self._watchdog.stop()
@@ -117,14 +120,23 @@ class Run:
         last = epochs not in (None, -1) and self.epoch + epochs_ahead >= int(epochs or 0)
         return last or (steps != -1 and self.trainer.global_step >= steps)
 
-    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0, steps_ahead: int = 0) -> str:
+    def ends_before_next(self, reader: StreamReader) -> bool:
+        ends = 0 <= self.trainer.max_steps <= step_when_trained(self.trainer, reader)
+        return ends and self.trainer.lightning_module.automatic_optimization
+
+    def partition_of(self, reader: StreamReader, epochs_ahead: int = 0, steps_ahead: int = 0) -> str:
+        if self.overfits and reader.partition is not None:
+            return reader.partition
         epoch, step = self.epoch + epochs_ahead, self.trainer.global_step + steps_ahead
         version = policy_version(self.trainer) + steps_ahead
-        return self.switch.partition(stream, epoch=epoch, global_step=step, policy_version=version, stage=stage)
+        return self.switch.partition(
+            reader.stream, epoch=epoch, global_step=step, policy_version=version, stage=reader.stage
+        )
 
-    def replays(self, stage: str) -> bool:
-        overfit: float = getattr(self.trainer, "overfit_batches", 0)
-        return stage == "train" and overfit > 0
+    @property
+    def overfits(self) -> bool:
+        share: float = getattr(self.trainer, "overfit_batches", 0)
+        return share > 0
 
     def check(self) -> None:
         self._watchdog.check()
@@ -164,7 +176,7 @@ class Run:
         if self.training_ends(ahead):  # a user's partition() may not expect an epoch after the last
             return not set(reader.stream.variables) - {"stage"}
         # An optimizer step for the delivered batches may still follow, and change the template's result.
-        return reader.partition == self.partition_of(reader.stage, reader.stream, ahead, 1 if reader.taken else 0)
+        return reader.partition == self.partition_of(reader, ahead, 1 if reader.taken else 0)
 
     # ---- partitions ----
 
@@ -199,26 +211,6 @@ class Run:
 
     def _terminated(self) -> BaseException | None:
         return SIGTERMException() if self.trainer.received_sigterm else None
-
-    def _hint(self) -> None:
-        for reader in self.readers.values():
-            if reader.waiting_s() <= _HINT_AFTER_S:
-                continue
-            if reader.taken > reader.trained and reader.stage == "train" and reader.stream.num_batches is None:
-                self._warn_once(
-                    "ahead",
-                    f"stream {reader.label!r} waits for batch {reader.taken} while batch {reader.trained} is "
-                    f"untrained, because Lightning fetches one batch ahead when the length is unknown. If producers "
-                    f"wait for that step (for new weights), this is a deadlock: set Stream(num_batches=...) or "
-                    f"Trainer(limit_train_batches=...).",
-                )
-            elif self._producers is not None and self._producers.all_done():
-                self._warn_once(
-                    f"done {reader.partition}",
-                    f"stream {reader.label!r} waits for more of partition {reader.partition!r}, but all producers of "
-                    f"this run have ended. If nothing else fills it, seal it: "
-                    f"client.seal_partition({reader.partition!r}).",
-                )
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -155,6 +155,28 @@ class Stream:
         """The partition's name at this point of a run. ``policy_version``: by default the global step."""
         version = global_step if policy_version is None else policy_version
         return self.partition.format(epoch=epoch, global_step=global_step, policy_version=version, stage=stage)
+
+
+def as_stream(given: Stream | Mapping[str, Any], label: str) -> Stream:
+    """Convert a mapping of a Stream's options.
+
+    Raises:
+        InvalidRequestError: an unknown option (the text names the nearest one), a missing one, or an impossible value.
+    """
+    if isinstance(given, Stream):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"stream {label!r} must be a Stream or a mapping of its options, got {given!r}.")
+    options = {each.name: each.default is MISSING for each in fields(Stream)}
+    unknown = [str(name) for name in given if name not in options]
+    if unknown:
+        raise InvalidRequestError(
+            f"stream {label!r} has no option {unknown[0]!r}; did you mean {nearest(unknown[0], options)!r}?"
+        )
+    missing = [name for name, is_needed in options.items() if is_needed and name not in given]
+    if missing:
+        raise InvalidRequestError(f"stream {label!r} lacks {', '.join(missing)}: got {dict(given)!r}.")
+    return Stream(**given)
 
 
 def _check_clearing(tasks: object, replay: bool) -> None:

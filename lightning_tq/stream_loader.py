@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_tq.batch import Position, TQBatch
+from lightning_tq.batch import Position, TQBatch, UnfetchedBatch
 from transfer_queue import StreamingDataLoader, StreamingDataset
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class StreamLoader(StreamingDataLoader):
             raise TypeError("this stream has no known length. Set Stream(num_batches=...) if you know it.")
         return self.reader.stream.num_batches
 
-    def __iter__(self) -> Iterator[TQBatch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[TQBatch | UnfetchedBatch]:  # type: ignore[override]
         return self.reader.iterate(super().__iter__)
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class StreamLoader(StreamingDataLoader):
             self.reader.restore(Position.from_dict(state, self.reader.label))
 
 
-class StreamIterator(Iterator[TQBatch]):
+class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
     """The current iterator of a loader. It chooses its start at the first ``next``, when Lightning knows its epoch."""
 
     def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
@@ -76,7 +76,7 @@ class StreamIterator(Iterator[TQBatch]):
         self._start: Callable[[], Iterator[Any]] | None = start
         self._items: Iterator[Any] | None = None
 
-    def __next__(self) -> TQBatch:
+    def __next__(self) -> TQBatch | UnfetchedBatch:
         if self._start is None:
             raise StopIteration
         return self._reader.next_batch(self)

@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from lightning_tq.batch import Position, TQBatch
-from lightning_tq.stream import StageStream, Stream
+from lightning_tq.batch import Position, TQBatch, UnfetchedBatch
+from lightning_tq.stream import StageStream
 from lightning_tq.stream_loader import ReaderDataset, StreamIterator
 from lightning_tq.topology import Topology
 from transfer_queue import BatchMeta, EndOfPartitionError, TransferQueueClient
@@ -43,11 +44,15 @@ class RunContext(Protocol):
     def training_ends(self, epochs_ahead: int) -> bool:
         """Whether nothing is trained in the epoch that is this many ahead."""
 
-    def partition_of(self, stage: str, stream: Stream, epochs_ahead: int = 0) -> str:
+    def ends_before_next(self, reader: StreamReader) -> bool:
+        """Whether training ends with the batches that were delivered, and the next one is only fetched ahead."""
+
+    def partition_of(self, reader: StreamReader, epochs_ahead: int = 0) -> str:
         """The partition for an iterator that starts now, or this many epochs later."""
 
-    def replays(self, stage: str) -> bool:
-        """Whether this run reads the same batches again and again."""
+    @property
+    def overfits(self) -> bool:
+        """Whether every epoch reads the batches of the first one again."""
 
     def check(self) -> None:
         """Raise the error that ended the run, if there is one."""
@@ -95,6 +100,7 @@ class StreamReader:
         self._restored = False
         self._taken_before = 0
         self._delivered: deque[Delivered] = deque()
+        self._unfetched: UnfetchedBatch | None = None
         self._trained_to: Position | None = None
         self._start = Position(
             partition_id="",
@@ -117,7 +123,7 @@ class StreamReader:
     def replay(self) -> bool:
         """Whether an iterator that returns to its partition starts at its first batch."""
         configured = self.stream.replay
-        return self._run.replays(self.stage) or (self.stage != "train" if configured is None else configured)
+        return self._run.overfits or (self.stage != "train" if configured is None else configured)
 
     @property
     def epoch(self) -> int:
@@ -160,7 +166,7 @@ class StreamReader:
 
     def move_cursor(self, epochs_ahead: int = 0) -> None:
         """Move the dataset's cursor to where an iterator that starts now begins."""
-        name, position = self._run.partition_of(self.stage, self.stream, epochs_ahead), self.position
+        name, position = self._run.partition_of(self, epochs_ahead), self.position
         continues = not epochs_ahead and position is not None and self._restored and position.epoch == self._run.epoch
         if continues and position is not None:
             name = position.partition_id  # the template may name another partition after more steps
@@ -168,7 +174,7 @@ class StreamReader:
         self.taken = self._taken_before if continues else 0
         self.trained = self.unstepped = self.batches_done = 0
         self._delivered.clear()
-        self._trained_to = None
+        self._unfetched = self._trained_to = None
         self.resumed = self._restored
         self._start = replace(self._start, epoch=self._run.epoch + epochs_ahead)
         position = self._first_position(name, replay=self.replay and not continues)
@@ -195,8 +201,17 @@ class StreamReader:
         if self.on_partition is not None:
             self.on_partition(name)
 
-    def next_batch(self, iterator: StreamIterator) -> TQBatch:
+    def next_batch(self, iterator: StreamIterator) -> TQBatch | UnfetchedBatch:
         """Wait for a batch. Raises the error that ended the run, or StopIteration at the end of the stream."""
+        unfetched, self._unfetched = self._unfetched, None
+        if unfetched is not None:  # training goes on
+            unfetched.fetch()
+        if self.stage == "train" and self.taken > self.trained and self._run.ends_before_next(self):
+            self._unfetched = UnfetchedBatch(partial(self._wait_for_batch, iterator))
+            return self._unfetched
+        return self._wait_for_batch(iterator)
+
+    def _wait_for_batch(self, iterator: StreamIterator) -> TQBatch:
         self._run.check()
         if not self.taken and self._training_ends():
             iterator.close()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
@@ -256,7 +271,7 @@ class StreamReader:
         """After a resume at the end of an epoch: whether the next epoch has samples to train."""
         if not self.resumed or self.stage != "train" or self._training_ends(1):
             return False
-        return self.replay or self._run.partition_of(self.stage, self.stream, 1) != self.partition
+        return self.replay or self._run.partition_of(self, 1) != self.partition
 
     def _ended(self) -> None:
         expected = self.stream.num_batches

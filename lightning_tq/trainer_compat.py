@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from transfer_queue.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
     from lightning_tq.datamodule import TQDataModule
+    from lightning_tq.stream import StageStream, Stream
+    from lightning_tq.stream_reader import StreamReader
 
 _HARMLESS_WARNINGS = (
     # Batches are requested ahead, whatever num_workers is.
@@ -25,6 +29,8 @@ _HARMLESS_WARNINGS = (
     r"Total length of `list` across ranks is zero",
     # overfit_batches replays the same batches in the same order.
     r"You requested to overfit but enabled \w+ dataloader shuffling",
+    # Lightning's own use of torch, once per process.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
 _ALTERNATIVES = {
     BatchSizeFinder: "Set Stream(micro_batch_size=...), the rows that a step gets, whatever the queue draws at once.",
@@ -79,10 +85,42 @@ def keeps_checkpoints(trainer: Trainer) -> bool:
     return False
 
 
+def fetches_ahead(trainer: Trainer, stream: Stream) -> bool:
+    """Whether Lightning fetches each training batch before it trains the previous one, as it does at unknown length."""
+    return stream.num_batches is None and not isinstance(trainer.limit_train_batches, int)
+
+
+def step_when_trained(trainer: Trainer, reader: StreamReader) -> int:
+    """Optimizer steps done when the batch that is fetched now is trained. One fetched ahead follows one more batch."""
+    if reader.taken == reader.trained:
+        return trainer.global_step
+    started = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return trainer.global_step + ((started + 1) % trainer.accumulate_grad_batches == 0)
+
+
+def check_shares(trainer: Trainer, streams: Sequence[StageStream]) -> None:
+    """Raise ConfigError for a share of an epoch of unknown length. Lightning's own text speaks of IterableDatasets."""
+    for each in streams:
+        limit = f"limit_{each.stage}_batches"
+        of_epoch = isinstance(getattr(trainer, limit), float) and each.stage == "train"
+        for name in [limit, *(["val_check_interval"] if of_epoch else [])]:
+            share = getattr(trainer, name, None)  # Lightning sets no val_check_interval where it is a time
+            if each.stream.num_batches is None and isinstance(share, float) and share not in (0.0, 1.0):
+                raise ConfigError(
+                    f"Trainer({name}={share}) is a share of an epoch, but the length of stream {each.label!r} is "
+                    f"unknown. Set Stream(num_batches=...), the batches per epoch, or a number of batches: {name}=100."
+                )
+
+
 def ignore_harmless_warnings() -> None:
-    """Silence warnings of Lightning that don't apply to streams of a queue."""
+    """Silence what Lightning says to users of other data, or of other products."""
     for message in _HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("💡 Tip:")
 
 
 def refuse_finders(trainer: Trainer) -> None:

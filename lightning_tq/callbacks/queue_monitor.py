@@ -4,49 +4,77 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_tq.batch import TQBatch
 from lightning_tq.checks import check_int
+from lightning_tq.fit_report import TrainingClock, verdict
+from lightning_tq.queue_picture import History, Point, check_matplotlib, draw
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.trainer_compat import find_datamodule
+from transfer_queue import BatchMeta
+
+_ON_THE_BAR = {"queue/ready": "ready", "queue/wait_s": "wait_s", "queue/staleness": "stale"}
 
 
 class QueueMonitor(Callback):
-    """Logs from the first rank, to the logger and the progress bar.
+    """Logs from the first rank.
 
     - ``queue/wait_s``: mean seconds that a step waited for its batch, since the last values.
     - ``queue/starved``: share of the time since then, without validation, that training spent waiting.
     - ``queue/ready``: samples that are ready for the training task now.
     - ``queue/in_flight``: batches that all ranks have drawn and not trained yet.
+    - ``queue/staleness``: mean age of the batch's samples in versions, if they have the tag.
 
-    Long waits with nothing ready mean that generation is slow. Ready samples and no waits mean that training is slow.
+    The progress bar shows three of them: ``ready``, ``wait_s`` and ``stale``. Long waits with nothing ready mean that
+    generation is slow. Ready samples and no waits mean that training is slow.
     """
 
-    def __init__(self, every_n_steps: int = 1) -> None:
+    def __init__(self, every_n_steps: int = 1, plot: str | Path | None = None, tag: str = "policy_version") -> None:
         """Args:
-        every_n_steps: Training batches between two sets of values. Each set takes one request to the controller.
+            every_n_steps: Training batches between two sets of values. Each set takes one request to the controller.
+            plot: At the end of a fit, draw ready samples, waiting and staleness over time into this file, such as
+                "queue.png". Needs matplotlib: pip install 'lightning-tq[plot]'.
+            tag: Tag that holds the version (optimizer steps) that a sample was made with.
+        Raises:
+            InvalidRequestError: ``every_n_steps`` is no number of steps.
+            ConfigError: ``plot`` without matplotlib.
         """
         check_int("every_n_steps", every_n_steps, 1)
+        if plot is not None:
+            check_matplotlib(f"QueueMonitor(plot={str(plot)!r})")
         self.every_n_steps = every_n_steps
+        self.plot = plot
+        self.tag = tag
         self._batches = 0
-        self._since = 0.0
-        self._waited_before = 0.0
-        self._paused_at: float | None = None
+        self._since_values, self._since_first = TrainingClock(), TrainingClock()
+        self._staleness: float | None = None
+        self._started: float | None = None
+        self._history = History()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         find_datamodule(trainer, "QueueMonitor")
-        self._batches, self._since, self._waited_before = 0, time.perf_counter(), 0.0
-        self._paused_at = None
+        self._batches, self._started, self._staleness = 0, None, None
+        self._since_values.restart(0.0)
+        self._history = History()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused_at = time.perf_counter()
+        for clock in (self._since_values, self._since_first):
+            clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._paused_at is not None:
-            self._since += time.perf_counter() - self._paused_at
-            self._paused_at = None
+        for clock in (self._since_values, self._since_first):
+            clock.resume()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._started is None:
+            self._started = time.perf_counter()
+            self._since_first.restart(find_datamodule(trainer, "QueueMonitor").train_reader().waited_s)
+        is_whole = isinstance(batch, TQBatch)  # a hook may have taken its metadata
+        self._staleness = _mean_age(batch.meta, self.tag, trainer.global_step) if is_whole else None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -57,19 +85,38 @@ class QueueMonitor(Callback):
         datamodule = find_datamodule(trainer, "QueueMonitor")
         reader = datamodule.train_reader()
         values = {**self._timing(reader), **_counts(datamodule.stats(), reader, datamodule.dp_size)}
+        if self._staleness is not None:
+            values["queue/staleness"] = self._staleness
         for name, value in values.items():
-            shown = name in ("queue/wait_s", "queue/ready")
-            pl_module.log(name, value, prog_bar=shown, on_step=True, on_epoch=False, rank_zero_only=True)
+            pl_module.log(name, value, on_step=True, on_epoch=False, rank_zero_only=True)
+            if name in _ON_THE_BAR:  # a name that leaves room for others
+                short = _ON_THE_BAR[name]
+                pl_module.log(
+                    short, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
+                )
+        assert self._started is not None, "the batch has started"
+        now = time.perf_counter() - self._started
+        self._history.add(Point(now, values["queue/ready"], values["queue/starved"], self._staleness))
 
     def _timing(self, reader: StreamReader) -> dict[str, float]:
-        now = time.perf_counter()
-        waited, elapsed = reader.waited_s - self._waited_before, now - self._since
-        values = {
-            "queue/wait_s": waited / self._batches,
-            "queue/starved": min(1.0, waited / elapsed) if elapsed > 0 else 0.0,
-        }
-        self._batches, self._since, self._waited_before = 0, now, reader.waited_s
+        elapsed, waited = self._since_values.read(reader.waited_s)
+        values = {"queue/wait_s": waited / self._batches, "queue/starved": waited / elapsed}
+        self._batches = 0
+        self._since_values.restart(reader.waited_s)
         return values
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.plot is not None and self._history.points:  # only the first rank has points
+            reader = find_datamodule(trainer, "QueueMonitor").train_reader()
+            title = verdict(*self._since_first.read(reader.waited_s))
+            draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
+
+
+def _mean_age(meta: BatchMeta, tag: str, version: int) -> float | None:
+    """Mean of ``version`` minus the samples' own version, padding rows excluded; None if no sample has one."""
+    made = [tags.get(tag) for tags, padding in zip(meta.custom_meta, meta.padding_mask, strict=True) if not padding]
+    ages = [version - each for each in made if isinstance(each, int)]
+    return sum(ages) / len(ages) if ages else None
 
 
 def _counts(stats: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:

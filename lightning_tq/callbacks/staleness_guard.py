@@ -15,7 +15,13 @@ from lightning_tq.callbacks.publish_weights import PublishWeights
 from lightning_tq.checks import check_int
 from lightning_tq.producers.pacing import PERMITS_PARTITION, Permits
 from lightning_tq.stream_reader import StreamReader
-from lightning_tq.trainer_compat import callbacks_of, find_datamodule, restores_after_setup
+from lightning_tq.trainer_compat import (
+    callbacks_of,
+    fetches_ahead,
+    find_datamodule,
+    restores_after_setup,
+    step_when_trained,
+)
 from transfer_queue import BatchMeta
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
@@ -116,7 +122,7 @@ class StalenessGuard(Callback):
         """Check that permits always cover the whole batches that a step and Lightning's look-ahead need."""
         per_step, per_round = self._per_step(trainer), self._per_round(trainer)
         per_item = reader.stream.micro_size * find_datamodule(trainer, "StalenessGuard").dp_size
-        looks_ahead = reader.stream.num_batches is None and not isinstance(trainer.limit_train_batches, int)
+        looks_ahead = fetches_ahead(trainer, reader.stream)
         needed = per_step + looks_ahead * per_item
         starts = range(0, math.lcm(per_step, per_round), per_item if self.drop else per_step)
         most = max(math.ceil((start + needed) / per_round) * per_round - start for start in starts)
@@ -263,7 +269,7 @@ class StalenessGuard(Callback):
 
     def _filter(self, trainer: Trainer, reader: StreamReader, batch: TQBatch) -> TQBatch | None:
         """The samples that are young enough to train. None, on all ranks, if one rank would have no samples left."""
-        ages = self._ages(batch.meta, _version_when_trained(trainer, reader))
+        ages = self._ages(batch.meta, step_when_trained(trainer, reader))
         keep = [position for position, age in enumerate(ages) if age is None or age <= self.max_staleness]
         stale = len(ages) - len(keep)
         real = sum(age is not None for age in ages)
@@ -289,11 +295,3 @@ def _agreed(trainer: Trainer, empty: bool, stale: int, real: int) -> tuple[int, 
     reduced = trainer.strategy.reduce(counts, reduce_op="sum")
     any_empty, all_stale, all_real = torch.as_tensor(reduced).tolist()
     return (all_real if any_empty else all_stale), all_real
-
-
-def _version_when_trained(trainer: Trainer, reader: StreamReader) -> int:
-    """Policy version that will train the batch being fetched. A batch fetched ahead follows one more batch."""
-    if reader.taken == reader.trained:
-        return trainer.global_step
-    started = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return trainer.global_step + ((started + 1) % trainer.accumulate_grad_batches == 0)

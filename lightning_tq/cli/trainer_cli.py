@@ -94,6 +94,7 @@ class TQCLI(LightningCLI):
         os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's calls, not the user's
         set_parsing_settings(docstring_parse_attribute_docstrings=True)
         given = options.get("args")
+        self._first_arg = str(next(iter(sys.argv[1:] if given is None else given), ""))
         defaults = {
             "model_class": model_class or LightningModule,
             "datamodule_class": TQDataModule,
@@ -106,6 +107,11 @@ class TQCLI(LightningCLI):
             "parser_kwargs": {"parser_mode": "omegaconf", "prog": "lightning-tq", "description": _DESCRIPTION},
         }
         super().__init__(**{**defaults, **options})
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one that the command line begins with, because it takes long to describe all options of each."""
+        known: dict[str, set[str]] = LightningCLI.subcommands()
+        return {self._first_arg: known[self._first_arg]} if self._first_arg in known else known
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = TQArgumentParser(allow_abbrev=False, **kwargs)
@@ -132,20 +138,26 @@ def names_a_data_class(args: Sequence[str] | Mapping[str, Any]) -> bool:
         return "class_path" in (args.get("data") or {})
     if any(arg.startswith(("--data.class_path", "--data.init_args")) for arg in args):
         return True
-    sections = [OmegaConf.select(conf, path) for conf in _configs(args) for path in ("data", "*.data")]
+    sections = [OmegaConf.select(conf, key) for conf in _configs(args) for key in ("data", "*.data")]
     return any(isinstance(section, DictConfig) and "class_path" in section for section in sections)
 
 
 def _configs(args: Sequence[str]) -> Iterator[Any]:
-    values = {"--data": "data: ", "--config": "", "-c": ""}
+    for path, key in _config_files(args):
+        conf = load_mapping(path)
+        yield OmegaConf.create({key: conf}) if key else conf
+
+
+def _config_files(args: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Configuration files that a command line names, each with the key that it is the value of ("" for a whole one)."""
+    keys = {"--data": "data", "--config": "", "-c": ""}
     for position, arg in enumerate(args):
         name, _, value = arg.partition("=")
-        if name not in values:
+        if name not in keys:
             continue
-        value = value or "".join(args[position + 1 : position + 2])
-        if Path(value).is_file():  # otherwise the parser reports it
-            conf = load_mapping(value)
-            yield OmegaConf.create({"data": conf}) if name == "--data" else conf
+        path = Path(value or "".join(args[position + 1 : position + 2]))
+        if path.is_file():  # otherwise the parser reports it
+            yield path, keys[name]
 
 
 def run(args: Sequence[str] | None) -> int:
@@ -156,6 +168,7 @@ def run(args: Sequence[str] | None) -> int:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # a configuration may name modules of the current directory
     try:
+        sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those beside it
         cli = TQCLI()
     except (ConfigError, SamplerError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -29,12 +29,6 @@ Rows = list[tuple[str, str, list[int]]]
 """The batches of a rank: (stage, partition, indexes)."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"))  # Lightning and torch
-
-
 def stream(partition: str = "train", task: str = "learn", batch_size: int = 4, **options: Any) -> Stream:
     return Stream(partition=partition, task=task, fields=FIELDS, batch_size=batch_size, **options)
 

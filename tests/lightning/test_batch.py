@@ -36,6 +36,8 @@ def test_it_unpacks_as_data_and_metadata(batch: TQBatch) -> None:
     assert (data is batch[0], meta is batch[1], len(batch), batch.size) == (True, True, 2, 3)
     with pytest.raises(IndexError):
         batch[2]
+    with pytest.raises(TypeError, match=r"a batch is a pair.*Write: data, meta = batch; data\['x'\]"):
+        batch["x"]  # type: ignore[index]
 
 
 def test_it_is_not_a_collection(batch: TQBatch) -> None:

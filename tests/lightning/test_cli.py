@@ -89,6 +89,31 @@ def test_a_file_may_be_run_twice_in_one_place(config: Callable[..., str], tmp_pa
     assert given(tmp_path) == ["train"] * 3 + ["train"] * 2
 
 
+def test_modules_beside_a_configuration_are_found_also_by_its_producers(
+    config: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, elsewhere = tmp_path / "beside", tmp_path / "elsewhere"
+    beside.mkdir()
+    elsewhere.mkdir()
+    (beside / "mymodel.py").write_text(
+        "from recorders import Recorder\n"
+        "from producing import produce_epochs\n"
+        "class Mine(Recorder): pass\n"
+        "def mine(): produce_epochs(1, 12, 4)\n"
+    )
+    path = config(
+        {
+            "model.class_path": "mymodel.Mine", "model.init_args.log_dir": str(tmp_path), "data.val": None,
+            "data.producers": [{"target": "mymodel:mine"}],
+        }
+    )  # fmt: skip
+    Path(path).rename(beside / "run.yaml")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["fit", "--config", "../beside/run.yaml"]) == 0
+    assert given(tmp_path) == ["train"] * 3
+
+
 def test_validate_test_and_predict_read_their_streams(config: Callable[..., str], tmp_path: Path) -> None:
     logged = {"model.init_args.log_dir": str(tmp_path)}
     assert main(["validate", "--config", config(logged)]) == 0

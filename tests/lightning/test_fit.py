@@ -13,8 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from producing import fill, rows
 from recorders import Recorder
 
-from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule, run
-from transfer_queue import BatchTimeoutError
+from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -125,12 +124,16 @@ def test_replay_reads_the_partition_again_every_epoch(data: Make, trainer: MakeT
     assert model.indexes() == indexes * 3
 
 
-def test_overfit_batches_repeats_the_same_batches(data: Make, trainer: MakeTrainer) -> None:
-    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
-    indexes, _ = fill(dm.client, "train", 40), fill(dm.client, "val", 8)
+@pytest.mark.parametrize("suffix", ["", "@{epoch}", "@{global_step}"])
+def test_overfit_batches_repeats_the_batches_of_the_first_epoch(data: Make, trainer: MakeTrainer, suffix: str) -> None:
+    dm = data(train=stream(f"train{suffix}"), val=stream(f"val{suffix}", task="evaluate"))
+    names = list(dict.fromkeys(suffix.format(epoch=number, global_step=2 * number) for number in range(4)))
+    indexes = [fill(dm.client, f"train{name}", 40) for name in names]
+    val = [fill(dm.client, f"val{name}", 40) for name in names]
     model = Recorder()
     trainer(max_epochs=3, overfit_batches=2, num_sanity_val_steps=0).fit(model, datamodule=dm)
-    assert model.indexes() == indexes[:8] * 3
+    first_val = val[1 if "step" in suffix else 0]  # it is read after the first epoch's two steps
+    assert (model.indexes(), model.indexes("val")) == (indexes[0][:8] * 3, first_val[:8] * 3)
 
 
 def test_fast_dev_run_takes_one_batch(data: Make, trainer: MakeTrainer) -> None:
@@ -235,26 +238,6 @@ def test_names_of_partitions_follow_the_epoch(data: Make, trainer: MakeTrainer) 
     trainer(max_epochs=2, callbacks=[names], num_sanity_val_steps=0).fit(model, datamodule=dm)
     assert names.seen == [("train@0", "val@0/val"), ("train@1", "val@2/val")]
     assert model.partitions("val") == ["val@2/val", "val@4/val"]
-
-
-def test_a_deadlock_with_producers_that_wait_for_a_step_is_explained(
-    data: Make, trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class OnPolicy(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            trainer.datamodule.client.put(rows(4), partition_id="train")
-
-    monkeypatch.setattr(run, "_HINT_AFTER_S", 0.1)
-    dm = data(train=stream("train", timeout_s=1.0))
-    dm.client.put(rows(4), partition_id="train")
-    with pytest.raises(BatchTimeoutError):
-        trainer(callbacks=[OnPolicy()]).fit(Recorder(), datamodule=dm)
-    assert "waits for batch 1 while batch 0 is untrained" in caplog.text
-    dm = data(train=stream("train", num_batches=5))
-    dm.client.put(rows(4), partition_id="train")
-    model = Recorder()
-    trainer(callbacks=[OnPolicy()]).fit(model, datamodule=dm)
-    assert len(model.indexes()) == 20
 
 
 def test_jagged_fields_arrive_as_jagged_tensors(data: Make, trainer: MakeTrainer) -> None:

@@ -92,3 +92,32 @@ def test_values_come_every_n_batches_and_exclude_validation(data: Make, trainer:
 def test_an_interval_below_one_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="every_n_steps must be an int of at least 1, got 0"):
         QueueMonitor(every_n_steps=0)
+
+
+def test_the_progress_bar_shows_three_short_names(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train", num_batches=2, prefetch=False))
+    dm.client.put(rows(40), partition_id="train", tags=[{"policy_version": -3}] * 40)
+    run = trainer(callbacks=[QueueMonitor()])
+    run.fit(Slow(), datamodule=dm)
+    assert set(run.progress_bar_metrics) == {"ready", "wait_s", "stale"}
+    assert (run.progress_bar_metrics["ready"], run.progress_bar_metrics["stale"]) == (32.0, 4.0)
+    assert run.logged_metrics["queue/staleness"] == 4.0
+    assert not {"ready", "wait_s", "stale"} & set(run.logged_metrics)
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`")
+def test_a_batch_that_a_hook_replaced_has_no_staleness(data: Make, trainer: MakeTrainer) -> None:
+    class OnlyData(Recorder):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch[0]["x"]
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.layer(batch).mean()
+            return loss
+
+    dm = data(train=stream("train", num_batches=2))
+    dm.client.put(rows(8), partition_id="train", tags=[{"policy_version": 0}] * 8)
+    run = trainer(callbacks=[QueueMonitor()])
+    run.fit(OnlyData(), datamodule=dm)
+    assert "queue/ready" in run.logged_metrics
+    assert "queue/staleness" not in run.logged_metrics

@@ -9,7 +9,8 @@ import pytest
 from conftest import stream
 
 import transfer_queue as tq
-from lightning_tq import TQDataModule
+from lightning_tq import Stream, TQDataModule
+from lightning_tq.stream import as_stream
 from transfer_queue.errors import InvalidRequestError
 
 
@@ -40,3 +41,27 @@ def test_only_training_streams_can_set_replay_to_false() -> None:
     train = stream(replay=False)
     with pytest.raises(InvalidRequestError, match=r"task 'judge': replay=False is for training.*Omit replay"):
         TQDataModule(train=train, val=stream("val", task="judge", replay=False))
+
+
+def test_a_stream_may_be_a_mapping_of_its_options() -> None:
+    options = {"partition": "val", "task": "learn", "fields": ["x"], "batch_size": 4}
+    assert as_stream(options, "val") == Stream(**options)
+    assert as_stream(made := stream(), "train") is made
+    assert TQDataModule(train=options, val=[options, stream("other", task="judge")]) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"task": "learn", "batchsize": 4}, "stream 'train' has no option 'batchsize'; did you mean 'batch_size'"),
+        ({"task": "learn", "fields": ["x"]}, "stream 'train' lacks partition, batch_size: got {'task': 'learn'"),
+        ("train", "stream 'train' must be a Stream or a mapping of its options, got 'train'"),
+        (
+            {"partition": "p", "task": "learn", "fields": ["x"], "batch_size": 0},
+            "batch_size must be an int of at least 1, got 0",
+        ),
+    ],
+)
+def test_a_mapping_that_is_no_stream_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        TQDataModule(train=given)

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
-from producing import fill
+from producing import fill, rows
 from recorders import Recorder
 from tqdm import tqdm
 
@@ -105,7 +105,7 @@ def test_early_stopping_in_an_epoch_leaves_the_batch_fetched_ahead_to_the_next_f
 
 @pytest.mark.parametrize("num_batches", [None, 10], ids=["unknown length", "known length"])
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
-def test_progress_bars_show_samples_ready_and_the_wait(
+def test_progress_bars_show_samples_ready_wait_and_staleness(
     data: Make, trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bar: str,
     num_batches: int | None,
 ) -> None:  # fmt: skip
@@ -114,14 +114,17 @@ def test_progress_bars_show_samples_ready_and_the_wait(
     if bar == "rich":
         shown = RichProgressBar(refresh_rate=1, console_kwargs={"force_terminal": True, "width": 200})
     dm = data(train=stream("train", num_batches=num_batches), val=stream("val", task="evaluate"))
-    indexes, _ = fill(dm.client, "train", TRAIN_ROWS), fill(dm.client, "val", VAL_ROWS)
+    tags = [{"policy_version": 0}] * TRAIN_ROWS
+    indexes = list(dm.client.put(rows(TRAIN_ROWS), partition_id="train", tags=tags).global_indexes)
+    dm.client.seal_partition("train")
+    fill(dm.client, "val", VAL_ROWS)
     model = Recorder()
     trainer(enable_progress_bar=True, callbacks=[shown, QueueMonitor()]).fit(model, datamodule=dm)
     assert model.indexes() == indexes
     written = capsys.readouterr()
     text = written.out + written.err
-    assert "queue/ready" in text
-    assert "queue/wait_s" in text
+    assert [name for name in ("ready", "wait_s", "stale") if name not in text] == []
+    assert "queue/" not in text
     assert ("10/10" if num_batches else {"tqdm": "10/?", "rich": "10/--"}[bar]) in text
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import stream
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from producing import fill
+from producing import fill, rows
 from recorders import Recorder
 
 from lightning_tq import TQDataModule
+from transfer_queue import ConfigError
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -56,6 +56,13 @@ CASES = [
     Case("no validation", {"limit_val_batches": 0}, upto(40)),
     Case("max_steps", {"max_steps": 5, "max_epochs": -1}, upto(20)),
     Case("max_steps over epochs", {"max_steps": 6, "max_epochs": -1}, upto(16, 8), val=upto(8), by_epoch=True),
+    Case("max_steps of all", {"max_steps": 10, "max_epochs": -1}, upto(40)),
+    Case(
+        "max_steps and accumulation",
+        {"max_steps": 2, "max_epochs": -1, "accumulate_grad_batches": 3},
+        upto(24),
+        steps=2,
+    ),
     Case("max_epochs", {"max_epochs": 3}, upto(16, 16, 16), val=upto(8, 8, 8), by_epoch=True),
     Case("int interval", {"val_check_interval": 4}, upto(40), val=upto(8, 8, 8)),  # and at the end of the stream
     Case("float interval", {"val_check_interval": 0.5}, upto(40), val=upto(8, 8), stream={"num_batches": 10}),
@@ -78,6 +85,7 @@ CASES = [
     Case("fast_dev_run", {"fast_dev_run": True}, upto(4), val=upto(4)),
     Case("fast_dev_run of 3", {"fast_dev_run": 3}, upto(12), val=upto(8)),
     Case("overfit_batches", {"overfit_batches": 2, "max_epochs": 3}, upto(8, 8, 8), val=upto(8, 8, 8)),
+    Case("overfit by epoch", {"overfit_batches": 2, "max_epochs": 2}, upto(8, 8), val=upto(8, 8), by_epoch=True),
     Case("accumulation", {"accumulate_grad_batches": 3}, upto(40), val=upto(8), steps=4),
     Case(
         "accumulation of limited", {"accumulate_grad_batches": 3, "limit_train_batches": 5}, upto(20), upto(8), steps=2
@@ -185,11 +193,68 @@ def test_samples_left_by_max_time_are_trained_by_the_next_fit(data: Make, traine
     assert model.indexes() == indexes
 
 
-def test_a_share_of_an_unknown_length_is_refused_by_lightning(data: Make, trainer: MakeTrainer) -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"val_check_interval": 0.5}, r"val_check_interval=0.5\) is a share of an epoch.*stream 'train'.*num_batches"),
+        ({"limit_train_batches": 0.5}, r"limit_train_batches=0.5\) is a share.*stream 'train'"),
+        ({"limit_val_batches": 0.5}, r"limit_val_batches=0.5\) is a share.*stream 'val'"),
+    ],
+)
+def test_a_share_of_an_unknown_length_is_refused(
+    data: Make, trainer: MakeTrainer, options: dict[str, float], says: str
+) -> None:
     dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    with pytest.raises(ConfigError, match=says):
+        trainer(**options, num_sanity_val_steps=0).fit(Recorder(), datamodule=dm)
+
+
+def test_a_share_of_a_limit_is_none_of_an_unknown_length(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    _, val = fill(dm.client, "train", 16), fill(dm.client, "val", 4)
+    model = Recorder()
+    run = trainer(limit_train_batches=4, val_check_interval=0.5, num_sanity_val_steps=0)
+    run.fit(model, datamodule=dm)
+    assert model.indexes("val") == val * 2
+
+
+# ---- the last step ----
+
+
+def test_training_ends_at_max_steps_although_no_other_batch_comes(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    indexes = list(dm.client.put(rows(16), partition_id="train").global_indexes)  # not sealed
+    model, run = Recorder(), trainer(max_steps=4, max_epochs=-1, num_sanity_val_steps=0)
+    run.fit(model, datamodule=dm)
+    assert (model.indexes(), run.global_step, model.indexes("val")) == (indexes, 4, [])
+    more = fill(dm.client, "train", 8)
+    fill(dm.client, "val", 4)
+    trainer().fit(model, datamodule=dm)
+    assert model.indexes() == indexes + more
+
+
+def test_a_callback_may_raise_max_steps_at_the_last_step(data: Make, trainer: MakeTrainer) -> None:
+    class Longer(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.fit_loop.epoch_loop.max_steps = 4
+
+    dm = data(train=stream("train"))
+    indexes = fill(dm.client, "train", TRAIN_ROWS)
+    model = Recorder()
+    trainer(max_steps=2, max_epochs=-1, callbacks=[Longer()]).fit(model, datamodule=dm)
+    assert model.indexes() == indexes[:16]
+
+
+def test_neither_advertisements_nor_warnings_of_lightnings_own_code_are_shown(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train"))
     fill(dm.client, "train", 8)
-    with pytest.raises(MisconfigurationException, match="val_check_interval"):
-        trainer(val_check_interval=0.5, num_sanity_val_steps=0).fit(Recorder(), datamodule=dm)
+    with caplog.at_level(logging.INFO):
+        trainer(enable_checkpointing=True).fit(Recorder(), datamodule=dm)
+    assert "GPU available" in caplog.text  # messages of the same logger
+    assert "Tip" not in caplog.text
 
 
 # ---- entry points ----

@@ -70,7 +70,7 @@ REPLIES = [
     p.Reserved(4, INDEXES, {"x": ["int64", None]}),
     p.Published(5),
     p.Batch(6, "p", INDEXES, SPEC, b"\1\1\0", TAGS, "token", 3, b"\0\0\1", ["k"], True),
-    p.NotReady(7, 8, 1, 3, {"x": 2}, 1.5, ["x"], 2, ["writer"]),
+    p.NotReady(7, 8, 1, 3, {"x": 2}, 1.5, ["x"], 2, ["writer"], 1, True),
     p.Ended(8, "sealed", 3),
     p.Status(9, True, INDEXES, b"\1\0\1", 1, True),
     p.Cleared(10, INDEXES, {"t": 3}, ["u"], True, 4),

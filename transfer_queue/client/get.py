@@ -339,7 +339,17 @@ def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str],
     if unknown:
         known = ", ".join(reply.known_fields)
         text += f" Nobody has put field {unknown[0]!r} so far; fields there are: {known}."
-    return text + " Check the producers, lower batch_size, or wait longer (timeout_s)."
+    return f"{text} {_advice(reply, partition)}, or wait longer (timeout_s)."
+
+
+def _advice(reply: p.NotReady, partition: str) -> str:
+    is_short = reply.ready < reply.wanted
+    if reply.sealed and is_short:
+        return "The partition is sealed and gets no other samples: put what is missing, clear those samples"
+    advice = "Check the producers, lower batch_size"
+    if reply.last_published_s is None or not is_short or reply.lacking or reply.reserved:
+        return advice
+    return f"{advice}, seal the partition if nothing more comes (client.seal_partition({partition!r}))"
 
 
 _MOST_NAMED = 5

@@ -372,6 +372,7 @@ class ServedFetch:
         return NotReady(
             fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},
             None if last is None else now - last, partition.schema.written(), unmatched=unmatched,
+            sealed=partition.sealed,
         )  # fmt: skip
 
 

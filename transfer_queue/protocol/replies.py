@@ -77,7 +77,7 @@ class NotReady(Reply, frozen=True):
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
     Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
     partition are being written, by the clients ``owed_by`` (five at most are named). ``unmatched`` have every field,
-    and tags that don't match the fetch's filter.
+    and tags that don't match the fetch's filter. ``sealed``: the partition gets no more samples.
     """
 
     wanted: int
@@ -89,6 +89,7 @@ class NotReady(Reply, frozen=True):
     reserved: int = 0
     owed_by: list[str] = []
     unmatched: int = 0
+    sealed: bool = False
 
 
 class Ended(Reply, frozen=True):

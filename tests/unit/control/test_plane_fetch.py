@@ -109,6 +109,13 @@ def test_not_yet_says_what_is_missing_in_numbers(plane):
     assert reply == p.NotReady(reply.id, 4, 2, 5, {"y": 3}, 2.0, ["x", "y"], 7, ["rollout"])
 
 
+def test_not_yet_says_whether_more_samples_may_come(plane):
+    put(plane, 3, "x")
+    assert not fetch(plane, 4, names=("x", "y")).sealed
+    seal(plane)
+    assert fetch(plane, 4, names=("x", "y")).sealed
+
+
 def test_not_yet_names_those_who_still_owe_samples(plane):
     for i in range(7):
         reserve(plane, 2, client=f"writer {i}")

@@ -122,6 +122,29 @@ def test_samples_that_writers_owe_are_counted_and_the_writers_named(reserved, ow
     assert says in explain(told, "t", "p", ["a"], 1.0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "Check the producers, lower batch_size, or wait longer (timeout_s)."),
+        (
+            {"lacking": {}},
+            "Check the producers, lower batch_size, seal the partition if nothing more comes "
+            "(client.seal_partition('p')), or wait longer (timeout_s).",
+        ),
+        ({"lacking": {}, "last_published_s": None}, "lower batch_size, or wait longer (timeout_s)."),
+        ({"lacking": {}, "reserved": 1}, "lower batch_size, or wait longer (timeout_s)."),
+        (
+            {"sealed": True},
+            "The partition is sealed and gets no other samples: put what is missing, clear those samples, or wait "
+            "longer (timeout_s).",
+        ),
+    ],
+    ids=["a field is missing", "a rest", "nothing yet", "being put", "sealed"],
+)
+def test_sealing_is_advised_only_where_it_helps(changes, says):
+    assert explain(msgspec.structs.replace(NOT_READY, **changes), "t", "p", ["a"], 1.0).endswith(says)
+
+
 def no_pause(seconds: float) -> bool:
     return False
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FitReport: at the end of a fit, one paragraph says whether training or generation was the bottleneck."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_tq.checks import counted
+from lightning_tq.trainer_compat import callbacks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_tq.run import Run
+    from lightning_tq.stream import Stream
+
+_GENERATION_ABOVE = 0.1
+"""Share of the time that training waited from which generation counts as the bottleneck."""
+
+
+class TrainingClock:
+    """Seconds since ``restart``, and how many of them training waited for batches. Validation is left out."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._waited_before = 0.0
+        self._paused_at: float | None = None
+
+    def restart(self, waited_s: float) -> None:
+        """``waited_s``: what the stream reader has waited so far."""
+        self._since, self._waited_before, self._paused_at = time.perf_counter(), waited_s, None
+
+    def pause(self) -> None:
+        self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        if self._paused_at is not None:
+            self._since += time.perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def read(self, waited_s: float) -> tuple[float, float]:
+        """(seconds, of which training waited)"""
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        return elapsed, min(waited_s - self._waited_before, elapsed)
+
+
+def verdict(elapsed_s: float, waited_s: float) -> str:
+    """Which side was the bottleneck, and by how much, in half a sentence."""
+    share = waited_s / elapsed_s
+    if share < _GENERATION_ABOVE:
+        return f"training was the bottleneck: it waited for samples in {share:.0%} of its time"
+    times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
+    slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"
+    return f"generation was the bottleneck: it {slower} training, which waited for samples in {share:.0%} of its time"
+
+
+class FitReport(Callback):
+    """Logs the paragraph from the first rank. TQDataModule adds one for each run.
+
+    The time until the first batch, in which producers start, counts apart.
+    """
+
+    def __init__(self, find_run: Callable[[], Run | None]) -> None:
+        self._find_run = find_run
+        self._made_at = time.perf_counter()
+        self._until_first_s = 0.0
+        self._clock = TrainingClock()
+        self._batches = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        run = self._find_run()
+        if run is not None and not self._batches:
+            self._until_first_s = time.perf_counter() - self._made_at
+            self._clock.restart(run.train_reader().waited_s)
+        self._batches += 1
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock.resume()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        run = self._find_run()
+        if run is None or not self._batches:
+            return
+        elapsed, waited = self._clock.read(run.train_reader().waited_s)
+        advice = _advice(trainer, run.train_reader().stream, waited / elapsed)
+        rank_zero_info(
+            f"Queue: {counted(self._batches, 'batch', 'batches')} in {elapsed:.1f} s without validation, the first one "
+            f"after {self._until_first_s:.1f} s; {verdict(elapsed, waited)}. {advice}"
+        )
+
+
+def _advice(trainer: Trainer, stream: Stream, share: float) -> str:
+    """What to turn. ``share``: of the time that training waited. Generation may be slow, or may be held back."""
+    from lightning_tq.callbacks.staleness_guard import StalenessGuard
+
+    if share < _GENERATION_ABOVE:
+        return "More or faster producers would not help; faster steps or more data-parallel ranks do."
+    advice = "More producers (Producer(count=...)) or faster ones help"
+    guard = next((each for each in callbacks_of(trainer) if isinstance(each, StalenessGuard) and each.pace), None)
+    if guard is not None:
+        advice += f"; so may StalenessGuard(max_staleness={guard.max_staleness + 1}), as they wait less for training"
+    if not stream.prefetch:
+        advice += "; so may Stream(prefetch=True)"
+    return f"{advice}."

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QueueConnection: a run's queue, joined or started in this process, and left or ended with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
+
+import transfer_queue as tq
+from lightning_tq.queue_config import QueueConfig, differences
+from transfer_queue.errors import ConfigError, NotInitializedError
+
+if TYPE_CHECKING:
+    from transfer_queue import TransferQueueClient
+
+logger = logging.getLogger(__name__)
+
+
+class QueueConnection:
+    """``close`` reverts what ``open`` did, once, in the same process.
+
+    Connections of one process share its client. The last one to close ends what the first one started or joined.
+    """
+
+    _opened: ClassVar[WeakSet[QueueConnection]] = WeakSet()
+    _own_queue: ClassVar[tuple[int, str] | None] = None
+    """Process and address of the queue that a connection started or joined. Not that of a user's own ``init``."""
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+        self._joined: str | None = None
+        self._finalizer: Finalize | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._pid == os.getpid()
+
+    @property
+    def client(self) -> TransferQueueClient:
+        """This process's client. Raises NotInitializedError (a TransferQueueError) before there is a queue."""
+        try:
+            client: TransferQueueClient = tq.get_client()
+        except NotInitializedError as error:
+            raise NotInitializedError(
+                "there is no queue in this process yet, or it was closed. A run opens it. To use it before a run, call "
+                "open() of the TQDataModule first (dm.open()), or transfer_queue.init()."
+            ) from error
+        return client
+
+    @property
+    def conf(self) -> Any:
+        """The running queue's configuration, including server addresses. It can be pickled."""
+        self.client  # noqa: B018  (raises without a queue; init() would start one)
+        return tq.init()
+
+    @property
+    def address(self) -> str:
+        return str(self.conf["address"])
+
+    def open(self, config: QueueConfig, sampler_modules: Iterable[str], address: str | None = None) -> None:
+        """Use the queue this process is in, else join one by address or TQ_ADDRESS, else start one.
+
+        Args:
+            config: Configuration of a new queue. A warning names what a running queue has set differently.
+            address: Address of the queue that another rank has opened.
+        Raises:
+            ConfigError: this process is in a different queue than requested, or a key is unknown.
+            TransferQueueError: as ``transfer_queue.init``.
+        """
+        if self.is_open:
+            return
+        wanted = address or config.address
+        try:
+            tq.get_client()
+            is_first = False
+        except NotInitializedError:
+            tq.init({**config.conf(sampler_modules), "address": wanted})
+            is_first = True
+            QueueConnection._own_queue = (os.getpid(), self.address)
+        if wanted is not None and self.address != wanted:
+            raise ConfigError(
+                f"this process is already in the queue at {self.address} (by transfer_queue.init or TQ_ADDRESS), not "
+                f"in the one at {wanted}. Call transfer_queue.close() first, or omit the address."
+            )
+        if address is None and (wanted is not None or not is_first):
+            _warn_of_differences(config, self.conf)
+        self._pid, self._joined = os.getpid(), self.address
+        self._opened.add(self)
+        # multiprocessing's Finalize, unlike atexit, also runs when spawned and forked ranks end. It runs before the
+        # queue's own finalizer. It is bound to no object, since garbage collection may run in any thread.
+        is_own = self._own_queue == (self._pid, self._joined)
+        self._finalizer = Finalize(None, _close_if_own, args=(is_own, self._pid), exitpriority=20)
+
+    def close(self) -> None:
+        """Leave the queue, and end it if it was started here and no other connection of this process uses it.
+
+        Idempotent; does nothing in another process.
+        """
+        if not self.is_open:
+            return
+        self._pid, joined = None, self._joined
+        assert self._finalizer is not None, "open made it"
+        if any(other.is_open and other._joined == joined for other in self._opened):
+            self._finalizer.cancel()
+        else:
+            self._finalizer()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_pid": None, "_joined": None, "_finalizer": None}  # a spawned rank opens its own
+
+
+def _warn_of_differences(config: QueueConfig, running: Any) -> None:
+    found = differences(config, running)
+    if found:
+        logger.warning(
+            f"the queue at {running['address']} is already running, so these settings are ignored: "
+            f"{', '.join(found)}. Start that queue with them, or remove them."
+        )
+
+
+def _close_if_own(is_own: bool, pid: int) -> None:
+    if is_own and os.getpid() == pid:
+        tq.close()

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At the end of a fit, one paragraph says which side was the bottleneck, by how much, and what helps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import stream
+from lightning.pytorch import Callback, Trainer
+from producing import fill, rows
+from recorders import Recorder
+from torch.utils.data import DataLoader
+
+from lightning_tq import StalenessGuard, TQDataModule, fit_report
+from lightning_tq.fit_report import TrainingClock, verdict
+
+Make = Callable[..., TQDataModule]
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "waited_s", "says"),
+    [
+        (100.0, 0.0, "training was the bottleneck: it waited for samples in 0% of its time"),
+        (100.0, 9.0, "training was the bottleneck: it waited for samples in 9% of its time"),
+        (
+            100.0,
+            60.0,
+            "generation was the bottleneck: it took 2.5 times as long as training, which waited for samples in 60% of "
+            "its time",
+        ),
+        (
+            100.0,
+            100.0,
+            "generation was the bottleneck: it took far longer than training, which waited for samples in 100% of its "
+            "time",
+        ),
+    ],
+)
+def test_the_verdict_follows_from_the_share_of_waits(elapsed_s: float, waited_s: float, says: str) -> None:
+    assert verdict(elapsed_s, waited_s) == says
+
+
+def test_the_clock_leaves_out_pauses_and_earlier_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(fit_report.time, "perf_counter", lambda: now)
+    clock = TrainingClock()
+    clock.pause()  # the sanity check, before training
+    clock.restart(7.0)
+    now = 110.0
+    clock.pause()
+    now = 150.0
+    clock.resume()
+    clock.resume()
+    now = 160.0
+    assert clock.read(12.0) == (20.0, 5.0)
+    assert clock.read(99.0) == (20.0, 20.0)  # no more than all of it
+
+
+def report_of(caplog: pytest.LogCaptureFixture) -> str:
+    (text,) = [record.getMessage() for record in caplog.records if "without validation" in record.getMessage()]
+    return text
+
+
+class Slow(Recorder):
+    """Steps that take longer than anything else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        threading.Event().wait(0.3)
+        return super().training_step(batch, batch_idx)
+
+
+def test_slow_training_is_reported_once_also_without_a_monitor(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train@{epoch}"), val=stream("val", task="evaluate"))
+    for name in ("train@0", "train@1", "val"):
+        fill(dm.client, name, 8)
+    with caplog.at_level(logging.INFO):
+        trainer(max_epochs=2).fit(Slow(), datamodule=dm)
+    text = report_of(caplog)
+    assert text.startswith("Queue: 4 batches in ")
+    assert "training was the bottleneck" in text
+    assert text.endswith("More or faster producers would not help; faster steps or more data-parallel ranks do.")
+
+
+class SlowProducer(Callback):
+    """Makes batch k + 1 well after step k."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        client, version = trainer.datamodule.client, trainer.global_step
+        tags = [{"policy_version": version}] * 4
+        threading.Timer(0.5, lambda: client.put(rows(4), partition_id="train", tags=tags)).start()
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({}, "More producers (Producer(count=...)) or faster ones help."),
+        (
+            {"prefetch": False},
+            "More producers (Producer(count=...)) or faster ones help; so may Stream(prefetch=True).",
+        ),
+    ],
+    ids=["producers", "prefetch"],
+)
+def test_slow_generation_is_reported_with_what_helps(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, options: dict[str, Any], advice: str
+) -> None:
+    dm = data(train=stream("train", num_batches=4, **options))
+    dm.client.put(rows(4), partition_id="train", tags=[{"policy_version": 0}] * 4)
+    with caplog.at_level(logging.INFO):
+        trainer(callbacks=[SlowProducer()]).fit(Recorder(), datamodule=dm)
+    text = report_of(caplog)
+    assert text.startswith("Queue: 4 batches in ")
+    assert "generation was the bottleneck: it took " in text
+    assert text.endswith(advice)
+    threads = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    for each in threads:
+        each.join()
+
+
+def test_a_guard_that_paces_producers_is_named(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train", num_batches=4))
+    dm.client.put(rows(4), partition_id="train", tags=[{"policy_version": 0}] * 4)
+    with caplog.at_level(logging.INFO):
+        trainer(callbacks=[StalenessGuard(max_staleness=2), SlowProducer()]).fit(Recorder(), datamodule=dm)
+    assert "so may StalenessGuard(max_staleness=3), as they wait less for training." in report_of(caplog)
+    for each in [each for each in threading.enumerate() if isinstance(each, threading.Timer)]:
+        each.join()
+
+
+class Plain(Recorder):
+    """Trains plain tensors."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).mean()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's, about the other data
+def test_a_later_fit_of_the_same_trainer_may_use_other_data(data: Make, trainer: MakeTrainer) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 8)
+    run = trainer()
+    run.fit(Recorder(), datamodule=dm)
+    run.fit_loop.max_epochs = 2
+    run.fit(Plain(), train_dataloaders=DataLoader(torch.ones(4, 4), batch_size=2))
+    assert run.global_step == 4
+
+
+def test_a_fit_that_trains_nothing_reports_nothing(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train", tail="drop"))
+    fill(dm.client, "train", 3)
+    with caplog.at_level(logging.INFO):
+        trainer().fit(Recorder(), datamodule=dm)
+    assert "bottleneck" not in caplog.text
