@@ -270,9 +270,14 @@ class ControlPlane:
     def _serve(self, queue: str, only: str | None, now: float) -> list[To]:
         """Answer what can be answered, in several turns if it is much."""
         replies: list[To] = []
-        for line in self.state.waiters.lines_of(queue):
-            if only in (None, line[0]):
-                self._serve_line(queue, line, now, replies)
+        for line in (lines := self.state.waiters.lines_of(queue)):
+            if only not in (None, line[0]):
+                continue
+            before = self._decided_by(queue, line[0])
+            self._serve_line(queue, line, now, replies)
+            if len(lines) > 1 and self._decided_by(queue, line[0]) != before:
+                # What was drawn with one filter may be what a rank with another one waits for.
+                self.state.mark_dirty(queue, line[0])
         return replies
 
     def _serve_line(self, queue: str, line: Line, now: float, replies: list[To]) -> None:

@@ -211,6 +211,16 @@ def test_a_fetch_that_acknowledges_and_waits_behind_others_gets_a_batch_that_is_
     assert len(indexes(reply)) == 8
 
 
+def test_a_round_drawn_with_one_filter_is_told_to_a_rank_that_waits_with_another(plane_of_counts):
+    plane = plane_of_counts
+    register(plane, dp_size=2)
+    park(plane, 1, 1, 0, where="v == 2", client="other")
+    park(plane, 1, 0, 0, where="v == 1", client="first")
+    samples = reserve(plane, 2)
+    told = publish(plane, samples, tags={index: {"v": 1} for index in samples})
+    assert batches(told) == [("first", [0]), ("other", [1])]
+
+
 def test_all_waiting_fetches_are_told_the_end(crowd):
     told = itertools.chain(seal(crowd), *turns(crowd))
     assert sum(isinstance(to.reply, p.Ended) for to in told) == 2 * RANKS
