@@ -75,7 +75,8 @@ def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, 
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")  # this process is fresh, and 64 imports of torch take minutes
     barrier = context.Barrier(processes * threads)
-    lines, running = [], []
+    lines, running, server = [], [], psutil.Process(conf.controller.zmq_info.pid)
+    cpu_s = sum(server.cpu_times()[:2])
     for number in range(processes):
         line, other = context.Pipe(duplex=False)
         args = (conf, number * threads, threads, barrier, seconds, other)
@@ -87,7 +88,9 @@ def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, 
     finally:
         for process in running:
             end(process)
-    found = {"operations_per_s": len(took_ms) / seconds, "p50_ms": statistics.median(took_ms)}
+    cpu_s = sum(server.cpu_times()[:2]) - cpu_s
+    found = {"operations_per_s": len(took_ms) / seconds, "server_cpu_us_per_operation": cpu_s / len(took_ms) * 1e6}
+    found["p50_ms"] = statistics.median(took_ms)
     return {**found, "p99_ms": percentile(took_ms, 99), "longest_ms": max(took_ms)}
 
 
@@ -207,11 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.quick:
         crowds, seconds, ranks, steps = {"2_sessions": (1, 2)}, 0.2, 20, 2
     figures: dict[str, Any] = {}
-    for name, (processes, threads) in crowds.items():
-        conf = tq.init()
-        figures[name] = in_fresh_process(crowd, conf, processes, threads, seconds)
-        tq.close()
     conf = tq.init()
+    for name, (processes, threads) in crowds.items():
+        figures[name] = in_fresh_process(crowd, conf, processes, threads, seconds)
     address = conf.controller.zmq_info.peer().address
     figures[f"{ranks}_ranks"] = in_fresh_process(many_ranks, conf, address, ranks, steps)
     tq.close()
