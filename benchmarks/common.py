@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,7 @@ def received(line: Connection, deadline_s: float = DEADLINE_S) -> Any:
     return line.recv()
 
 
-def end(process: SpawnProcess) -> None:
+def end(process: BaseProcess) -> None:
     """Wait for the process to end; one that doesn't is killed."""
     process.join(END_S)
     if process.is_alive():

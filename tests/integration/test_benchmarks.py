@@ -34,6 +34,8 @@ PROMISED = {
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},
     "put_get_bandwidth": {"torch_threads", "cases"},
+    "scale": {"small", "batch", "rounds", "ranks", "sessions"},
+    "sessions": {"2_sessions", "20_ranks", "operations_ratio", "steps", "batch"},
     "small_ops": {"put_p50_ms", "fetch_and_get_p50_ms", "operations_per_s"},
     "startup": {"import_s", "init_s", "import_to_first_put_s", "servers_pss_mib", "largest_server_rss_mib"},
     "steps": {"repeats", "1 KiB", "jagged 4 MiB", "RL batch 56 MiB", "batch of a stream, 1.75 MiB"},

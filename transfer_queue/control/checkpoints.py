@@ -88,7 +88,7 @@ def freeze(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.R
 def admit_freezes(state: PlaneState, now: float) -> list[To]:
     """Answer the parked freezes once no writer is replacing values."""
     replies = []
-    while not state.freezes.has_permits and (parked := state.waiters.first_come(FREEZERS)) is not None:
+    while not state.freezes.has_permits and (parked := state.waiters.first_of(FREEZERS)) is not None:
         state.waiters.remove(parked)
         reply = reply_or_error(parked.request.id, partial(take, state, parked.client, parked.request, now))
         if reply is not None:
@@ -140,7 +140,7 @@ def take_rewriters(state: PlaneState) -> list[tuple[str, Rewrite]]:
 
 
 def _must_wait(state: PlaneState, request: Rewrite) -> bool:
-    about_to_be = state.waiters.first_come(FREEZERS) is not None
+    about_to_be = state.waiters.first_of(FREEZERS) is not None
     if not (about_to_be or state.freezes):
         return False
     indexes = replaced(state, request)

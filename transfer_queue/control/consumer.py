@@ -129,6 +129,7 @@ class Consumer:
 
     def published(self, rows: Rows, news: Mapping[str, Rows]) -> None:
         """Live rows have these fields now. ``news``: by field, the rows that did not have it before, each once."""
+        self.ledger.samples_changed()
         undrawn = rows[self.given[rows] == 0]
         for (fields, _), ready in self._ready.items():
             if not news.keys().isdisjoint(fields):
@@ -153,16 +154,20 @@ class Consumer:
 
     # ---- what was given ----
 
-    def give(self, rows: Rows, number: int) -> int:
-        """Mark live rows as consumed under a ledger entry's number. Returns how many were not given before."""
+    def give(self, rows: Rows, number: int | npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Mark live rows as consumed under a ledger entry's number, or each under its own.
+
+        Returns which of them were not given before.
+        """
         given = self.given
-        fresh = rows[given[rows] == 0]
-        given[fresh] = number
+        is_fresh: npt.NDArray[np.bool_] = given[rows] == 0
+        fresh = rows[is_fresh]
+        given[fresh] = number if isinstance(number, int) else number[is_fresh]
         self.num_undrawn -= len(fresh)
         self.num_unconsumed -= int(np.count_nonzero(~self.consumed[rows]))
         self.consumed[rows] = True
         self._drawn(fresh)
-        return len(fresh)
+        return is_fresh
 
     def release(self, rows: Rows, number: int) -> None:
         """Return rows given under this number to the undrawn ones, because no client received them."""
@@ -187,6 +192,7 @@ class Consumer:
         self.num_undrawn -= len(undrawn)
         self.num_unconsumed -= int(np.count_nonzero(~self.consumed[live]))
         self.ledger.samples_cleared(given)
+        self.ledger.samples_changed()
         self._drawn(undrawn)
 
     def _drawn(self, rows: Rows) -> None:
@@ -228,6 +234,7 @@ class Consumer:
     def end(self, where: str | None, reason: str, dropped: int) -> None:
         """The stream of fetches with this filter ended. Other filters go on."""
         self._ended[where] = StreamEnd(reason, dropped)
+        self.ledger.num_changes += 1
         if len(self._ended) > _MAX_FILTERS_ENDED:
             del self._ended[next(name for name in self._ended if name is not None)]
 
@@ -248,6 +255,7 @@ class Consumer:
         ends = self._ends.setdefault(readers, [])
         if batch_index not in ends:
             insort(ends, batch_index)
+            self.ledger.num_changes += 1
             del ends[:-_MAX_ENDS]
 
     def is_over(self, batch_index: int | None) -> bool:
@@ -258,6 +266,7 @@ class Consumer:
         """Record that a rank got the end of stream. Once all ranks did, samples that arrived since may be drawn."""
         self._over_at = batch_index if self._over_at is None else min(batch_index, self._over_at)
         self._over_ranks.add(dp_rank)
+        self.ledger.num_changes += 1
         if len(self._over_ranks) >= dp_size:
             self._over_at, self._over_ranks = None, set()
 

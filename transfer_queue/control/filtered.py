@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +15,10 @@ from transfer_queue.control.tag_filter import TagFilter
 
 PER_TURN = 3_000
 """Samples that one turn compares with simple filters: some milliseconds, so that no other client waits for long."""
+ANSWERS_PER_TURN = 100
+"""Waiting requests that one turn answers: some milliseconds, too."""
+_LOOK = 1 / 6
+"""What it costs to examine a waiting request that can't be answered, in answers."""
 _PIECE = 256
 # What costs as much as a sample with few tags and a simple filter.
 _COST_OF_A_PIECE = 16
@@ -21,14 +27,17 @@ _BYTES = 512
 
 
 class TurnBudget:
-    """How many samples this turn may still compare or list, and the partitions where some are left for later turns."""
+    """How many samples this turn may still compare or list, and how many waiting requests it may still answer; and the
+    partitions where some are left for later turns.
+    """
 
     def __init__(self) -> None:
         self.left = 0
+        self._answers = 0.0
         self._unfinished: dict[str, None] = {}
 
     def begin_turn(self) -> None:
-        self.left = PER_TURN
+        self.left, self._answers = PER_TURN, ANSWERS_PER_TURN
 
     def take_unfinished(self) -> list[str]:
         """The partitions where work was left over."""
@@ -38,6 +47,15 @@ class TurnBudget:
     @property
     def is_finished(self) -> bool:
         return not self._unfinished
+
+    @property
+    def num_answers(self) -> int:
+        """How many waiting requests this turn may still answer."""
+        return math.ceil(self._answers)
+
+    def examined(self, answered: bool) -> None:
+        """A waiting request was examined."""
+        self._answers -= 1 if answered else _LOOK
 
     def spend(self, count: int) -> None:
         """So many samples were listed."""

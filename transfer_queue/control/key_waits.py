@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
-
 from transfer_queue import protocol as p
 from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.queries import MOST_OF_A_PAGE, published_keys
 from transfer_queue.control.ready import ReadySet
-from transfer_queue.control.rows import Rows
 from transfer_queue.control.state import PlaneState, To, keys_queue, reply_or_error
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
 from transfer_queue.errors import InvalidRequestError, KeysTimeoutError
@@ -121,19 +118,9 @@ def _enough(state: PlaneState, request: p.WaitKeys) -> p.Reply | None:
     if matching is None or not state.budget.finish(matching, request.partition) or matching.count < request.count:
         return None
     partition = state.partitions[request.partition]
-    rows = _first(matching, MOST_OF_A_PAGE)
+    rows = matching.first(MOST_OF_A_PAGE)
     indexes = partition.table.column("index")[rows].tolist()
     named = [(key, index) for index in indexes if (key := partition.keys.key_of(index)) is not None]
     keys, more = published_keys(partition, named, None), matching.count > len(rows)
     state.budget.spend(len(keys))
     return p.KeyList(request.id, {partition.name: keys}, more, named[-1][0] if more else None)
-
-
-def _first(matching: ReadySet, most: int) -> Rows:
-    found, count = [np.empty(0, dtype=np.intp)], 0
-    for rows in matching.blocks():
-        found.append(rows)
-        count += len(rows)
-        if count >= most:
-            break
-    return np.concatenate(found)[:most]

@@ -43,9 +43,15 @@ class Ledger:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._entries: dict[BatchKey, Entry] = {}
+        self.num_changes = 0
+        """Changes that may answer a waiting fetch which must not draw."""
+        self._ranks: dict[int | None, dict[int, Entry]] = {}  # by rank and batch_index
         self._by_number: dict[int, Entry] = {}
         self._drawn: dict[int | None, Runs] = {}
+        self._end = 0  # no rank has drawn this batch or a later one
+        self._num_open = 0
+        self._lacks_fields = False  # a fetch waits for fields of an open batch
+        self._waiting_ranks: set[int | None] = set()  # whose fetches that name no batch may wait
         self._next_index: dict[int | None, int] = {}
         self._count = 0
         self._resets = 0
@@ -56,18 +62,23 @@ class Ledger:
         return self._resets
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._by_number)
 
     def get(self, key: BatchKey) -> Entry | None:
-        return self._entries.get(key)
+        own = self._ranks.get(key[0])
+        return None if own is None else own.get(key[1])
 
     def is_closed(self, key: BatchKey) -> bool:
-        return key not in self._entries and self.holds(key)
+        return self.get(key) is None and self.holds(key)
 
     def holds(self, key: BatchKey) -> bool:
         """Whether this batch was drawn, acknowledged or not."""
         drawn = self._drawn.get(key[0])
         return drawn is not None and key[1] in drawn
+
+    def holding(self, ranks: Iterable[int], batch_index: int) -> list[int]:
+        """Those of these ranks for which this batch was drawn."""
+        return [] if batch_index >= self._end else [rank for rank in ranks if self.holds((rank, batch_index))]
 
     def first_undrawn(self, key: BatchKey, first: int) -> int:
         """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
@@ -76,7 +87,7 @@ class Ledger:
 
     def next_index(self, dp_rank: int | None) -> int:
         """The batch for a fetch without batch_index: the one after the last batch that this rank was given."""
-        missed = [at for at in self._missed.get(dp_rank, ()) if (dp_rank, at) in self._entries]
+        missed = [at for at in self._missed.get(dp_rank, ()) if self.get((dp_rank, at)) is not None]
         if missed:
             return min(missed)
         index = start = self._next_index.get(dp_rank, 0)
@@ -91,10 +102,27 @@ class Ledger:
         self._next_index[key[0]] = max(self._next_index.get(key[0], 0), key[1] + 1)
         if key[0] in self._missed:
             self._missed[key[0]].discard(key[1])
+        if key[0] in self._waiting_ranks and self.get((key[0], self.next_index(key[0]))) is not None:
+            self._waiting_ranks.discard(key[0])
+            self.num_changes += 1
 
     def missed(self, key: BatchKey) -> None:
         """The rank never received this batch, so its next fetch without batch_index gets it."""
         self._missed.setdefault(key[0], set()).add(key[1])
+        self.num_changes += 1
+
+    def lacks_fields(self) -> None:
+        """A fetch waits for fields of an open batch."""
+        self._lacks_fields = True
+
+    def waits(self, dp_rank: int | None) -> None:
+        """A fetch of this rank that names no batch may wait from now on."""
+        self._waiting_ranks.add(dp_rank)
+
+    def samples_changed(self) -> None:
+        """Some samples got fields, or were cleared: a fetch that waits for fields may be answered."""
+        self.num_changes += self._lacks_fields
+        self._lacks_fields = False
 
     def write(
         self, key: BatchKey, indexes: Indexes, consumes: Indexes, padding: npt.NDArray[np.uint8] | None = None,
@@ -103,15 +131,27 @@ class Ledger:
         """Add an entry. The key must be free."""
         self._count += 1
         entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
-        self._entries[key] = self._by_number[entry.number] = entry
+        self._add(entry)
         self._mark_drawn(key)
+        self.num_changes += 1
         return entry
+
+    def _add(self, entry: Entry) -> None:
+        rank, index = entry.key
+        self._ranks.setdefault(rank, {})[index] = self._by_number[entry.number] = entry
+        self._num_open += entry.owned
+
+    def own(self, entry: Entry, count: int) -> None:
+        """The batch consumes so many samples that no other batch gets."""
+        self._num_open += count - entry.owned
+        entry.owned = count
 
     def _mark_drawn(self, key: BatchKey) -> None:
         drawn = self._drawn.get(key[0])
         if drawn is None:
             drawn = self._drawn[key[0]] = Runs()
         drawn.add(key[1])
+        self._end = max(self._end, key[1] + 1)
 
     def _token(self, number: int) -> str:
         return f"{self._name}/{self._resets}#{number}"
@@ -133,23 +173,23 @@ class Ledger:
         return num_acked
 
     def _up_to(self, key: BatchKey) -> list[Entry]:
-        return [entry for at, entry in self._entries.items() if at[0] == key[0] and at[1] <= key[1]]
+        return [entry for index, entry in self._ranks[key[0]].items() if index <= key[1]]
 
     def first_open(self) -> int:
         """Where a reader without a position begins: no rank has acknowledged this batch or a later one."""
         return max((self._first_open(rank) for rank in self._drawn), default=0)
 
     def _first_open(self, rank: int | None) -> int:
-        return min((key[1] for key in self._entries if key[0] == rank), default=self._drawn[rank].end())
+        return min(self._ranks.get(rank, ()), default=self._drawn[rank].end())
 
     def open_indexes(self) -> Indexes:
         """Samples of open batches, including padding."""
-        named = [entry.indexes for entry in self._entries.values()]
+        named = [entry.indexes for entry in self._by_number.values()]
         return np.concatenate(named) if named else np.empty(0, dtype=np.int64)
 
     def num_open_samples(self) -> int:
         """The number of samples that open batches consume and that aren't cleared."""
-        return sum(entry.owned for entry in self._entries.values())
+        return self._num_open
 
     def samples_cleared(self, numbers: npt.NDArray[np.int32]) -> None:
         """Samples of these entries were cleared, one number per sample; an entry without samples is acknowledged."""
@@ -160,14 +200,18 @@ class Ledger:
             entry = self._by_number.get(number)
             if entry is None:
                 continue
-            entry.owned -= count
+            self.own(entry, entry.owned - count)
             if entry.owned <= 0:
                 self.close(entry)
 
     def close(self, entry: Entry) -> None:
         """Delete the entry, which no client will request again."""
-        del self._entries[entry.key]
-        del self._by_number[entry.number]
+        own = self._ranks[entry.key[0]]
+        del own[entry.key[1]], self._by_number[entry.number]
+        if not own:
+            del self._ranks[entry.key[0]]
+        self._num_open -= entry.owned
+        self.samples_changed()  # a fetch that waits for its fields is refused now
 
     def reset(self) -> list[int]:
         """After a reset of consumption, acknowledged batches may be drawn again. Returns the numbers of the remaining
@@ -175,14 +219,18 @@ class Ledger:
 
         A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks.
         """
-        for entry in [entry for entry in self._entries.values() if self._is_torn(entry)]:
+        rounds = {entry.key[1] for entry in self._by_number.values() if entry.dp_size is not None}
+        torn = {index for index in rounds if any(self.is_closed((rank, index)) for rank in self._drawn)}
+        for entry in [e for e in self._by_number.values() if e.dp_size is not None and e.key[1] in torn]:
             self.close(entry)
         self._drawn.clear()
+        self._end = 0
+        self.num_changes += 1
         self._next_index.clear()
         self._missed.clear()
         self._resets += 1  # acks from before the reset must not match
-        for key, entry in self._entries.items():
-            self._mark_drawn(key)
+        for entry in self._by_number.values():
+            self._mark_drawn(entry.key)
             entry.token = self._token(entry.number)
         return list(self._by_number)
 
@@ -195,13 +243,14 @@ class Ledger:
 
     def entries(self) -> list[tuple[Entry, str, int]]:
         """Open batches with what may change about each: its token, and how many samples it owns."""
-        return [(entry, entry.token, entry.owned) for entry in self._entries.values()]
+        return [(entry, entry.token, entry.owned) for entry in self._by_number.values()]
 
     def load(self, saved: SavedLedger, shift: int) -> None:
         """Load what was saved, or the next slice of it. The samples' indexes are greater by ``shift``."""
         self._count, self._resets = saved.count, saved.resets
         for rank in saved.ranks:
-            self._drawn[rank.rank] = Runs.of_edges(rank.starts, rank.stops)
+            self._drawn[rank.rank] = runs = Runs.of_edges(rank.starts, rank.stops)
+            self._end = max(self._end, runs.end())
             if rank.next_index is not None:
                 self._next_index[rank.rank] = rank.next_index
         for batch in saved.entries:
@@ -209,10 +258,10 @@ class Ledger:
             consumes = indexes if batch.consumes is None else unpack_indexes(batch.consumes) + shift
             padding = None if batch.padding is None else np.frombuffer(batch.padding, dtype=np.uint8)
             key = (batch.rank, batch.batch_index)
-            if key in self._entries or batch.number in self._by_number or not self.holds(key):
+            if self.get(key) is not None or batch.number in self._by_number or not self.holds(key):
                 raise ValueError(f"batch {key} is there twice, or was never drawn")
             entry = Entry(key, batch.number, indexes, consumes, batch.token, padding, batch.dp_size, batch.owned)
-            self._entries[key] = self._by_number[entry.number] = entry
+            self._add(entry)
 
     def rename(self, name: str) -> None:
         """Set the prefix of the tokens of later batches."""
@@ -222,15 +271,15 @@ class Ledger:
         """Whether each batch owns as many samples as were given under its number."""
         return all(entry.owned == counts.get(number, 0) for number, entry in self._by_number.items())
 
-    def _is_torn(self, entry: Entry) -> bool:
-        return entry.dp_size is not None and any(self.is_closed((rank, entry.key[1])) for rank in self._drawn)
-
     def check_invariants(self, given: npt.NDArray[np.int32]) -> None:
         """``given``: the entry number of each live sample. Raises AssertionError; for tests."""
-        assert len(self._entries) == len(self._by_number), "entries are known both ways"
+        filed = {(rank, index): entry for rank, own in self._ranks.items() for index, entry in own.items()}
+        assert {id(entry) for entry in filed.values()} == set(map(id, self._by_number.values())), "known both ways"
         numbers, counts = np.unique(given[given > 0], return_counts=True)
         owned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        for key, entry in self._entries.items():
+        assert self._num_open == sum(entry.owned for entry in filed.values()), "samples of open batches are counted"
+        assert self._end == max((runs.end() for runs in self._drawn.values()), default=0), "the last batch is known"
+        for key, entry in filed.items():
             assert entry.key == key, f"{key} is filed under its key"
             assert self.holds(key), f"{key} is known as drawn"
             assert entry.owned == owned.get(entry.number, 0), f"{key} owns its live samples"

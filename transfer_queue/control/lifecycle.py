@@ -103,7 +103,7 @@ def clear_consumed(state: PlaneState, client: str, request: p.ClearConsumed) -> 
     being_read = _being_read(state, partition)
     if request.dry_run:
         return _explained(p.Cleared(request.id, b""), partition, request.tasks, being_read)
-    done = partition.done_with(request.tasks, [batch.indexes for _, batch in being_read])
+    done = partition.done_with(request.tasks, MOST_PER_CLEAR + 1, [batch.indexes for _, batch in being_read])
     gone = partition.clear(done[:MOST_PER_CLEAR])
     if len(gone):
         state.mark_dirty(request.partition)

@@ -19,6 +19,7 @@ from transfer_queue.protocol import FieldSpec, Indexes, Tags
 _COUNTED = one_of(RowState.FREE, RowState.RESERVED_FREE, RowState.LIVE)
 _RESERVED = one_of(RowState.RESERVED, RowState.RESERVED_FREE)
 _CHUNK = 4096
+_PIECE = 65_536
 _serials = itertools.count(1)
 
 
@@ -337,23 +338,35 @@ class Partition:
         """Whether several samples were pre-allocated, and every one of them was inserted."""
         return self.preallocate > 1 and self.num_published >= self.preallocate
 
-    def done_with(self, tasks: Iterable[str], being_read: Iterable[Indexes] = ()) -> Indexes:
-        """Samples that every task here and each of ``tasks`` has consumed, and that are in no open batch.
+    def done_with(self, tasks: Iterable[str], most: int, being_read: Iterable[Indexes] = ()) -> Indexes:
+        """Up to ``most`` samples that every task here and each of ``tasks`` has consumed, and that no open batch has.
 
         ``being_read``: samples to leave out, because a reader has yet to read them.
         """
-        indexes: Indexes = self.table.column("index")
+        found = [np.empty(0, dtype=np.int64)]
         if not self.consumers or not self.consumers.keys() >= set(tasks):
-            return np.empty(0, dtype=np.int64)
-        done = self.table.column("state") == RowState.LIVE
+            return found[0]
+        open_rows: Rows | None = None
+        for start in range(0, self.table.size, _PIECE):
+            rows = self._consumed_by_all(slice(start, start + _PIECE))
+            if not len(rows):
+                continue
+            if open_rows is None:
+                open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
+                at, here = self.table.find(np.concatenate([*open_batches, *being_read]))
+                open_rows = np.unique(at[here])
+            found.append(self.table.column("index")[np.setdiff1d(rows, open_rows, assume_unique=True)][:most])
+            most -= len(found[-1])
+            if not most:
+                break
+        return np.concatenate(found)
+
+    def _consumed_by_all(self, part: slice) -> Rows:
+        consumed = self.table.column("state")[part] == RowState.LIVE
         for consumer in self.consumers.values():
-            done &= consumer.consumed
-        if done.any():
-            open_batches = [consumer.ledger.open_indexes() for consumer in self.consumers.values()]
-            rows, found = self.table.find(np.concatenate([*open_batches, *being_read]))
-            done[rows[found]] = False
-        cleared: Indexes = indexes[done]
-        return cleared
+            consumed &= consumer.consumed[part]
+        rows: Rows = consumed.nonzero()[0] + part.start
+        return rows
 
     def clear(self, indexes: Indexes) -> Indexes:
         """Delete samples. Returns the indexes that were here; unknown ones are ignored."""

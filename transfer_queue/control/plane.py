@@ -17,10 +17,9 @@ from transfer_queue.control import checkpoints, key_waits, lifecycle, queries, u
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import ServedFetch, TakenUnread, check_fetch
 from transfer_queue.control.sessions import Record
-from transfer_queue.control.state import Line, Parked, PlaneConfig, PlaneState, To, line_of, reply_or_error
+from transfer_queue.control.state import LAST, Line, Parked, PlaneConfig, PlaneState, To, line_of, reply_or_error
 from transfer_queue.errors import ProducersGoneError, ProtocolError
 
-_LAST = (math.inf, math.inf)
 _MOST_NAMED = 5
 Verb = Callable[[str, Any, float], p.Reply | None]
 
@@ -119,7 +118,8 @@ class ControlPlane:
 
     def _expire(self, now: float) -> list[To]:
         replies = []
-        for parked in self.state.waiters.expired(now):
+        for parked in self.state.waiters.expired(now, max(1, self.state.budget.num_answers)):
+            self.state.budget.examined(answered=True)
             reply = reply_or_error(parked.request.id, partial(self._too_late, parked, now))
             if reply is None:
                 self.state.waiters.put_back(parked)
@@ -133,7 +133,9 @@ class ControlPlane:
 
     def next_deadline(self) -> float | None:
         """When ``expire`` has work: minus infinity for at once, None for never."""
-        return self._next_due() if self.state.is_tidy and self.state.budget.is_finished else -math.inf
+        state = self.state
+        left = state.cut_off or (state.writers_left and len(state.writers))
+        return -math.inf if left or not (state.is_tidy and state.budget.is_finished) else self._next_due()
 
     def _next_due(self) -> float | None:
         parked = self.state.waiters.next_deadline()
@@ -207,8 +209,9 @@ class ControlPlane:
         Without parked requests, only the first applies.
         """
         state = self.state
-        replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in state.cut_off]
-        state.cut_off.clear()
+        some = state.cut_off[: max(1, state.budget.num_answers)]
+        del state.cut_off[: len(some)]
+        replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in some]
         if not state.waiters:
             state.dirty.clear()
             return replies
@@ -249,8 +252,8 @@ class ControlPlane:
         deadline = now + fetch.wait_s
         partition = state.partitions.get(queue)
         num_acked = fetch.acks and partition is not None and partition.consumer(task).ledger.ack(fetch.acks)
-        if num_acked and not state.waiters.is_first(queue, line, _LAST):
-            state.waiters.park(client, fetch, now, deadline, queue, order)
+        if num_acked and not state.waiters.is_first(queue, line, LAST):
+            state.waiters.unexamine(state.waiters.park(client, fetch, now, deadline, queue, order, line))
             state.mark_dirty(queue, task)  # earlier fetches may have waited for a batch that is acknowledged now
             return None
         due = deadline <= now
@@ -261,28 +264,65 @@ class ControlPlane:
         elif due and not (may_draw and self._is_comparing(fetch)):
             reply = self._not_ready(fetch, now)
         else:
-            state.waiters.park(client, fetch, now, deadline, queue, order)
+            state.waiters.park(client, fetch, now, deadline, queue, order, line)
         return reply
 
     def _serve(self, queue: str, only: str | None, now: float) -> list[To]:
-        """Answer what can be answered. Within a line no fetch draws past an earlier one that still waits."""
-        replies = []
-        waiting: set[Line] = set()
-        for parked in self.state.waiters.waiting_in(queue):
-            task, line = parked.request.task, line_of(parked.request)
-            if only not in (None, task):
+        """Answer what can be answered, in several turns if it is much."""
+        replies: list[To] = []
+        for line in (lines := self.state.waiters.lines_of(queue)):
+            if only not in (None, line[0]):
                 continue
-            answer = partial(self._answer, parked.client, parked.request, now, may_draw=line not in waiting)
-            reply = reply_or_error(parked.request.id, answer)
-            if reply is None:
-                waiting.add(line)
-                continue
-            if line in waiting:
-                # A repeated batch may have been the last one that the earlier fetches waited for.
-                self.state.mark_dirty(queue, task)
-            self.state.waiters.remove(parked)
-            replies.append(To(parked.client, reply))
+            before = self._decided_by(queue, line[0])
+            self._serve_line(queue, line, now, replies)
+            if len(lines) > 1 and self._decided_by(queue, line[0]) != before:
+                # What was drawn with one filter may be what a rank with another one waits for.
+                self.state.mark_dirty(queue, line[0])
         return replies
+
+    def _serve_line(self, queue: str, line: Line, now: float, replies: list[To]) -> None:
+        """Answer fetches of a line. None draws past an earlier one that still waits.
+
+        So those behind the first unanswered one are examined only if the ledger or an end may decide them.
+        """
+        state = self.state
+        while (first := state.waiters.first_of(queue, line)) is not None:
+            if state.budget.num_answers <= 0:
+                state.budget.postpone(queue)
+                return
+            if not self._serve_parked(first, now, True, replies):
+                break
+        if first is None:
+            return
+        stamp = self._decided_by(queue, line[0])
+        last = first
+        for parked in state.waiters.unexamined(first, stamp):
+            if state.budget.num_answers <= 0:
+                state.waiters.examined(first, stamp, last.rank)
+                state.budget.postpone(queue)
+                return
+            if self._serve_parked(parked, now, False, replies):
+                # A repeated batch may have been the last one that the earlier fetches waited for.
+                state.mark_dirty(queue, line[0])
+            last = parked
+        state.waiters.examined(first, stamp)
+
+    def _serve_parked(self, parked: Parked, now: float, may_draw: bool, replies: list[To]) -> bool:
+        """Answer this fetch if that is possible now. Returns whether it was."""
+        answer = partial(self._answer, parked.client, parked.request, now, may_draw=may_draw)
+        reply = reply_or_error(parked.request.id, answer)
+        self.state.budget.examined(reply is not None)
+        if reply is None:
+            return False
+        self.state.waiters.remove(parked)
+        replies.append(To(parked.client, reply))
+        return True
+
+    def _decided_by(self, queue: str, task: str) -> object:
+        """While this stays equal, a fetch that waits behind another one can't be answered."""
+        partition = self.state.partitions.get(queue)
+        consumer = None if partition is None else partition.consumers.get(task)
+        return self.state.upheavals, None if consumer is None else consumer.ledger.num_changes
 
     def _answer(self, client: str, fetch: p.Fetch, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
         partition = self.state.partitions.get(fetch.partition)
@@ -322,7 +362,7 @@ class ControlPlane:
         reply = self._served(fetch, partition).not_ready(now)
         if not partition.num_reserved:
             return reply
-        owed_by = writing.writers_of(self.state, partition)[:_MOST_NAMED]
+        owed_by = writing.writers_of(self.state, partition, _MOST_NAMED)
         return msgspec.structs.replace(reply, reserved=partition.num_reserved, owed_by=owed_by)
 
     # ---- sessions ----

@@ -15,7 +15,7 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
-from transfer_queue.control.state import PlaneState
+from transfer_queue.control.state import PlaneState, line_of
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
 from transfer_queue.control.units import WATCHERS
 from transfer_queue.control.writing import WRITERS, Reservation
@@ -139,11 +139,12 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
 
     ``abandoned``: a field of the partition with lost producers.
     """
+    alike: dict[object, dict[str, Any]] = {}
     waiting = [
         {
             "partition": getattr(parked.request, "partition", None), "task": getattr(parked.request, "task", None),
             "client": parked.client, "waited_s": now - parked.since, "writer": parked.queue in (WRITERS, REWRITERS),
-            **_wanting(state, parked.request, now),
+            **_wanting(state, parked.request, now, alike),
         }
         for parked in state.waiters.all() if parked.queue != WATCHERS
     ]  # fmt: skip
@@ -180,11 +181,8 @@ def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
     return clients
 
 
-def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any]:
-    """What a parked request waits for: ``lacking`` counts, by field, the undrawn samples without it.
-
-    ``unmatched``: samples that lack nothing, and don't match the fetch's filter.
-    """
+def _wanting(state: PlaneState, request: p.Request, now: float, alike: dict[object, dict[str, Any]]) -> dict[str, Any]:
+    """What a parked request waits for. ``alike``: the answers so far, because all ranks of a task wait for the same."""
     if isinstance(request, p.ResolveKeys):
         return {"wanted": len(request.keys)}
     if isinstance(request, p.WatchKeys | p.WaitKeys):
@@ -192,6 +190,22 @@ def _wanting(state: PlaneState, request: p.Request, now: float) -> dict[str, Any
         return {"wanted": getattr(request, "count", None), "keys": keys}
     if not isinstance(request, p.Fetch):
         return {"wanted": getattr(request, "count", None)}
+    partition = state.partitions.get(request.partition)
+    consumer = None if partition is None else partition.consumers.get(request.task)
+    rank, index = request.dp_rank, request.batch_index
+    drawn = None if consumer is None or index is None else consumer.ledger.get((rank, index))
+    of_rank = rank if drawn is not None or index is None else None
+    key = (request.partition, *line_of(request), *request.fields, request.batch_size, request.dp_size, of_rank, index)
+    if key not in alike:
+        alike[key] = _wanted_by(state, request, now)
+    return alike[key]
+
+
+def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any]:
+    """``lacking`` counts, by field, the undrawn samples without it.
+
+    ``unmatched``: samples that lack nothing, and don't match the fetch's filter.
+    """
     task, partition = state.tasks.get(request.task), state.partitions.get(request.partition)
     try:
         if partition is None:

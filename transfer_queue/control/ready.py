@@ -93,9 +93,19 @@ class ReadySet:
                 start = (at + block) * _BLOCK
                 yield self._mask[start : start + _BLOCK].nonzero()[0] + start
 
+    def first(self, count: int) -> Rows:
+        """The first ready rows, ascending; fewer if there are fewer."""
+        found, missing = [np.empty(0, dtype=np.intp)], count
+        for rows in self.blocks():
+            if missing <= 0:
+                break
+            found.append(rows[:missing])
+            missing -= len(rows)
+        return np.concatenate(found)
+
     def all_rows(self) -> Rows:
         """Every ready row, ascending; for tests."""
-        return np.concatenate([np.empty(0, dtype=np.intp), *self.blocks()])
+        return self.first(self.count)
 
 
 class ReadyView(Sequence[int]):

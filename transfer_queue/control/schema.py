@@ -46,6 +46,11 @@ class Schema:
         self._declared: dict[str, DeclaredField] = {}
 
     @property
+    def num_declared(self) -> int:
+        """How many fields later writes are checked against."""
+        return len(self._declared)
+
+    @property
     def names(self) -> list[str]:
         """Fields in order of registration, including expected ones without values."""
         return list(self._fields)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -131,7 +132,10 @@ class ServedFetch:
     def _batch_index(self) -> int | None:
         if self._fetch.batch_index is not None:
             return self._fetch.batch_index
-        return None if self._rank is None else self._consumer.ledger.next_index(self._rank)
+        if self._rank is None:
+            return None
+        self._consumer.ledger.waits(self._rank)
+        return self._consumer.ledger.next_index(self._rank)
 
     def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | None:
         """The answer, or None if it is not decided yet. ``waited``: the fetch's deadline has passed."""
@@ -194,10 +198,11 @@ class ServedFetch:
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Whether this round was a tail that did not reach this rank."""
-        ranks = range(self._dp_size or 1)
-        if batch_index is None or len(ranks) == 1 or self._task.tail_policy(self._dp_size) != "uneven_ok":
+        ranks: Iterable[int] = range(self._dp_size or 1)
+        if batch_index is None or self._dp_size in (None, 1) or self._task.tail_policy(self._dp_size) != "uneven_ok":
             return False
         ledger = self._consumer.ledger
+        ranks = ledger.holding(ranks, batch_index)
         if any(ledger.is_closed((rank, batch_index)) for rank in ranks):
             return True
         entries = (ledger.get((rank, batch_index)) for rank in ranks)
@@ -232,8 +237,8 @@ class ServedFetch:
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
-        ledger, ranks = self._consumer.ledger, range(self._dp_size or 0)
-        taken = [] if batch_index is None else [rank for rank in ranks if ledger.holds((rank, batch_index))]
+        ranks = range(self._dp_size or 0)
+        taken = [] if batch_index is None else self._consumer.ledger.holding(ranks, batch_index)
         if taken:
             raise InvalidRequestError(
                 f"batch {batch_index} of task {self._fetch.task!r}, partition {self._partition.name!r} was drawn for "
@@ -249,19 +254,34 @@ class ServedFetch:
             self._drawn = self._partition.table.column("index")[fresh]
             self._consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
+        entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
+        self._give(entries, shares)
         reply: Batch | None = None
-        for rank, share in zip(draw.ranks, shares, strict=False):
-            same = share.consumed is share.rows
-            consumes = share.indexes if same else self._partition.table.column("index")[share.consumed]
-            entry = self._consumer.ledger.write(
-                (rank, draw.batch_index), share.indexes, consumes, share.padding, self._dp_size
-            )
-            entry.owned = self._consumer.give(share.consumed, entry.number)
-            if rank == self._rank:
+        for entry, share in zip(entries, shares, strict=True):
+            if entry.key[0] == self._rank:
                 reply = self._entry_batch(entry, share.rows)
         # None: a tail that did not reach this rank.
         end = self._consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)
         return reply or Ended(self._fetch.id, end.reason, end.dropped)
+
+    def _write(self, rank: int | None, batch_index: int, share: Share) -> Entry:
+        same = share.consumed is share.rows
+        consumes = share.indexes if same else self._partition.table.column("index")[share.consumed]
+        return self._consumer.ledger.write((rank, batch_index), share.indexes, consumes, share.padding, self._dp_size)
+
+    def _give(self, entries: list[Entry], shares: list[Share]) -> None:
+        """Mark the samples of a round as consumed: in one step if each is consumed by the rank that gets it."""
+        consumer, ledger = self._consumer, self._consumer.ledger
+        if not all(share.consumed is share.rows for share in shares):
+            for entry, share in zip(entries, shares, strict=True):
+                ledger.own(entry, int(np.count_nonzero(consumer.give(share.consumed, entry.number))))
+            return
+        sizes = [len(share.rows) for share in shares]
+        numbers = np.repeat(np.array([entry.number for entry in entries], dtype=np.int32), sizes)
+        is_fresh = consumer.give(np.concatenate([share.rows for share in shares]), numbers)
+        starts = np.cumsum([0, *sizes[:-1]])
+        for entry, count in zip(entries, np.add.reduceat(is_fresh, starts, dtype=np.int64).tolist(), strict=True):
+            ledger.own(entry, count)
 
     def _over(self, batch_index: int | None, dropped: int = 0) -> Ended:
         """The current end of an unsealed stream."""
@@ -288,18 +308,24 @@ class ServedFetch:
         if self._fetch.skip:
             return self._rest(entry, self._fetch.skip)
         rows = self._partition.rows_of(entry.indexes)
-        if not all_of(self._partition.schema.complete(rows, self._fetch.fields)):
+        if not self._has_fields(rows):
             return None
         consumed = rows if entry.consumes is entry.indexes else self._partition.rows_of(entry.consumes)
         if not all_of(self._consumer.consumed[consumed]):  # a replay after a reset of consumption
             self._consumer.give(consumed, entry.number)
         return self._entry_batch(entry, rows)
 
+    def _has_fields(self, rows: Rows) -> bool:
+        complete = all_of(self._partition.schema.complete(rows, self._fetch.fields))
+        if not complete:
+            self._consumer.ledger.lacks_fields()
+        return complete
+
     def _rest(self, entry: Entry, skip: int) -> Batch | None:
         """The remaining rows of a batch; the skipped ones may be cleared."""
         indexes, padding = entry.indexes[skip:], entry.padding
         rows = self._partition.rows_of(indexes)
-        if not all_of(self._partition.schema.complete(rows, self._fetch.fields)):
+        if not self._has_fields(rows):
             return None
         self._consumer.give(rows[np.isin(indexes, entry.consumes)], entry.number)
         self._consumer.ledger.took(entry.key)

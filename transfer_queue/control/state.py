@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +78,13 @@ def plane_config(config: FullConfig, sampler: Any, preallocate: int) -> PlaneCon
     )
 
 
+Line = tuple[str, str | None]
+"""A task and a filter, whose fetches don't overtake each other; of writers, their partition."""
+NO_LINE: Line = ("", None)
+LAST = (math.inf, math.inf)
+"""The rank behind all others."""
+
+
 @dataclass(slots=True, eq=False)
 class Parked:
     """One waiting request. ``rank`` orders requests of one wait queue: lower first, then by arrival."""
@@ -85,11 +95,11 @@ class Parked:
     deadline: float
     queue: str
     rank: tuple[float, int]
+    line: Line = NO_LINE
     done: bool = False
 
 
-Line = tuple[str, str | None]
-"""A task and a filter. Fetches of one line don't overtake each other."""
+_rank = attrgetter("rank")
 
 
 def line_of(fetch: Fetch) -> Line:
@@ -100,49 +110,80 @@ class Waiters:
     """Parked requests by wait queue (a partition's name, or a special queue), and the earliest deadline of all."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, dict[int, Parked]] = {}  # by arrival
+        self._queues: dict[str, dict[Line, list[Parked]]] = {}  # by wait queue and line, in order of rank
         self._deadlines: list[tuple[float, int, Parked]] = []
-        self._by_call: dict[tuple[str, int], Parked] = {}
+        self._by_call: dict[str, dict[int, Parked]] = {}  # by client and call
+        self._looked: dict[tuple[str, Line], tuple[object, tuple[float, float]]] = {}
         self._arrivals = itertools.count()
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def park(self, client: str, request: Any, now: float, deadline: float, queue: str, order: float) -> Parked:
+    def park(
+        self, client: str, request: Any, now: float, deadline: float, queue: str, order: float, line: Line = NO_LINE
+    ) -> Parked:
         """Add a request; ``waiting_in`` returns it until ``remove``."""
-        arrival = next(self._arrivals)
-        parked = Parked(client, request, now, deadline, queue, (order, arrival))
-        self._queues.setdefault(queue, {})[arrival] = parked
-        self._by_call[client, request.id] = parked
-        self._count += 1
-        heapq.heappush(self._deadlines, (deadline, arrival, parked))
+        parked = Parked(client, request, now, deadline, queue, (order, next(self._arrivals)), line)
+        self._add(parked)
         if len(self._deadlines) > 64 + 2 * self._count:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].done]
             heapq.heapify(self._deadlines)
         return parked
 
+    def _add(self, parked: Parked) -> None:
+        line = self._queues.setdefault(parked.queue, {}).setdefault(parked.line, [])
+        insort(line, parked, key=_rank)
+        self._by_call.setdefault(parked.client, {})[parked.request.id] = parked
+        self._count += 1
+        heapq.heappush(self._deadlines, (parked.deadline, parked.rank[1], parked))
+
     def find(self, client: str, call: int) -> Parked | None:
         """This call of the client, if it is parked."""
-        return self._by_call.get((client, call))
+        own = self._by_call.get(client)
+        return None if own is None else own.get(call)
 
     def of(self, client: str) -> list[Parked]:
         """All parked requests of this client."""
-        return [parked for (name, _), parked in self._by_call.items() if name == client]
+        return list(self._by_call.get(client, {}).values())
 
     def waiting_in(self, queue: str) -> list[Parked]:
         """The requests of a wait queue in order; a copy."""
-        waiting = self._queues.get(queue)
-        return sorted(waiting.values(), key=lambda parked: parked.rank) if waiting else []
+        lines = self._queues.get(queue)
+        return sorted(itertools.chain(*lines.values()), key=_rank) if lines else []
 
-    def first_come(self, queue: str) -> Parked | None:
-        """The request that has waited longest in a wait queue."""
-        return next(iter(self._queues.get(queue, {}).values()), None)
+    def lines_of(self, queue: str) -> list[Line]:
+        """The lines of a wait queue, in the order of their first requests."""
+        lines = self._queues.get(queue)
+        return sorted(lines, key=lambda line: lines[line][0].rank) if lines else []
+
+    def first_of(self, queue: str, line: Line = NO_LINE) -> Parked | None:
+        """The request in front of a line."""
+        lines = self._queues.get(queue)
+        waiting = lines.get(line) if lines else None
+        return waiting[0] if waiting else None
 
     def is_first(self, queue: str, line: Line, rank: tuple[float, float]) -> bool:
         """Return whether no request of the line waits in front of this rank."""
-        waiting = self._queues.get(queue)
-        return not waiting or all(other.rank >= rank or line_of(other.request) != line for other in waiting.values())
+        first = self.first_of(queue, line)
+        return first is None or first.rank >= rank
+
+    def unexamined(self, first: Parked, stamp: object) -> list[Parked]:
+        """The requests behind the first of a line that ``examined`` was not called for with this stamp; a copy."""
+        looked, last = self._looked.get((first.queue, first.line), (None, first.rank))
+        waiting = self._queues[first.queue][first.line]
+        return waiting[bisect_right(waiting, max(last, first.rank) if looked == stamp else first.rank, key=_rank) :]
+
+    def unexamine(self, parked: Parked) -> None:
+        """This request was parked without a look at it."""
+        looked = self._looked.get((parked.queue, parked.line))
+        if looked is not None:
+            before = (parked.rank[0], parked.rank[1] - 1)
+            self._looked[parked.queue, parked.line] = (looked[0], min(looked[1], before))
+
+    def examined(self, first: Parked, stamp: object, last: tuple[float, float] = LAST) -> None:
+        """The requests of this line up to ``last`` can't be answered before the stamp changes."""
+        self._looked[first.queue, first.line] = (stamp, last)
 
     def queues(self) -> list[str]:
         """The wait queues that are not empty."""
@@ -154,31 +195,34 @@ class Waiters:
             return
         parked.done = True
         self._count -= 1
-        del self._by_call[parked.client, parked.request.id]
-        waiting = self._queues[parked.queue]
-        del waiting[parked.rank[1]]
+        own, lines = self._by_call[parked.client], self._queues[parked.queue]
+        del own[parked.request.id]
+        if not own:
+            del self._by_call[parked.client]
+        waiting = lines[parked.line]
+        del waiting[bisect_left(waiting, parked.rank, key=_rank)]
         if not waiting:
+            del lines[parked.line]
+            self._looked.pop((parked.queue, parked.line), None)
+        if not lines:
             del self._queues[parked.queue]
 
     def put_back(self, parked: Parked) -> None:
         """Let a request that ``expired`` returned wait on, in its old place."""
         parked.done = False
-        self._queues.setdefault(parked.queue, {})[parked.rank[1]] = parked
-        self._by_call[parked.client, parked.request.id] = parked
-        self._count += 1
-        heapq.heappush(self._deadlines, (parked.deadline, parked.rank[1], parked))
+        self._add(parked)
 
     def remove_queue(self, queue: str) -> list[Parked]:
         """Remove and return every request of a wait queue, in order of arrival."""
-        found = list(self._queues.get(queue, {}).values())
+        found = sorted(self.waiting_in(queue), key=lambda parked: parked.rank[1])
         for parked in found:
             self.remove(parked)
         return found
 
-    def expired(self, now: float) -> list[Parked]:
-        """Remove and return the requests past their deadline, in order within each wait queue."""
+    def expired(self, now: float, most: int) -> list[Parked]:
+        """Remove and return up to ``most`` requests past their deadline, in order within each wait queue."""
         due: list[Parked] = []
-        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
+        while len(due) < most and self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
             parked = heapq.heappop(self._deadlines)[2]
             if not parked.done:
                 self.remove(parked)
@@ -191,7 +235,7 @@ class Waiters:
         return self._deadlines[0][0] if self._deadlines else None
 
     def all(self) -> list[Parked]:
-        return [parked for waiting in self._queues.values() for parked in waiting.values()]
+        return [parked for lines in self._queues.values() for line in lines.values() for parked in line]
 
 
 _KEYS = "\0keys "
@@ -213,8 +257,14 @@ class PlaneState:
         self.waiters = Waiters()
         self.writers: WaitQueue[Parked] = WaitQueue()
         """The parked requests that need room for samples."""
+        self.writers_saw: tuple[object, dict[str, object]] = (None, {})
+        """The room and their number, and what they depended on in their partitions, when they were last examined."""
+        self.writers_left = False
+        """Some of them may be admitted in the next turn."""
         self.producers = Producers(config.producer_grace_s)
         self.dirty: dict[str, str | None] = {}
+        self.upheavals = 0
+        """Changes that may decide any parked fetch."""
         self.cut_off: list[Parked] = []
         self.unused: list[Indexes] = []
         """Values to be deleted: they may be in storage, and belong to no sample any more."""
@@ -236,6 +286,7 @@ class PlaneState:
 
     def mark_all_dirty(self, task: str | None = None) -> None:
         """Examine all parked fetches again, of this task or of all tasks."""
+        self.upheavals += 1
         for queue in self.waiters.queues():
             partition = queue.removeprefix(_KEYS)
             if not partition.startswith("\0"):

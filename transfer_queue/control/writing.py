@@ -135,7 +135,8 @@ def write(state: PlaneState, client: str, request: Writer, now: float) -> p.Repl
         reply = admit(state, client, request)
     if reply is None:
         deadline = now + request.wait_s
-        state.writers.add(state.waiters.park(client, request, now, deadline, WRITERS, 0.0), count, deadline)
+        parked = state.waiters.park(client, request, now, deadline, WRITERS, 0.0, (request.partition, None))
+        state.writers.add(parked, count, deadline)
     return reply
 
 
@@ -149,23 +150,52 @@ def rewrite(state: PlaneState, client: str, request: checkpoints.Rewrite, now: f
 
 
 def admit_writers(state: PlaneState) -> list[To]:
-    """Answer writers that fit, as the wait queue allows, and writers that can no longer succeed."""
-    replies = []
-    while True:
-        for parked in state.writers.items():
-            refused = reply_or_error(parked.request.id, partial(check, state, parked.request))
-            if refused is not None:
-                replies.append(_answer(state, parked, refused))
-            elif isinstance(parked.request, p.ResolveKeys):  # its keys may have been created or cleared
-                state.writers.resize(parked, count_of(state, parked.request))
-        room = state.room()
-        admitted = state.writers.admit(2**62 if room is None else room)
-        if not admitted:
-            return replies
-        for parked in admitted:  # one of them may seal the partition that others wait for
+    """Answer writers that fit, as the wait queue allows, and writers that can no longer succeed.
+
+    Many take several turns. None is examined while neither the room nor their partitions change.
+    """
+    replies: list[To] = []
+    state.writers_left = False
+    while len(state.writers):
+        room, partitions = state.room(), _their_partitions(state)
+        seen_room, seen = state.writers_saw
+        state.writers_saw = ((room, len(state.writers)), partitions)
+        if any(seen.get(name) != stamp for name, stamp in partitions.items()):
+            replies += _check_again(state)
+        elif seen_room == (room, len(state.writers)):
+            break
+        if state.budget.num_answers <= 0:
+            state.writers_saw, state.writers_left = (None, partitions), True
+            break
+        # One of them may seal the partition that others wait for.
+        for parked in state.writers.admit(2**62 if room is None else room, state.budget.num_answers):
+            state.budget.examined(answered=True)
             reply = reply_or_error(parked.request.id, partial(admit, state, parked.client, parked.request))
             assert reply is not None, "there is room for what the queue of writers admits"
             replies.append(_answer(state, parked, reply))
+    return replies
+
+
+def _their_partitions(state: PlaneState) -> dict[str, object]:
+    """While this stays equal, the same of the waiting writers can succeed, and need the same room."""
+    found: dict[str, object] = {}
+    for name, _ in state.waiters.lines_of(WRITERS):
+        partition = state.partitions.get(name)
+        found[name] = partition and (
+            partition.serial, partition.sealed, len(partition.keys), partition.schema.num_declared
+        )  # fmt: skip
+    return found
+
+
+def _check_again(state: PlaneState) -> list[To]:
+    replies = []
+    for parked in state.writers.items():
+        refused = reply_or_error(parked.request.id, partial(check, state, parked.request))
+        if refused is not None:
+            replies.append(_answer(state, parked, refused))
+        elif isinstance(parked.request, p.ResolveKeys):  # its keys may have been created or cleared
+            state.writers.resize(parked, count_of(state, parked.request))
+    return replies
 
 
 def _answer(state: PlaneState, parked: Parked, reply: p.Reply) -> To:
@@ -268,13 +298,17 @@ def held_up_by(state: PlaneState) -> str:
     return f"{text[0].upper()}{text[1:]}. " if text else ""
 
 
-def writers_of(state: PlaneState, partition: Partition) -> list[str]:
-    """Clients that have reserved samples of this partition, not published and not cleared since."""
-    names = dict.fromkeys(
-        record.client for record in state.calls
-        if isinstance(record, Reservation) and record.serial == partition.serial
-        and partition.has_reserved(record.indexes)
-    )  # fmt: skip
+def writers_of(state: PlaneState, partition: Partition, most: int) -> list[str]:
+    """Up to ``most`` clients that have reserved samples of this partition, not published and not cleared since."""
+    names: dict[str, None] = {}
+    for record in state.calls:
+        if (
+            isinstance(record, Reservation) and record.serial == partition.serial and record.client not in names
+            and partition.has_reserved(record.indexes)
+        ):  # fmt: skip
+            names[record.client] = None
+            if len(names) == most:
+                break
     return list(names)
 
 

@@ -48,12 +48,14 @@ class WaitQueue(Generic[T]):
         """The items in order of arrival."""
         return [each.item for each in self._waiting.values()]
 
-    def admit(self, free: int) -> list[T]:
-        """Remove and return the items that may go now, in order; their sizes sum to at most ``free``."""
+    def admit(self, free: int, most: int | None = None) -> list[T]:
+        """Remove and return up to ``most`` items that may go now, in order; their sizes sum to at most ``free``."""
         admitted: list[T] = []
         in_front: list[_Waiting[T]] = []
         allowed = free  # what may still overtake all of those in front
         for key, each in list(self._waiting.items()):
+            if len(admitted) == most:
+                break
             if each.size > min(free, allowed):
                 in_front.append(each)
                 allowed = min(allowed, each.size - each.overtaken)

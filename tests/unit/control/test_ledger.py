@@ -14,7 +14,7 @@ from transfer_queue.control.ledger import Ledger, Runs
 def write(ledger, key, *indexes, dp_size=None):
     samples = np.array(indexes, dtype=np.int64)
     entry = ledger.write(key, samples, samples, dp_size=dp_size)
-    entry.owned = len(indexes)
+    ledger.own(entry, len(indexes))
     return entry
 
 

@@ -48,8 +48,8 @@ def test_requests_expire_at_their_deadline_and_leave_in_the_order_of_their_lane(
     park(waiters, "second", deadline=4.0, order=1.0)
     park(waiters, "first", deadline=5.0, order=0.0)
     park(waiters, "later", deadline=6.0)
-    assert (waiters.next_deadline(), waiters.expired(3.9)) == (4.0, [])
-    assert requests(waiters.expired(5.0)) == ["first", "second"]
+    assert (waiters.next_deadline(), waiters.expired(3.9, 99)) == (4.0, [])
+    assert requests(waiters.expired(5.0, 99)) == ["first", "second"]
     assert (waiters.next_deadline(), requests(waiters.all())) == (6.0, ["later"])
 
 
@@ -57,7 +57,7 @@ def test_an_answered_request_does_not_expire_and_may_be_removed_twice(waiters):
     parked = park(waiters, "a", deadline=1.0)
     waiters.remove(parked)
     waiters.remove(parked)
-    assert (waiters.expired(2.0), waiters.next_deadline()) == ([], None)
+    assert (waiters.expired(2.0, 99), waiters.next_deadline()) == ([], None)
 
 
 def test_the_requests_of_a_lane_are_removed_together(waiters):
@@ -86,4 +86,4 @@ def test_deadlines_of_answered_requests_do_not_pile_up(waiters):
 
 def test_an_endless_wait_never_expires(waiters):
     park(waiters, "a", deadline=float("inf"))
-    assert (waiters.expired(1e300), waiters.next_deadline()) == ([], float("inf"))
+    assert (waiters.expired(1e300, 99), waiters.next_deadline()) == ([], float("inf"))

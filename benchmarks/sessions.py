@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many sessions on one server: small puts and gets of 256 against 4, and a step of 1 000 ranks beside a bystander."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+
+import transfer_queue as tq
+from benchmarks.common import DEADLINE_S, arguments, end, in_fresh_process, joined_client, received, report
+from benchmarks.small_ops import get_one, one_sample
+from transfer_queue import protocol as p
+from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.caller import SocketCaller
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.synchronize import Barrier
+
+THREADS = 4
+CROWDS = {"4_sessions": (4, 1), "256_sessions": (64, THREADS)}  # processes, threads in each
+SECONDS = 8.0
+RANKS, STEPS, BATCH = 1000, 10, 8
+FIELDS = {"x": p.FieldSpec("int64", (1024,))}
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return float(np.percentile(values, percent))
+
+
+# ---- puts and gets of many sessions ----
+
+
+def put_and_get(conf: Any, number: int, barrier: Barrier, seconds: float, took_ms: list[float]) -> None:
+    """One session in one thread: the milliseconds of each of its puts, and of each fetch with get."""
+    client, data, partition = joined_client(conf), one_sample(), f"small-{number}"
+    client.put(data, partition_id=partition)
+    get_one(client, partition)
+    barrier.wait(DEADLINE_S)
+    ends = time.perf_counter() + seconds
+    while (began := time.perf_counter()) < ends:
+        client.put(data, partition_id=partition)
+        between = time.perf_counter()
+        get_one(client, partition)
+        took_ms += [(between - began) * 1e3, (time.perf_counter() - between) * 1e3]
+    client.close()
+
+
+def one_process(conf: Any, first: int, threads: int, barrier: Barrier, seconds: float, line: Connection) -> None:
+    took_ms: list[list[float]] = [[] for _ in range(threads)]
+    running = [
+        threading.Thread(target=put_and_get, args=(conf, first + n, barrier, seconds, took_ms[n]))
+        for n in range(threads)
+    ]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    line.send(list(itertools.chain(*took_ms)))
+
+
+def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, float]:
+    """Puts and gets per second of so many sessions, each in a partition of its own."""
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")  # this process is fresh, and 64 imports of torch take minutes
+    barrier = context.Barrier(processes * threads)
+    lines, running, server = [], [], psutil.Process(conf.controller.zmq_info.pid)
+    cpu_s = sum(server.cpu_times()[:2])
+    for number in range(processes):
+        line, other = context.Pipe(duplex=False)
+        args = (conf, number * threads, threads, barrier, seconds, other)
+        running.append(context.Process(target=one_process, args=args))
+        running[-1].start()
+        lines.append(line)
+    try:
+        took_ms = list(itertools.chain(*(received(line) for line in lines)))
+    finally:
+        for process in running:
+            end(process)
+    cpu_s = sum(server.cpu_times()[:2]) - cpu_s
+    found = {"operations_per_s": len(took_ms) / seconds, "server_cpu_us_per_operation": cpu_s / len(took_ms) * 1e6}
+    found["p50_ms"] = statistics.median(took_ms)
+    return {**found, "p99_ms": percentile(took_ms, 99), "longest_ms": max(took_ms)}
+
+
+# ---- a step of many ranks ----
+
+
+class Ranks:
+    """Sessions of one process with a connection each, which speak the protocol: no tensor, no value."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self.peer = Peer("controller", address)
+        self.callers = [SocketCaller(f"rank-{number}") for number in range(count)]
+        self._calls = itertools.count(1)
+        self._received: dict[int, list[int]] = {}
+
+    async def ask(self, rank: int, verb: Any, *args: Any, **kwargs: Any) -> Any:
+        request = verb(next(self._calls), *args, **kwargs)
+        call = Call(self.peer, p.encode_request(request, self._received.pop(rank, [])))
+        (raw,) = await self.callers[rank].call_many([call], DEADLINE_S)
+        reply = p.decode_reply(raw.header)
+        assert not isinstance(reply, p.Failed), reply
+        self._received[rank] = [request.id]
+        return reply
+
+    async def all(self, ask: Callable[[int], Any]) -> list[Any]:
+        return await asyncio.gather(*(ask(rank) for rank in range(len(self.callers))))
+
+    async def put(self, partition: str, count: int) -> None:
+        reserved = await self.ask(0, p.Reserve, partition, count, FIELDS)
+        await self.ask(0, p.Publish, partition, reserved.indexes, FIELDS, completes=reserved.id)
+
+    async def steps(self, count: int) -> None:
+        """Each rank waits for its batch; one put wakes all; each acknowledges with its next fetch."""
+        tokens = [""] * len(self.callers)
+        for step in range(count):
+            waiting = asyncio.gather(*(self._fetch(rank, step, token) for rank, token in enumerate(tokens)))
+            await asyncio.sleep(0)
+            await self.put("steps", BATCH * len(tokens))
+            tokens = [batch.token for batch in await waiting]
+
+    async def _fetch(self, rank: int, step: int, token: str) -> Any:
+        args = ("steps", "train", list(FIELDS), BATCH, rank, step, len(self.callers), 60.0)
+        return await self.ask(rank, p.Fetch, *args, acks=[token] if token else [])
+
+    def close(self) -> None:
+        for caller in self.callers:
+            caller.close()
+
+
+def bystander(conf: Any, begin: Any, stop: Any, line: Connection) -> None:
+    """Milliseconds of small puts and gets until it is told to stop."""
+    client, data = joined_client(conf), one_sample()
+    took_ms: list[float] = []
+    client.put(data, partition_id="bystander")
+    begin.set()
+    while not (took_ms and stop.is_set()):
+        began = time.perf_counter()
+        get_one(client, "bystander")
+        client.put(data, partition_id="bystander")
+        took_ms.append((time.perf_counter() - began) * 1e3 / 2)
+        time.sleep(2e-3)
+    client.close()
+    line.send(took_ms)
+
+
+def many_ranks(conf: Any, address: str, ranks: int, steps: int) -> dict[str, Any]:
+    """What so many sessions cost the server, idle and in a step."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    (line, other), begin, stop = context.Pipe(duplex=False), context.Event(), context.Event()
+    watcher = context.Process(target=bystander, args=(conf, begin, stop, other))
+    watcher.start()
+    begin.wait(DEADLINE_S)
+    try:
+        found = asyncio.run(_many_ranks(psutil.Process(conf.controller.zmq_info.pid), address, ranks, steps))
+        stop.set()
+        took_ms = received(line)
+    finally:
+        stop.set()
+        end(watcher)
+    return {**found, "bystander_p99_ms": percentile(took_ms, 99), "bystander_longest_ms": max(took_ms)}
+
+
+async def _many_ranks(server: psutil.Process, address: str, ranks: int, steps: int) -> dict[str, Any]:
+    def held() -> tuple[float, int, int]:
+        return server.memory_info().rss / 1024, server.num_fds(), server.num_threads()
+
+    before = held()
+    crowd = Ranks(address, ranks)
+    await crowd.all(lambda rank: crowd.ask(rank, p.Hello, 0, p.PROTOCOL_VERSION))
+    idle = held()
+    await crowd.ask(0, p.RegisterTask, "train", "RankAwareSampler", ranks)
+    cpu, began = sum(server.cpu_times()[:2]), time.perf_counter()
+    await crowd.steps(steps)
+    took_s, cpu_s = time.perf_counter() - began, sum(server.cpu_times()[:2]) - cpu
+    busy = held()
+    began = time.perf_counter()
+    await crowd.all(lambda rank: crowd.ask(rank, p.ListPartitions))
+    listed_s = time.perf_counter() - began
+    crowd.close()
+    return {
+        "step_ms": took_s / steps * 1e3,
+        "server_cpu_us_per_rank_and_step": cpu_s / steps / ranks * 1e6,
+        "requests_per_s_of_one_client_process": ranks / listed_s,
+        "server_kib_per_session": (idle[0] - before[0]) / ranks,
+        "server_kib_per_session_in_steps": (busy[0] - before[0]) / ranks,
+        "server_descriptors_per_session": (idle[1] - before[1]) / ranks,
+        "server_threads": busy[2],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments(__doc__).parse_args(argv)
+    crowds, seconds, ranks, steps = CROWDS, SECONDS, RANKS, STEPS
+    if args.quick:
+        crowds, seconds, ranks, steps = {"2_sessions": (1, 2)}, 0.2, 20, 2
+    figures: dict[str, Any] = {}
+    conf = tq.init()
+    for name, (processes, threads) in crowds.items():
+        figures[name] = in_fresh_process(crowd, conf, processes, threads, seconds)
+    address = conf.controller.zmq_info.peer().address
+    figures[f"{ranks}_ranks"] = in_fresh_process(many_ranks, conf, address, ranks, steps)
+    tq.close()
+    few, many = (figures[name]["operations_per_s"] for name in (next(iter(crowds)), list(crowds)[-1]))
+    report("many sessions on one server", **figures, operations_ratio=many / few, steps=steps, batch=BATCH)
+
+
+if __name__ == "__main__":
+    main()
