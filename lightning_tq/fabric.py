@@ -14,10 +14,11 @@ from lightning_tq.checks import check_choice
 from lightning_tq.producers.group import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, QueueConnection, as_queue_config
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
+from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
 from lightning_tq.stream import StageStream, Stream, sampler_modules
 from lightning_tq.stream_loader import stream_loader
 from lightning_tq.stream_reader import StreamReader
-from lightning_tq.topology import Rank, fabric_topology, run_on_rank_zero
+from lightning_tq.topology import Rank, fabric_topology, run_on_every_rank, run_on_rank_zero
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -78,9 +79,13 @@ class FabricLoader:
         self._next_epoch = 0
         self.partitions_at_start: Collection[str] = ()
         self._connection = QueueConnection()
+        self._members: RunMembers | None = None
         self._producers = ProducerGroup(producers)
         self._join_queue(stream, as_queue_config(queue))
-        self._watchdog = RankWatchdog([self._producers.failure, *rank_checks(fabric)])
+        checks = [self._producers.failure, *rank_checks(fabric)]
+        if self._members is not None:
+            checks.append(self._members.check)
+        self._watchdog = RankWatchdog(checks)
         self._reader = StreamReader(
             StageStream("train", "train", stream), {}, self, self._watchdog.stopped.is_set, self._connection.conf
         )
@@ -89,18 +94,20 @@ class FabricLoader:
         self._watchdog.start()
 
     def _join_queue(self, stream: Stream, config: QueueConfig) -> None:
-        def prepare() -> str:
+        def prepare() -> SharedQueue:
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
             self.partitions_at_start = self.client.get_partition_list()
             self._producers.start(self.address)
-            return self.address
+            return SharedQueue.of(self._fabric, self._connection)
 
         with ExitStack() as on_failure:
             on_failure.callback(self._connection.close)
             on_failure.callback(self._producers.end)
-            address = run_on_rank_zero(self._fabric, prepare)
-            self._connection.open(config, (), address)
+            shared = run_on_rank_zero(self._fabric, prepare)
+            self._members = run_on_every_rank(
+                self._fabric, lambda: join_queue(self._fabric, self._connection, config, shared)
+            )
             on_failure.pop_all()
 
     @property
@@ -175,8 +182,14 @@ class FabricLoader:
 
     def close(self) -> None:
         """End the stream and what was started here. Idempotent. Other ranks' loaders must be done, see ``__exit__``."""
+        self._close(failed=True)
+
+    def _close(self, failed: bool) -> None:
         self._watchdog.stop()
         self._reader.close()
+        if self._members is not None:
+            self._members.leave(failed)
+            self._members = None
         self._producers.end()
         self._connection.close()
 
@@ -187,4 +200,4 @@ class FabricLoader:
         if kind is None:
             self._ack_tracker.finish(self._fabric)
             self._fabric.barrier("lightning_tq_close")  # the queue may end now, so no rank may still read
-        self.close()
+        self._close(failed=kind is not None)
