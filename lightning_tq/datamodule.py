@@ -195,7 +195,7 @@ class TQDataModule(LightningDataModule):
         for each in streams:
             each.stream.register(self.client, topology.dp_size)
         assert self._group is not None
-        self._group.start(self.address, entry)
+        self._group.start(self.address, entry, self._connection.conf["key_file"])
         return SharedQueue.of(self._own_trainer(), self._connection)
 
     def _join(self, shared: SharedQueue) -> RunMembers | None:

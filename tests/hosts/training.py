@@ -19,11 +19,12 @@ import transfer_queue as tq
 from lightning_tq import PartitionSwitch, Producer, Stream, TQDataModule
 
 
-def produce(partition: str, count: int) -> None:
-    """Rows 0, 1, 2, … of a sealed partition."""
+def produce(partition: str, count: int, seal: bool) -> None:
+    """Rows 0, 1, 2, …"""
     client = tq.get_client()
     client.put({"x": torch.arange(count).unsqueeze(1).repeat(1, 4).float()}, partition_id=partition)
-    client.seal_partition(partition)
+    if seal:
+        client.seal_partition(partition)
 
 
 class Records(LightningModule):
@@ -42,6 +43,10 @@ class Records(LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         loss: torch.Tensor = self.layer(data["x"] / 100).square().mean()
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.options.fail == [self.global_rank, self.global_step]:
+            raise ValueError("failed on request")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.layer.parameters(), lr=0.01)
@@ -67,9 +72,10 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--queue", type=json.loads, default=None)
     parser.add_argument("--rows", type=int, default=0, help="that a producer of the first rank puts")
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--no-seal", action="store_true", help="so that the ranks wait for more")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kill", type=int, nargs=2, metavar=("RANK", "STEP"), default=None)
+    parser.add_argument("--fail", type=int, nargs=2, metavar=("RANK", "STEP"), default=None)
     parser.add_argument("--save-every", type=int, default=0)
     options = parser.parse_args()
     callbacks: list[Any] = [PartitionSwitch(clear_finished=False), SaysThatItWaits()]
@@ -77,11 +83,10 @@ def main() -> None:
         callbacks.append(
             ModelCheckpoint(options.folder, "{step}", every_n_train_steps=options.save_every, save_top_k=1)
         )
-    producers = [Producer(target=produce, args={"partition": "train", "count": options.rows})] if options.rows else []
+    args = {"partition": "train", "count": options.rows, "seal": not options.no_seal}
+    producers = [Producer(target=produce, args=args)] if options.rows else []
     datamodule = TQDataModule(
-        train=Stream(
-            partition="train", task="learn", fields=["x"], batch_size=options.batch_size, num_workers=options.workers
-        ),
+        train=Stream(partition="train", task="learn", fields=["x"], batch_size=4, num_workers=options.workers),
         queue=options.queue,
         producers=producers,
     )
@@ -92,8 +97,6 @@ def main() -> None:
     )  # fmt: skip
     newest = max(options.folder.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]), default=None)
     trainer.fit(Records(options), datamodule=datamodule, ckpt_path=newest)
-    found = datamodule.client.get_storage_stats()
-    print(f"rank {trainer.global_rank} done {json.dumps({unit['unit']: unit['path'] for unit in found})}", flush=True)
 
 
 if __name__ == "__main__":
