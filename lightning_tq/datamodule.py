@@ -175,7 +175,7 @@ class TQDataModule(LightningDataModule):
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
-        self._members = run_on_every_rank(trainer, lambda: self._join(shared))
+        run_on_every_rank(trainer, lambda: self._join(shared))
         self._run = Run(
             trainer, topology, self._switch(trainer), self._group, self.client, self._ack, streams, self._positions,
             self._connection.conf, self._partitions_at_start, self._members,
@@ -198,11 +198,10 @@ class TQDataModule(LightningDataModule):
         self._group.start(self.address, entry, self._connection.conf["key_file"])
         return SharedQueue.of(self._own_trainer(), self._connection)
 
-    def _join(self, shared: SharedQueue) -> RunMembers | None:
+    def _join(self, shared: SharedQueue) -> None:
         """Every rank's work after that."""
-        members = join_queue(self._own_trainer(), self._connection, self._queue_config, shared)
+        self._members = join_queue(self._own_trainer(), self._connection, self._queue_config, shared)
         self._note_address()
-        return members
 
     def _switch(self, trainer: Trainer) -> PartitionSwitch:
         given = [callback for callback in callbacks_of(trainer) if isinstance(callback, PartitionSwitch)]

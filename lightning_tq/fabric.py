@@ -101,14 +101,21 @@ class FabricLoader:
             self._producers.start(self.address, key_file=self._connection.conf["key_file"])
             return SharedQueue.of(self._fabric, self._connection)
 
+        def join() -> None:
+            self._members = join_queue(self._fabric, self._connection, config, shared)
+
         with ExitStack() as on_failure:
             on_failure.callback(self._connection.close)
+            on_failure.callback(self._leave_run, failed=True)
             on_failure.callback(self._producers.end)
             shared = run_on_rank_zero(self._fabric, prepare)
-            self._members = run_on_every_rank(
-                self._fabric, lambda: join_queue(self._fabric, self._connection, config, shared)
-            )
+            run_on_every_rank(self._fabric, join)
             on_failure.pop_all()
+
+    def _leave_run(self, failed: bool) -> None:
+        members, self._members = self._members, None
+        if members is not None:
+            members.leave(failed)
 
     @property
     def client(self) -> TransferQueueClient:
@@ -187,9 +194,7 @@ class FabricLoader:
     def _close(self, failed: bool) -> None:
         self._watchdog.stop()
         self._reader.close()
-        if self._members is not None:
-            self._members.leave(failed)
-            self._members = None
+        self._leave_run(failed)
         self._producers.end()
         self._connection.close()
 

@@ -77,13 +77,13 @@ def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], R]) -> R:
     return told
 
 
-def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], R]) -> R:
+def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], None]) -> None:
     """Run on every rank. If it fails on some, all raise the first error. This is a collective."""
     import torch.distributed as dist
 
     error: TransferQueueError | None = None
     try:
-        result = action()
+        action()
     except TransferQueueError as own:
         error = own
     errors = [None if error is None else to_wire(error)]
@@ -95,7 +95,6 @@ def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], R]) -> R:
     for rank, found in enumerate(errors):
         if found is not None:
             raise from_wire(found[0], f"rank {rank} can't take part: {found[1]}")
-    return result
 
 
 class _BroadcastOfError:
