@@ -7,7 +7,14 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 server=
-trap 'kill $server $(jobs -p) 2>/dev/null || true; wait' EXIT # also a rollout worker whose trainer has failed
+end() {
+  local code=$?
+  ((code == 0)) || touch "$SHARED/failed" # so that the other nodes end, whatever they wait for
+  kill $server $(jobs -p) 2>/dev/null || true
+  wait
+  exit "$code"
+}
+trap end EXIT
 
 serve=(lightning-tq serve --listen "tcp://0.0.0.0:${TQ_PORT:-0}" --key-file "$SHARED/keys" --memory "${MEMORY:-4GiB}")
 if ((NODE > 0)); then
@@ -24,5 +31,11 @@ fi
 
 export TQ_ADDRESS=$local TQ_KEY_FILE=$SHARED/keys
 python "$here/rollout.py" --worker "$NODE" --workers "$NODES" &
+rollout=$!
 torchrun --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "${GPUS:-1}" --master-addr "$FIRST" \
-  --master-port "${MASTER_PORT:-29500}" "$here/train.py" --nodes "$NODES" --devices "${GPUS:-1}"
+  --master-port "${MASTER_PORT:-29500}" "$here/train.py" --nodes "$NODES" --devices "${GPUS:-1}" &
+trainer=$!
+{ until [ -e "$SHARED/failed" ]; do sleep 2; done && exit 1; } &
+elsewhere=$!
+wait -n -p ended "$rollout" "$trainer" "$elsewhere" # what fails ends this script
+[ "$ended" = "$trainer" ] || wait -n "$trainer" "$elsewhere"

@@ -58,8 +58,8 @@ def test_the_slurm_job_trains_on_both_nodes_and_leaves_nothing_running(slurm, tm
     assert str(folder) not in running
 
 
-@pytest.mark.slow
-def test_torchrun_s_nodes_train_together_each_with_a_server_and_a_rollout_worker(tmp_path):
+def run_torchrun(tmp_path: Path, recipes: Path) -> list[tuple[int, str]]:
+    """Exit code and output of each of two nodes."""
     reason = missing_privilege()
     if reason is not None:
         pytest.skip(reason)
@@ -67,12 +67,26 @@ def test_torchrun_s_nodes_train_together_each_with_a_server_and_a_rollout_worker
         (tmp_path / "shared").mkdir()
         common = {"FIRST": hosts[0].address, "NODES": "2", "SHARED": str(tmp_path / "shared"), "PATH": IN_PATH}
         nodes = [
-            host.start(str(RECIPES / "torchrun.sh"), **common, NODE=str(at), GLOO_SOCKET_IFNAME=f"link-{host.name[-1]}")
+            host.start(str(recipes / "torchrun.sh"), **common, NODE=str(at), GLOO_SOCKET_IFNAME=f"link-{host.name[-1]}")
             for at, host in enumerate(hosts)
         ]
         outputs = [node.communicate()[0] for node in nodes]
-        assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert trained("\n".join(outputs)) == TRAINED
+        return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_torchrun_s_nodes_train_together_each_with_a_server_and_a_rollout_worker(tmp_path):
+    (code, output), (other_code, other_output) = run_torchrun(tmp_path, RECIPES)
+    assert (code, other_code) == (0, 0)
+    assert trained(output + other_output) == TRAINED
+
+
+@pytest.mark.slow
+def test_torchrun_s_nodes_end_if_a_rollout_worker_fails(tmp_path):
+    recipes = tmp_path / "recipes"
+    shutil.copytree(RECIPES, recipes)
+    (recipes / "rollout.py").write_text("import os, sys\nsys.exit(int(os.environ['NODE']))")
+    assert 0 not in [code for code, _ in run_torchrun(tmp_path, recipes)]
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
