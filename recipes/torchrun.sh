@@ -10,6 +10,7 @@ server=
 end() {
   local code=$?
   ((code == 0)) || touch "$SHARED/failed" # so that the other nodes end, whatever they wait for
+  # shellcheck disable=SC2046  # they are words
   kill $server $(jobs -p) 2>/dev/null || true
   wait
   exit "$code"
