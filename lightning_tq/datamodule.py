@@ -20,6 +20,7 @@ from lightning_tq.producers.group import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.run import Run
+from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
 from lightning_tq.stream import (
     StageStream,
     Stream,
@@ -31,7 +32,7 @@ from lightning_tq.stream import (
 )
 from lightning_tq.stream_loader import StreamLoader, stream_loader
 from lightning_tq.stream_reader import StreamReader
-from lightning_tq.topology import Rank, Topology, run_on_rank_zero, trainer_topology
+from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank_zero, trainer_topology
 from lightning_tq.trainer_compat import (
     callbacks_of,
     check_shares,
@@ -106,6 +107,7 @@ class TQDataModule(LightningDataModule):
         self._address: str | None = None
         self._group: ProducerGroup | None = None
         self._run: Run | None = None
+        self._members: RunMembers | None = None
         self._positions: dict[str, Position] = {}
         self._positions_address: str | None = None
         self._partitions_at_start: list[str] = []  # on the first rank: those that existed before this run's producers
@@ -122,6 +124,9 @@ class TQDataModule(LightningDataModule):
         """
         streams = [stream for streams in self._streams.values() for stream in streams]
         self._connection.open(self._queue_config, sampler_modules(streams), self._address)
+        self._note_address()
+
+    def _note_address(self) -> None:
         self._address = self._connection.address
         if self._address != self._positions_address:
             self._positions.clear()  # positions in another queue are meaningless here
@@ -130,6 +135,7 @@ class TQDataModule(LightningDataModule):
     def close(self) -> None:
         """End the run, and the producers and the queue that were started here. Idempotent."""
         self._end_run()
+        self._leave_run(failed=True)
         if self._connection.is_open:
             self._address = None
             self._connection.close()
@@ -183,23 +189,24 @@ class TQDataModule(LightningDataModule):
         ignore_harmless_warnings()
         refuse_finders(trainer)
         self._end_run()
+        self._leave_run(failed=True)
         topology = trainer_topology(trainer, self._dp_rank, self._dp_size)
         streams = stage_streams(entry, self._streams)
         check_shares(trainer, streams)
         self._group = ProducerGroup(self._producers) if trainer.is_global_zero else None
-        self._address = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
-        rank_zero_info(f"Queue: {self._address} (watch it with: lightning-tq status --watch {self._address})")
-        self.open()
+        shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
+        rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
+        run_on_every_rank(trainer, lambda: self._join(shared))
         self._run = Run(
             trainer, topology, self._switch(trainer), self._group, self.client, self._ack, streams, self._positions,
-            self._connection.conf, self._partitions_at_start,
+            self._connection.conf, self._partitions_at_start, self._members,
         )  # fmt: skip
         if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
             self._run.warn_of_missing_partitions()
         self._add_callbacks(trainer)
 
-    def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> str:
-        """The first rank's work before any rank may fetch. Returns the queue's address."""
+    def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> SharedQueue:
+        """The first rank's work before any rank may fetch."""
         check_tails(streams, topology.dp_size)
         self.open()
         checkpoint = resume_path(self._own_trainer())
@@ -209,8 +216,13 @@ class TQDataModule(LightningDataModule):
         for each in streams:
             each.stream.register(self.client, topology.dp_size)
         assert self._group is not None
-        self._group.start(self.address, entry)
-        return self.address
+        self._group.start(self.address, entry, self._connection.conf["key_file"])
+        return SharedQueue.of(self._own_trainer(), self._connection)
+
+    def _join(self, shared: SharedQueue) -> None:
+        """Every rank's work after that."""
+        self._members = join_queue(self._own_trainer(), self._connection, self._queue_config, shared)
+        self._note_address()
 
     def _switch(self, trainer: Trainer) -> PartitionSwitch:
         given = [callback for callback in callbacks_of(trainer) if isinstance(callback, PartitionSwitch)]
@@ -228,6 +240,7 @@ class TQDataModule(LightningDataModule):
         trainer = self._own_trainer()
         self._end_run()
         trainer.strategy.barrier("lightning_tq_teardown")  # the queue may end now, so no rank may still read
+        self._leave_run(failed=False)
         if not self._keep_alive:
             self.close()
 
@@ -241,6 +254,11 @@ class TQDataModule(LightningDataModule):
         group, self._group = self._group, None
         if group is not None:
             group.end()
+
+    def _leave_run(self, failed: bool) -> None:
+        members, self._members = self._members, None
+        if members is not None:
+            members.leave(failed)
 
     def _find_run(self) -> Run | None:
         return self._run
@@ -311,7 +329,12 @@ class TQDataModule(LightningDataModule):
                 self._run.readers[label].restore(Position.from_dict(position, label))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": None, "_group": None}  # threads and processes stay in this process
+        return {
+            **self.__dict__,
+            "_run": None,
+            "_group": None,
+            "_members": None,
+        }  # threads and processes stay in this process
 
 
 def _as_list(stage: str, streams: Streams | Mapping[str, Any]) -> list[Stream]:

@@ -15,10 +15,11 @@ from lightning_tq.producers.group import Producer, ProducerGroup
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
+from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
 from lightning_tq.stream import StageStream, Stream, sampler_modules
 from lightning_tq.stream_loader import stream_loader
 from lightning_tq.stream_reader import StreamReader
-from lightning_tq.topology import Rank, fabric_topology, run_on_rank_zero
+from lightning_tq.topology import Rank, fabric_topology, run_on_every_rank, run_on_rank_zero
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -79,9 +80,13 @@ class FabricLoader:
         self._next_epoch = 0
         self.partitions_at_start: Collection[str] = ()
         self._connection = QueueConnection()
+        self._members: RunMembers | None = None
         self._producers = ProducerGroup(producers)
         self._join_queue(stream, as_queue_config(queue))
-        self._watchdog = RankWatchdog([self._producers.failure, *rank_checks(fabric)])
+        checks = [self._producers.failure, *rank_checks(fabric)]
+        if self._members is not None:
+            checks.append(self._members.check)
+        self._watchdog = RankWatchdog(checks)
         self._reader = StreamReader(
             StageStream("train", "train", stream), {}, self, self._watchdog.stopped.is_set, self._connection.conf
         )
@@ -90,19 +95,28 @@ class FabricLoader:
         self._watchdog.start()
 
     def _join_queue(self, stream: Stream, config: QueueConfig) -> None:
-        def prepare() -> str:
+        def prepare() -> SharedQueue:
             self._connection.open(config, sampler_modules([stream]))
             stream.register(self.client, self.topology.dp_size)
             self.partitions_at_start = self.client.get_partition_list()
-            self._producers.start(self.address)
-            return self.address
+            self._producers.start(self.address, key_file=self._connection.conf["key_file"])
+            return SharedQueue.of(self._fabric, self._connection)
+
+        def join() -> None:
+            self._members = join_queue(self._fabric, self._connection, config, shared)
 
         with ExitStack() as on_failure:
             on_failure.callback(self._connection.close)
+            on_failure.callback(self._leave_run, failed=True)
             on_failure.callback(self._producers.end)
-            address = run_on_rank_zero(self._fabric, prepare)
-            self._connection.open(config, (), address)
+            shared = run_on_rank_zero(self._fabric, prepare)
+            run_on_every_rank(self._fabric, join)
             on_failure.pop_all()
+
+    def _leave_run(self, failed: bool) -> None:
+        members, self._members = self._members, None
+        if members is not None:
+            members.leave(failed)
 
     @property
     def client(self) -> TransferQueueClient:
@@ -178,8 +192,12 @@ class FabricLoader:
 
     def close(self) -> None:
         """End the stream and what was started here. Idempotent. Other ranks' loaders must be done, see ``__exit__``."""
+        self._close(failed=True)
+
+    def _close(self, failed: bool) -> None:
         self._watchdog.stop()
         self._reader.close()
+        self._leave_run(failed)
         self._producers.end()
         self._connection.close()
 
@@ -190,4 +208,4 @@ class FabricLoader:
         if kind is None:
             self._ack_tracker.finish(self._fabric)
             self._fabric.barrier("lightning_tq_close")  # the queue may end now, so no rank may still read
-        self.close()
+        self._close(failed=kind is not None)

@@ -61,12 +61,15 @@ class QueueConnection:
     def address(self) -> str:
         return str(self.conf["address"])
 
-    def open(self, config: QueueConfig, sampler_modules: Iterable[str], address: str | None = None) -> None:
+    def open(
+        self, config: QueueConfig, sampler_modules: Iterable[str], address: str | None = None, may_differ: bool = False
+    ) -> None:
         """Use the queue this process is in, else join one by address or TQ_ADDRESS, else start one.
 
         Args:
             config: Configuration of a new queue. A warning names what a running queue has set differently.
             address: Address of the queue that another rank has opened.
+            may_differ: This process may already be in that queue by another address.
         Raises:
             ConfigError: this process is in a different queue than requested, or a key is unknown.
             TransferQueueError: as ``transfer_queue.init``.
@@ -81,7 +84,7 @@ class QueueConnection:
             tq.init({**config.conf(sampler_modules), "address": wanted})
             is_first = True
             QueueConnection._own_queue = (os.getpid(), self.address)
-        if wanted is not None and self.address != wanted:
+        if wanted is not None and self.address != wanted and not may_differ:
             raise ConfigError(
                 f"this process is already in the queue at {self.address} (by transfer_queue.init or TQ_ADDRESS), not "
                 f"in the one at {wanted}. Call transfer_queue.close() first, or omit the address."

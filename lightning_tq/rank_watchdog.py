@@ -113,7 +113,7 @@ class RankProcess:
 def rank_checks(owner: Trainer | Fabric) -> list[Check]:
     """Checks of the other ranks on this host, and of the process that started this rank.
 
-    This is a collective: all ranks must call it. Launchers (torchrun, SLURM) end the ranks of other hosts.
+    This is a collective: all ranks must call it. ``run_members`` checks the ranks of other hosts.
     """
     return [_other_ranks_check(owner.global_rank, _gather_processes(owner)), _parent_check(owner.global_rank)]
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from lightning_tq.callbacks.partition_switch import PartitionSwitch
     from lightning_tq.producers.group import ProducerGroup
+    from lightning_tq.run_members import RunMembers
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,13 @@ class Run:
         positions: MutableMapping[str, Position],
         conf: Any,
         partitions_at_start: Collection[str],
+        members: RunMembers | None = None,
     ) -> None:
         """Create the stream readers and start the watchdog. This is a collective.
 
         Args:
             partitions_at_start: Partitions in the queue before this run's producers started.
+            members: The ranks of all hosts; None: there is one host.
         """
         self.trainer = trainer
         self.topology = topology
@@ -68,6 +71,8 @@ class Run:
         checks = [self._terminated, *rank_checks(trainer)]
         if producers is not None:
             checks.insert(0, producers.failure)
+        if members is not None:
+            checks.append(members.check)
         done = producers.all_done if producers is not None else lambda: False
         hints = WaitHints(trainer, client, done, self._warn_once)
         self._watchdog = RankWatchdog(checks, [lambda: hints.look(self.readers.values())])

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from transfer_queue.errors import InvalidRequestError, from_wire, to_wire
+from transfer_queue.errors import InvalidRequestError, TransferQueueError, from_wire, to_wire
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer
 
 Rank = int | Callable[[Any], int]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,38 @@ def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | 
     return _topology(fabric, dp_rank, dp_size)
 
 
-def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], str]) -> str:
+def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], R]) -> R:
     """Run on global rank 0, and return its result or raise its error on every rank. This is a collective."""
     if owner.is_global_zero:
         with _BroadcastOfError(owner.strategy):
             result = action()
         owner.strategy.broadcast((result, None), src=0)
         return result
-    result, error = owner.strategy.broadcast(("", None), src=0)
+    received: tuple[Any, Any] = owner.strategy.broadcast((None, None), src=0)
+    if received[1] is not None:
+        raise from_wire(*received[1])
+    told: R = received[0]
+    return told
+
+
+def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], None]) -> None:
+    """Run on every rank. If it fails on some, all raise the first error. This is a collective."""
+    import torch.distributed as dist
+
+    error: TransferQueueError | None = None
+    try:
+        action()
+    except TransferQueueError as own:
+        error = own
+    errors = [None if error is None else to_wire(error)]
+    if owner.world_size > 1 and dist.is_available() and dist.is_initialized():
+        errors = errors * owner.world_size
+        dist.all_gather_object(errors, errors[0])
     if error is not None:
-        raise from_wire(*error)
-    return result
+        raise error
+    for rank, found in enumerate(errors):
+        if found is not None:
+            raise from_wire(found[0], f"rank {rank} can't take part: {found[1]}")
 
 
 class _BroadcastOfError:
@@ -86,7 +108,7 @@ class _BroadcastOfError:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, Exception):  # Ctrl-C reaches the other ranks, too
-            self._strategy.broadcast(("", to_wire(error)), src=0)
+            self._strategy.broadcast((None, to_wire(error)), src=0)
 
 
 def _topology(owner: Trainer | Fabric, dp_rank: Rank | None, dp_size: int | None) -> Topology:

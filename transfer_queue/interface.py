@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, connect, kv
 from transfer_queue.client.key_watch import KeyWatch
 from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
@@ -15,7 +16,8 @@ from transfer_queue.errors import NotInitializedError
 from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
-from transfer_queue.transport.modes import blocking
+from transfer_queue.storage.shm.unit_directory import reachable
+from transfer_queue.transport.modes import blocking, run_blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
@@ -85,10 +87,22 @@ def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClien
     info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": address}, key_file=key_file)
     first = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", info)
     try:
-        conf = _seen_from_here(_with_objects(first.get_config()), info)
+        plain = first.get_config()
+        near = _own_socket(first) if address.startswith("tcp://") else None
     finally:
         first.close()
+    if near is not None:
+        info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": near}, key_file=key_file)
+    conf = _seen_from_here(_with_objects(plain), info)
+    conf.address = address if near is not None else conf.address
     return connect(f"TransferQueueClient_{os.getpid()}", conf), conf
+
+
+def _own_socket(client: TransferQueueClient) -> str | None:
+    """The controller's socket for programs of its own host, if this is one: values take shared memory there."""
+    units = run_blocking(client.session.ask(p.ListUnits, p.Units)).units
+    own = next((reachable(unit) for unit in units if unit.number == 0), "")
+    return own if own.startswith("ipc://") else None
 
 
 def _with_objects(plain: Mapping[str, Any]) -> Any:

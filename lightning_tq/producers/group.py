@@ -105,13 +105,13 @@ class Producer:
 class ProducerProcess:
     """A running producer and the last lines of its stderr."""
 
-    def __init__(self, producer: Producer, worker: int, address: str) -> None:
+    def __init__(self, producer: Producer, worker: int, address: str, key_file: str | None) -> None:
         self.label = f"{producer.label()!r} (process {worker + 1} of {producer.count})"
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "lightning_tq.producers.process"],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_environment(producer, worker, address),
+            env=_environment(producer, worker, address, key_file),
             start_new_session=True,  # Ctrl-C reaches only the trainer, which ends its producers
         )
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -165,15 +165,15 @@ class ProducerGroup:
         self._processes: list[ProducerProcess] = []
         self._finalizer: Finalize | None = None
 
-    def start(self, address: str, stage: str = "fit") -> None:
-        """Start the producers of this entry point. Call ``end`` before another start."""
+    def start(self, address: str, stage: str = "fit", key_file: str | None = None) -> None:
+        """Start the producers of this entry point, with the queue's address and keys. Call ``end`` before another."""
         if self._processes:
             raise InvalidRequestError("these producers are already running. Call end() before start().")
         self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)
         for producer in self._producers:
             if stage in producer.stages:
                 for worker in range(producer.count):
-                    self._processes.append(ProducerProcess(producer, worker, address))
+                    self._processes.append(ProducerProcess(producer, worker, address, key_file))
 
     def failure(self) -> ProducerError | None:
         """The first process that ended with an error or by a signal."""
@@ -199,10 +199,11 @@ def _end(pid: int, processes: list[ProducerProcess]) -> None:
     processes.clear()
 
 
-def _environment(producer: Producer, worker: int, address: str) -> Mapping[str, str]:
+def _environment(producer: Producer, worker: int, address: str, key_file: str | None) -> Mapping[str, str]:
     return {
         **os.environ,
         "TQ_ADDRESS": address,
+        **({} if key_file is None else {"TQ_KEY_FILE": key_file}),
         "TQ_WORKER": str(worker),
         "TQ_NUM_WORKERS": str(producer.count),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys.path if path)),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,34 @@ def privilege() -> None:
 def hosts(privilege: None, tmp_path: Path) -> Iterator[tuple[Host, Host]]:
     with two_hosts(tmp_path) as both:
         yield both
+
+
+class Node:
+    """A host with processes, files and a temporary directory of its own, as far as its ranks see."""
+
+    def __init__(self, host: Host, other: Host, environment: dict[str, str]) -> None:
+        self.host = host
+        self._hide = f'mount -t tmpfs none {other.directory}; "$@" 2>&1; exit $?'
+        self._environment = {**environment, "TMPDIR": str(host.directory)}
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a program; what it prints to stderr comes with its output."""
+        namespaces = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+        return self.host.start(
+            *namespaces, "sh", "-c", self._hide, "sh", *command, **{**self._environment, **environment}
+        )
+
+
+@pytest.fixture
+def nodes(privilege: None) -> Iterator[tuple[Node, Node]]:
+    """Two nodes of a launcher that is told ranks and addresses by the environment."""
+    # Paths of sockets are short.
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as short, two_hosts(Path(short)) as (a, b):
+        common = {"MASTER_ADDR": a.address, "MASTER_PORT": "29511", "TQ_KEY_FILE": f"{short}/keys"}
+        yield tuple(
+            Node(host, other, {**common, "NODE_RANK": str(rank), "GLOO_SOCKET_IFNAME": f"link-{host.name[-1]}"})
+            for rank, (host, other) in enumerate(((a, b), (b, a)))
+        )
 
 
 @pytest.fixture

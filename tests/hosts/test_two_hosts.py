@@ -24,6 +24,16 @@ def test_values_stay_on_the_host_that_produced_them_and_cross_the_network_once(h
     assert sorted(samples.values()) == [0, 64]
 
 
+def test_by_the_first_host_s_address_too_values_take_shared_memory_on_their_own_host(hosts, program):
+    a, b = hosts
+    first = a.serve()
+    b.serve(first.remote)
+    for at, host in enumerate(hosts):
+        own = program(host, first.remote)
+        own.do(f"put('{host.name}', 64)")
+        assert list(own.do("units()").values())[at] == (64, "arena")
+
+
 def test_fields_of_one_sample_lie_where_each_was_produced_and_are_read_together(two_programs):
     near, far, _ = two_programs
     assert near.do("put('p', 8)") == list(range(8))

@@ -35,13 +35,13 @@ def put_and_get(address: str, key_file: str, pipe: Any) -> None:
     tq.close()
 
 
-def test_a_client_with_the_key_puts_and_gets_over_tcp(start, fork):
+def test_a_client_with_the_key_puts_and_gets_and_uses_shared_memory_on_the_server_s_host(start, fork):
     conf = start({"listen": "tcp://127.0.0.1:0"})
     client = tq.get_client()
     client.put({"y": torch.arange(4)}, partition_id="from here")
     here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
     assert ended(fork(put_and_get, conf.listen, conf.key_file, there)) == 0
-    assert here.recv() == ([0, 1, 2, 3], "frames")
+    assert here.recv() == ([0, 1, 2, 3], "arena")
     meta = client.get_meta(["x"], 64, "from elsewhere", task_name="t")
     assert torch.equal(client.get_data(meta)["x"].to_padded_tensor(-1), torch.from_numpy(NUMBERS))
 

@@ -55,6 +55,8 @@ REQUESTS = [
     p.EvictClient(25, "client"),
     p.JoinUnit(25, "unit0", "host", ["ipc:///unit0", "tcp://host:1"], 2**40),
     p.ListUnits(25, 7, 30.0),
+    p.WatchRun(25, "run", "rank 1", True, 30.0),
+    p.LeaveRun(25, "run", True),
     p.Freeze(26, 5.0),
     p.ListLost(26, "p"),
     p.ReadFrozen(26, 1, 3),

@@ -46,6 +46,8 @@ class TransferQueueClient(AsyncTransferQueueClient):
     evict_client = blocking(AsyncTransferQueueClient.async_evict_client)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
     get_lost_samples = blocking(AsyncTransferQueueClient.async_get_lost_samples)
+    watch_run = blocking(AsyncTransferQueueClient.async_watch_run)
+    leave_run = blocking(AsyncTransferQueueClient.async_leave_run)
     get_storage_stats = blocking(AsyncTransferQueueClient.async_get_storage_stats)
     get_consumption_status = blocking(AsyncTransferQueueClient.async_get_consumption_status)
     get_production_status = blocking(AsyncTransferQueueClient.async_get_production_status)

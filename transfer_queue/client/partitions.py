@@ -154,6 +154,28 @@ class Partitions(Keys):
         lost = (await self.session.ask(p.ListLost, p.Done, partition_id)).value
         return {name: p.unpack_indexes(indexes).tolist() for name, indexes in lost.items()}
 
+    async def async_watch_run(
+        self, run: str, name: str | None = None, opens: bool = False, timeout_s: float = 0.0
+    ) -> str | None:
+        """Be a member of a run: processes, on any host, that can't go on without each other.
+
+        Args:
+            name: What the other members are told if this process is lost. None: it is a member already.
+            opens: The run begins with this member.
+            timeout_s: How long to wait until a member is lost.
+        Returns:
+            The name of a member that failed, or whose process ended; None if there is none, or this member has left.
+        Raises:
+            InvalidRequestError: this queue has no such run and ``opens`` is False, or this client is no member.
+        """
+        wait_s = min(timeout_s, p.LONGEST_WAIT_S)
+        reply = await self.session.ask(p.WatchRun, p.Done, run, name, opens, wait_s, wait_s=wait_s)
+        return None if reply.value is None else str(reply.value)
+
+    async def async_leave_run(self, run: str, failed: bool = False) -> None:
+        """Leave a run; ``failed`` tells the others that they can't go on."""
+        await self.session.ask(p.LeaveRun, p.Done, run, failed)
+
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
         """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none.
 

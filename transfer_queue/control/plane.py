@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control import checkpoints, key_waits, lifecycle, queries, units, writing
+from transfer_queue.control import checkpoints, key_waits, lifecycle, queries, run_table, units, writing
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import ServedFetch, TakenUnread, check_fetch
 from transfer_queue.control.sessions import Record
@@ -62,6 +62,8 @@ class ControlPlane:
             p.JoinUnit: lambda client, request, now: units.join(state, client, request),
             p.ListLost: lambda client, request, now: queries.list_lost(state, request),
             p.ListUnits: lambda client, request, now: units.list_units(state, client, request, now),
+            p.WatchRun: lambda client, request, now: run_table.watch(state, client, request, now),
+            p.LeaveRun: lambda client, request, now: run_table.leave(state, client, request),
             p.Freeze: lambda client, request, now: checkpoints.freeze(state, client, request, now),
             p.ReadFrozen: lambda client, request, now: checkpoints.read_frozen(state, client, request),
             p.Thaw: lambda client, request, now: checkpoints.thaw(state, client, request),
@@ -157,6 +159,7 @@ class ControlPlane:
             self._remove(parked)
         undone = [reply_or_error(0, partial(_undone, record)) for record in state.calls.end(client)]
         units.lose(state, client)
+        state.runs.end_session(client)
         for grace_end in state.producers.gone(client, died, now):
             heapq.heappush(self._grace_ends, grace_end)
         self._faults += [failed.text for failed in undone if isinstance(failed, p.Failed)]
@@ -214,8 +217,10 @@ class ControlPlane:
         replies = [To(parked.client, p.Ended(parked.request.id, "cleared")) for parked in some]
         if not state.waiters:
             state.dirty.clear()
+            state.runs.take_changed()
             return replies
         replies.extend(To(*answer) for answer in units.take_watchers(state))
+        replies.extend(To(*answer) for answer in run_table.take_told(state))
         replies.extend(checkpoints.admit_freezes(state, now))
         replies.extend(writing.admit_rewriters(state, now))
         replies.extend(writing.admit_writers(state))
@@ -234,6 +239,8 @@ class ControlPlane:
             return checkpoints.kept_waiting(request, now - parked.since)
         if parked.queue == units.WATCHERS:
             return units.listing(self.state, request)
+        if isinstance(request, p.WatchRun):
+            return p.Done(request.id)
         if parked.queue == writing.WRITERS:
             return writing.full(self.state, request, now - parked.since)
         if not isinstance(request, p.Fetch):

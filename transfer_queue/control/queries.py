@@ -17,7 +17,6 @@ from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
 from transfer_queue.control.state import PlaneState, line_of
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
-from transfer_queue.control.units import WATCHERS
 from transfer_queue.control.writing import WRITERS, Reservation
 from transfer_queue.errors import TransferQueueError
 
@@ -146,7 +145,7 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
             "client": parked.client, "waited_s": now - parked.since, "writer": parked.queue in (WRITERS, REWRITERS),
             **_wanting(state, parked.request, now, alike),
         }
-        for parked in state.waiters.all() if parked.queue != WATCHERS
+        for parked in state.waiters.all() if not isinstance(parked.request, p.ListUnits | p.WatchRun)
     ]  # fmt: skip
     partitions = {}
     for name, partition in state.partitions.items():

@@ -22,6 +22,7 @@ from transfer_queue.control.draw import Tasks
 from transfer_queue.control.filtered import TurnBudget
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import IndexAllocator
+from transfer_queue.control.run_table import RunTable
 from transfer_queue.control.sessions import Calls, Freezes, Producers
 from transfer_queue.control.units import UnitTable
 from transfer_queue.errors import UnknownPartitionError, to_wire
@@ -275,6 +276,7 @@ class PlaneState:
         """Those of which slices are still to be made."""
         self.calls = Calls()
         self.units = UnitTable()
+        self.runs = RunTable()
         self.budget = TurnBudget()
 
     def mark_dirty(self, partition: str, task: str | None = None) -> None:

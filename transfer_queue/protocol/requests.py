@@ -400,6 +400,27 @@ class ListUnits(Request, frozen=True):
     wait_s: Seconds = 0.0
 
 
+class WatchRun(Request, frozen=True):
+    """This process is a member of a run. Parked until the run has lost a member, up to ``wait_s`` seconds.
+
+    A member is in the run from its first request to LeaveRun or the end of its session, also between its requests.
+    Done names the lost member, or None. ``name``: what the others are told if this one is lost; None: it is a member
+    already. ``opens``: the run begins with this member; to others an unknown run is an error.
+    """
+
+    run: str
+    name: str | None = None
+    opens: bool = False
+    wait_s: Seconds = 0.0
+
+
+class LeaveRun(Request, frozen=True):
+    """This process is a member no more. ``failed``: the others can't go on without it, and are told."""
+
+    run: str
+    failed: bool = False
+
+
 class Freeze(Request, frozen=True):
     """The state of the whole queue at one moment, to be saved with the values that belong to it.
 
@@ -462,8 +483,8 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
-    | ForgetTask | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | Freeze | ReadFrozen | Thaw | Stage
-    | RestorePart | Restore
+    | ForgetTask | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun | Freeze | ReadFrozen
+    | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,

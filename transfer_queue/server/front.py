@@ -70,6 +70,7 @@ class Front:
         """How many connections each client has; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
         self._make_janitor = make_janitor
+        self._conf = conf
         self._welcome = json.dumps(conf).encode()
         self._calls: dict[tuple[str, int], _Call] = {}
         self._said_goodbye: set[str] = set()  # clients that are still connected
@@ -83,6 +84,10 @@ class Front:
                 (p.ClearSamples, p.ClearConsumed, p.ClearPartition, p.Thaw, p.Restore), self._clear
             )
         self._composed = composed
+
+    def listens_at(self, address: str) -> None:
+        """Other hosts reach this server there, which clients are told with the configuration."""
+        self._welcome = json.dumps({**self._conf, "listen": address}).encode()
 
     # ---- a transport handler ----
 

@@ -82,6 +82,7 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
 
     remote = server.also_at(orders["listen"], None if orders["key_file"] is None else read_keys(orders["key_file"]))
     remote.open(front)
+    front.listens_at(remote.address)
 
     def disconnect(client: str) -> None:
         server.disconnect(client)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on several hosts: all ranks find the first one's queue, and are told through it if one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_tq.queue_config import QueueConfig
+from lightning_tq.queue_connection import QueueConnection
+from lightning_tq.rank_watchdog import RankGoneError
+from transfer_queue.errors import ConfigError, InvalidRequestError, TransferQueueError
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
+
+    from transfer_queue import TransferQueueClient
+
+_WAIT_S = 3600.0
+_EVERYWHERE = ("0.0.0.0", "*", "[::]", "::")
+"""Hosts of an address that listens on all networks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedQueue:
+    """What the first rank tells the others about the queue that it has opened."""
+
+    address: str
+    """For processes of its own host."""
+    remote: str | None
+    """For other hosts. None: none of them can join."""
+    boot_id: str
+    """Identifies its host."""
+    run: str | None
+    """The run that all ranks join in this queue. None: they are all on one host."""
+
+    @classmethod
+    def of(cls, owner: Trainer | Fabric, connection: QueueConnection) -> SharedQueue:
+        """On the first rank, which opens the run if there are several hosts."""
+        address, listen = connection.address, connection.conf["listen"]
+        remote = address if address.startswith("tcp://") else _reachable(owner, listen)
+        if not has_several_hosts(owner):
+            return cls(address, remote, _boot_id(), None)
+        run = uuid.uuid4().hex
+        connection.client.watch_run(run, _name(owner), opens=True)
+        return cls(address, remote, _boot_id(), run)
+
+    def address_here(self) -> str:
+        """Where this process joins. Raises ConfigError if it can't."""
+        path = self.address.removeprefix("ipc://")
+        if path == self.address or (self.boot_id == _boot_id() and os.path.exists(path)):
+            return self.address
+        if self.remote is None:
+            raise ConfigError(
+                f"this rank runs on host {socket.gethostname()!r}, and the first rank's queue at {self.address} serves "
+                f"its own host only. Run 'lightning-tq serve --listen' on every host and set TQ_ADDRESS, or let the "
+                f"first rank's queue listen: queue={{'listen': 'tcp://0.0.0.0:0', 'key_file': a file in a folder that "
+                f"all hosts share}}. See docs/several_hosts.md."
+            )
+        return self.remote
+
+
+class RunMembers:
+    """This rank's membership in a run. A thread waits until another member is lost."""
+
+    def __init__(self, client: TransferQueueClient, run: str, rank: int) -> None:
+        self._client = client
+        self._run = run
+        self._rank = rank
+        self._lost: str | None = None
+        self._thread = threading.Thread(target=self._watch, name="lightning-tq-run", daemon=True)
+
+    def start(self) -> None:
+        """This process has joined the run by now."""
+        self._thread.start()
+
+    def _watch(self) -> None:
+        try:
+            while self._lost is None:
+                self._lost = self._client.watch_run(self._run, timeout_s=_WAIT_S)
+        except TransferQueueError:
+            return  # it has left the run or the queue; or the queue is gone, which every stream says by itself
+
+    def check(self) -> RankGoneError | None:
+        """The reason to end the run, if another rank is lost; one of the watchdog's checks."""
+        if self._lost is None:
+            return None
+        return RankGoneError(
+            f"{self._lost} failed or ended in the middle of the run, so rank {self._rank} ends too. See that rank's "
+            f"own output for the reason."
+        )
+
+    def leave(self, failed: bool) -> None:
+        """The run has ended here; ``failed`` ends it on all ranks. Idempotent, never raises."""
+        try:
+            self._client.leave_run(self._run, failed)
+        except TransferQueueError:
+            return  # the queue is gone, or this process has left it
+        self._thread.join()
+
+
+def join_queue(
+    owner: Trainer | Fabric, connection: QueueConnection, config: QueueConfig, shared: SharedQueue
+) -> RunMembers | None:
+    """Join the queue that the first rank has opened, and its run. Returns None if all ranks are on one host.
+
+    Raises:
+        ConfigError: this rank can't reach that queue, or is in another one.
+    """
+    # On another host the same queue may have another address: that of this host's own server.
+    connection.open(config, (), shared.address_here(), may_differ=shared.run is not None)
+    if shared.run is None:
+        return None
+    if not owner.is_global_zero:
+        try:
+            connection.client.watch_run(shared.run, _name(owner))
+        except InvalidRequestError:
+            raise ConfigError(
+                f"rank {owner.global_rank} is in the queue at {connection.address}, the first rank in another one at "
+                f"{shared.address}. Give all ranks the address of one queue (TQ_ADDRESS)."
+            ) from None
+    members = RunMembers(connection.client, shared.run, owner.global_rank)
+    members.start()
+    return members
+
+
+def has_several_hosts(owner: Trainer | Fabric) -> bool:
+    return owner.world_size > 1 and int(getattr(owner.strategy, "num_nodes", 1)) > 1
+
+
+def _name(owner: Trainer | Fabric) -> str:
+    return f"rank {owner.global_rank} (pid {os.getpid()} of host {socket.gethostname()!r})"
+
+
+def _reachable(owner: Trainer | Fabric, listen: str | None) -> str | None:
+    """The listening queue's address for other hosts, which reach the first rank's host as the launcher says."""
+    if listen is None:
+        return None
+    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    environment: Any = getattr(owner.strategy, "cluster_environment", None)
+    if host not in _EVERYWHERE or environment is None:
+        return listen
+    return f"tcp://{environment.main_address}:{port}"
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:  # not Linux
+        return socket.gethostname()

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# One node of a run with torchrun. Start it on each:  FIRST=10.0.0.1 NODE=0 NODES=2 SHARED=/shared/run-7 torchrun.sh
+#   FIRST   address of node 0         NODE, NODES  this node's number, from 0, and how many there are
+#   SHARED  an empty folder that all nodes share, for the keys and the queue's address
+#   GPUS    ranks per node (1)        MEMORY       of each node's values (4GiB)
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+server=
+end() {
+  local code=$?
+  ((code == 0)) || touch "$SHARED/failed" # so that the other nodes end, whatever they wait for
+  # shellcheck disable=SC2046  # they are words
+  kill $server $(jobs -p) 2>/dev/null || true
+  wait
+  exit "$code"
+}
+trap end EXIT
+
+serve=(lightning-tq serve --listen "tcp://0.0.0.0:${TQ_PORT:-0}" --key-file "$SHARED/keys" --memory "${MEMORY:-4GiB}")
+if ((NODE > 0)); then
+  until [ -s "$SHARED/address" ]; do sleep 1; done
+  serve+=(--join "$(cat "$SHARED/address")")
+fi
+exec {ready}< <(exec "${serve[@]}")
+server=$!
+read -r _ local remote <&"$ready" # fails if the server has ended; it has said why
+if ((NODE == 0)); then
+  echo "tcp://$FIRST:${remote##*:}" >"$SHARED/address.new"
+  mv "$SHARED/address.new" "$SHARED/address" # never read half
+fi
+
+export TQ_ADDRESS=$local TQ_KEY_FILE=$SHARED/keys
+python "$here/rollout.py" --worker "$NODE" --workers "$NODES" &
+rollout=$!
+torchrun --nnodes "$NODES" --node-rank "$NODE" --nproc-per-node "${GPUS:-1}" --master-addr "$FIRST" \
+  --master-port "${MASTER_PORT:-29500}" "$here/train.py" --nodes "$NODES" --devices "${GPUS:-1}" &
+trainer=$!
+{ until [ -e "$SHARED/failed" ]; do sleep 2; done && exit 1; } &
+elsewhere=$!
+wait -n -p ended "$rollout" "$trainer" "$elsewhere" # what fails ends this script
+[ "$ended" = "$trainer" ] || wait -n "$trainer" "$elsewhere"
