@@ -20,7 +20,7 @@ STARVING_S = 10.0
 """A task that waits for longer is said to starve."""
 
 
-class History:
+class QueueHistory:
     """Reports of the queue go in; points and events come out. Both are bounded."""
 
     def __init__(self) -> None:

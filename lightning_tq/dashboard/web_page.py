@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from lightning_tq.cli.queue_report import QueueSnapshot, make_report, take_snapshot
-from lightning_tq.dashboard.history import History
+from lightning_tq.dashboard.history import QueueHistory
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import ConfigError, TransferQueueError
 
@@ -38,7 +38,7 @@ class Dashboard:
         """``host``: where to listen. Elsewhere than on this host, readers need a token, which ``url`` has."""
         self._client, self._address, self._host = client, address, host
         self._token = None if host in _LOCAL else secrets.token_urlsafe(16)
-        self._history = History()
+        self._history = QueueHistory()
         self._report: dict[str, Any] | None = None
         self._page = files("lightning_tq.dashboard").joinpath("page.html").read_text()
         self._policy = _policy(self._page)

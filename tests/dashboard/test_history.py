@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_tq.dashboard.history import History
+from lightning_tq.dashboard.history import QueueHistory
 
 
 def histogram(*counts: int, total: float = 0.0) -> dict[str, Any]:
@@ -38,12 +38,12 @@ def waiting(waited_s: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def told(history: History) -> list[tuple[str, str]]:
+def told(history: QueueHistory) -> list[tuple[str, str]]:
     return [(event["level"], event["text"]) for event in history.events]
 
 
 def test_a_point_adds_up_partitions_and_shows_the_longest_wait_of_each_task():
-    history = History()
+    history = QueueHistory()
     history.add(report(waiting=[waiting(1.0), waiting(3.0), waiting(2.0, task=None, writer=True)]), now=50.0)
     assert list(history.points) == [
         {"n": 1, "t": 50.0, "put": 4.0, "got": {"learn": 6.0}, "waits": {"learn": 3.0, "puts": 2.0},
@@ -52,7 +52,7 @@ def test_a_point_adds_up_partitions_and_shows_the_longest_wait_of_each_task():
 
 
 def test_points_are_bounded_and_told_once():
-    history = History()
+    history = QueueHistory()
     for second in range(2000):
         history.add(report(), float(second))
     assert (len(history.points), history.since(history.points[-1]["n"])) == (900, [])
@@ -60,7 +60,7 @@ def test_points_are_bounded_and_told_once():
 
 
 def test_staleness_is_the_mean_of_what_was_handed_out_in_the_last_half_minute():
-    history = History()
+    history = QueueHistory()
     for second, counts, total in ((0, (4, 0), 0.0), (20, (4, 2), 10.0), (40, (4, 4), 30.0), (100, (4, 4), 30.0)):
         metrics = {"versions": {"learn": histogram(*counts, total=total)}, "age_s": {}}
         history.add(report(metrics=metrics), float(second))
@@ -68,7 +68,7 @@ def test_staleness_is_the_mean_of_what_was_handed_out_in_the_last_half_minute():
 
 
 def test_a_problem_is_logged_when_it_begins_and_when_it_is_over():
-    history = History()
+    history = QueueHistory()
     for second, abandoned in enumerate((None, "reward", "reward", None)):
         history.add(report(abandoned=abandoned), float(second))
     text = "All producers of 'reward' have died. Readers of 'train' get an error."
@@ -77,7 +77,7 @@ def test_a_problem_is_logged_when_it_begins_and_when_it_is_over():
 
 
 def test_a_task_that_waits_long_is_a_warning_that_says_what_it_lacks_and_problems_go_first():
-    history = History()
+    history = QueueHistory()
     history.add(report(waiting=[waiting(5.0, lacking={"reward": 3})]), 0.0)
     assert history.problems == []
     history.add(report(waiting=[waiting(12.0, lacking={"reward": 3})], lost_units=["unit1"]), 7.0)
@@ -88,7 +88,7 @@ def test_a_task_that_waits_long_is_a_warning_that_says_what_it_lacks_and_problem
 
 
 def test_a_queue_that_does_not_answer_is_a_problem_until_it_does():
-    history = History()
+    history = QueueHistory()
     history.unreachable("gone", 1.0)
     history.unreachable("gone", 2.0)
     history.add(report(), 3.0)
