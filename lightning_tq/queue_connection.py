@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import transfer_queue as tq
+from lightning_tq.dashboard.beside_a_run import DashboardProcess
 from lightning_tq.queue_config import QueueConfig, differences
 from transfer_queue.errors import ConfigError, NotInitializedError
 
@@ -34,6 +35,7 @@ class QueueConnection:
         self._pid: int | None = None
         self._joined: str | None = None
         self._finalizer: Finalize | None = None
+        self._page: DashboardProcess | None = None
 
     @property
     def is_open(self) -> bool:
@@ -97,6 +99,8 @@ class QueueConnection:
         # queue's own finalizer. It is bound to no object, since garbage collection may run in any thread.
         is_own = self._own_queue == (self._pid, self._joined)
         self._finalizer = Finalize(None, _close_if_own, args=(is_own, self._pid), exitpriority=20)
+        if config.dashboard and address is None:
+            self._page = DashboardProcess(self.address)
 
     def close(self) -> None:
         """Leave the queue, and end it if it was started here and no other connection of this process uses it.
@@ -106,6 +110,9 @@ class QueueConnection:
         if not self.is_open:
             return
         self._pid, joined = None, self._joined
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
         assert self._finalizer is not None, "open made it"
         if any(other.is_open and other._joined == joined for other in self._opened):
             self._finalizer.cancel()
@@ -113,7 +120,7 @@ class QueueConnection:
             self._finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_pid": None, "_joined": None, "_finalizer": None}  # a spawned rank opens its own
+        return {"_pid": None, "_joined": None, "_finalizer": None, "_page": None}  # a spawned rank opens its own
 
 
 def _warn_of_differences(config: QueueConfig, running: Any) -> None:

@@ -28,10 +28,15 @@ _SHARE_OF_MACHINE = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsConfig:
-    """Prometheus metrics; not available in this version."""
+    """Prometheus metrics at ``http://<endpoint>/metrics``; needs the package prometheus-client."""
 
     enabled: bool = False
     port: int = 0
+    """0: a free one."""
+    host: str | None = None
+    """The address to serve at, "0.0.0.0" for all networks. None: that of ``listen``, or else 127.0.0.1."""
+    endpoint: str | None = None
+    """"host:port"; filled by init()."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -377,8 +382,8 @@ def _check(config: FullConfig) -> None:
     if config.listen is not None and not config.listen.startswith("tcp://"):
         raise ConfigError(f"listen must be an address tcp://HOST:PORT or null, got {config.listen!r}.")
     storage.ssd_offload.most_bytes()
-    if config.metrics.enabled:
-        raise ConfigError("metrics.enabled isn't available in this version; set it to false.")
+    if not 0 <= config.metrics.port <= 65535:
+        raise ConfigError(f"metrics.port must be between 0 and 65535, got {config.metrics.port!r}.")
 
 
 def to_plain(conf: DictConfig) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def _start_or_join(merged: DictConfig) -> None:
     key_file = queue.key_file if isinstance(queue, on_ray.RayQueue) else None
     try:
         _TQ_CLIENT, _TQ_CONFIG = _join(queue.address, key_file)
+        metrics = _TQ_CONFIG.metrics  # with the endpoint
     except BaseException:
         _started.discard(queue)
         queue.close()
@@ -80,6 +81,7 @@ def _start_or_join(merged: DictConfig) -> None:
         _TQ_CONFIG.listen = queue.listen  # with the port that was free
     else:
         _TQ_CONTROLLER, _TQ_STORAGE, _TQ_CONFIG = queue, queue, queue.conf
+        _TQ_CONFIG.metrics = metrics
     announce_address(queue.address, key_file)
 
 

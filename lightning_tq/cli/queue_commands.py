@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subcommands of a queue: ``status``, ``clients``, ``evict``, ``forget-task``; ``serve`` and ``checkpoint``."""
+"""The subcommands of a queue: ``status``, ``dashboard``, ``clients`` and others; ``serve`` and ``checkpoint``."""
 
 # Options are parsed before torch and rich are imported, so that --help and mistakes are fast.
 
@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_tq.checks import counted, nearest
+from lightning_tq.cli import dashboard_command
 from transfer_queue.errors import TransferQueueError
 
 _UNKNOWN_NAME = 1
@@ -66,6 +67,8 @@ def main(name: str, args: Sequence[str]) -> int:
         parser.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help=every)
         lines = "Print a JSON object; with --watch, one per line and interval."
         parser.add_argument("--json", action="store_true", help=lines)
+    elif act is _dashboard:
+        dashboard_command.add_options(parser)
     elif act is _clients:
         parser.add_argument("--json", action="store_true", help="Print a JSON object.")
     return _run_joined(act, parser.parse_args(args))
@@ -96,7 +99,7 @@ def _run_joined(act: Callable[[argparse.Namespace, str], int], options: argparse
         finally:
             tq.close()
     except KeyboardInterrupt:
-        return 0 if act is _status else _INTERRUPTED  # Ctrl-C is how --watch ends
+        return 0 if act in (_status, _dashboard) else _INTERRUPTED  # Ctrl-C is how --watch ends
     except TransferQueueError as error:
         return _refuse(str(error))
     except BrokenPipeError:  # e.g. "| head"; the redirect also silences Python's final flush
@@ -162,6 +165,10 @@ async def _live(options: argparse.Namespace, address: str) -> None:
             live.update(tables(report), refresh=True)
 
 
+def _dashboard(options: argparse.Namespace, address: str) -> int:
+    return dashboard_command.serve(options, address)
+
+
 # ---- clients and tasks ----
 
 
@@ -211,6 +218,7 @@ def _forget_task(options: argparse.Namespace, address: str) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, str], int], str]] = {
     "status": (_status, _STATUS),
+    "dashboard": (_dashboard, dashboard_command.DESCRIPTION),
     "clients": (_clients, _CLIENTS),
     "evict": (_evict, _EVICT),
     "forget-task": (_forget_task, _FORGET_TASK),

@@ -18,7 +18,7 @@ from tests.own_processes import SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "grpo" / "README.md"])
-NEEDS = {"ray.md": "ray"}
+NEEDS = {"ray.md": "ray", "metrics.md": "prometheus_client"}
 """A package that a page is about, and that need not be installed."""
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.M | re.S)
 _HIDDEN = re.compile(r"<!-- (?P<language>python|yaml)\n(?P<code>.*?)-->", re.S)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -189,4 +190,26 @@ def test_values_may_lie_in_rays_object_store(one_node: None) -> None:
 
 def test_local_servers_are_started_where_the_configuration_says_so(one_node: None) -> None:
     assert tq.init({"launch": "local"}).launch == "local"
+    tq.close()
+
+
+def scraped(endpoint: str | None) -> str:
+    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_are_served_from_the_start_or_from_when_they_are_asked_for(one_node: None) -> None:
+    pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
+    tq.init()
+    actor = Actor(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    tq.get_client().put({"x": torch.arange(4)}, partition_id="p")
+    assert tq.get_metrics_endpoint() is None
+    endpoint = actor.start_metrics()
+    assert actor.start_metrics() == endpoint
+    assert 'tq_partition_samples_total{partition_id="p"} 4.0' in scraped(endpoint)
+    tq.close()
+    tq.init({"metrics": {"enabled": True}})
+    actor = Actor(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    assert actor.start_metrics() == tq.get_metrics_endpoint()
+    assert "tq_partitions_total 0.0" in scraped(tq.get_metrics_endpoint())
     tq.close()

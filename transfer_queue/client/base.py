@@ -110,7 +110,7 @@ class ClientBase:
 
     async def _fields_of(self, partition: str) -> dict[int, tuple[str, ...]]:
         """The fields of each sample of a partition, by index."""
-        stats = (await self.session.ask(p.GetStats, p.Done)).value["partitions"].get(partition)
+        stats = (await self.session.stats())["partitions"].get(partition)
         fields: list[str] = [] if stats is None else stats["fields"]
         found: dict[int, tuple[str, ...]] = {}
         after, more = None, bool(fields)

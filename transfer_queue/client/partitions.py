@@ -142,9 +142,9 @@ class Partitions(Keys):
         """Numbers of the whole queue, by partition and task, and what waiting fetches lack.
 
         ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are samplers
-        that held the server.
+        that held the server. ``metrics`` are latencies and ages as counts below the bounds in ``metrics["bounds"]``.
         """
-        return dict((await self.session.ask(p.GetStats, p.Done)).value)
+        return await self.session.stats()
 
     async def async_get_lost_samples(self, partition_id: str) -> dict[str, list[int]]:
         """Samples that lost values with a storage unit: {field: [global index, ...]}, without those put again.

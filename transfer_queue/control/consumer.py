@@ -242,6 +242,11 @@ class Consumer:
         """How the stream with this filter ended; None: it didn't."""
         return self._ended.get(where)
 
+    @property
+    def num_dropped(self) -> int:
+        """Samples that the ended streams, one per filter, have left over."""
+        return sum(end.dropped for end in self._ended.values())
+
     # ---- the end of an unsealed stream ----
 
     def is_past_end(self, readers: int | None, pass_start: int, batch_index: int) -> bool:

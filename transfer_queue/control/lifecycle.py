@@ -84,7 +84,9 @@ def clear_samples(state: PlaneState, client: str, request: p.ClearSamples) -> p.
     partition = state.partitions.get(request.partition)
     if partition is None:
         return p.Cleared(request.id, b"")
+    undrawn = {task: consumer.num_undrawn for task, consumer in partition.consumers.items()}
     gone = partition.clear(p.unpack_indexes(request.indexes))
+    state.dropped.samples_cleared(partition, undrawn)
     state.mark_dirty(request.partition)
     return cleared(state, client, request, state.freezes.keep(gone))
 
@@ -193,6 +195,7 @@ def forget_task(state: PlaneState, request: p.ForgetTask) -> p.Reply:
     for partition in known:
         state.mark_dirty(partition.name)  # a writer may wait for room, and a reader for its end
     state.tasks.remove(request.task)
+    state.dropped.forget(request.task)
     for parked in state.waiters.all():
         if isinstance(parked.request, p.Fetch) and parked.request.task == request.task:
             state.waiters.remove(parked)
@@ -210,6 +213,7 @@ def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -
     partition = state.partitions.pop(request.partition)
     for queue in (request.partition, keys_queue(request.partition)):
         state.cut_off.extend(state.waiters.remove_queue(queue))
+    state.dropped.partition_cleared(partition)
     indexes = partition.drop()
     state.discard(partition)
     return cleared(state, client, request, state.freezes.keep(indexes))

@@ -144,6 +144,7 @@ class Partition:
         """The values in this storage unit are gone. Returns whether samples have lost some."""
         state = self.table.column("state")
         lost = {name: rows[state[rows] == RowState.LIVE] for name, rows in self.schema.lose_unit(unit).items()}
+        self.schema.count_lost(lost)
         for consumer in self.consumers.values():
             consumer.lost(lost)
         for name, rows in lost.items():
@@ -243,6 +244,7 @@ class Partition:
             self.listed.removing(rows)
             self.keys.unbind(indexes.tolist())
         self.tags.delete(rows)
+        self.schema.count_deleted(rows)
         self.table.mark_dead(rows)
         return indexes
 
@@ -405,6 +407,8 @@ class Partition:
         assert known.issuperset(self.tags), "tags belong to rows"
         assert known.issuperset(at for _, at in self.keys.items()), "keys belong to rows"
         assert self.keys.is_ascending(), "keys are in the order of their samples"
+        for name, count in self.schema.counts.items():
+            assert count == np.count_nonzero(self.schema.has(name) & (state == RowState.LIVE)), f"{name!r} is counted"
         self.listed.check_invariants()
         for consumer in self.consumers.values():
             consumer.check_invariants()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from transfer_queue.errors import TransferQueueError
 
 MOST_OF_A_PAGE = 5_000
 """Samples or keys per reply. A page takes a few milliseconds, so a long list blocks no other client."""
+MOST_PARTITIONS = 100
+"""Partitions per reply: some milliseconds."""
 MOST_STATUS = 200_000
 """Samples per reply that consists of arrays only."""
 
@@ -136,8 +139,14 @@ def list_lost(state: PlaneState, request: p.ListLost) -> p.Reply:
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     """Statistics of every partition, task and client, and the waiting requests with what they wait for.
 
-    ``abandoned``: a field of the partition with lost producers.
+    ``abandoned``: a field of the partition with lost producers. ``dropped``: samples by task and reason.
     """
+    names = list(islice(state.partitions, request.first, request.first + MOST_PARTITIONS))
+    page: dict[str, Any] = {"partitions": {name: _partition_stats(state, name, now) for name in names}}
+    if request.first + len(names) < len(state.partitions):
+        page["more"] = request.first + len(names)
+    if request.first:
+        return p.Done(request.id, page)
     alike: dict[object, dict[str, Any]] = {}
     waiting = [
         {
@@ -147,16 +156,15 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
         }
         for parked in state.waiters.all() if not isinstance(parked.request, p.ListUnits | p.WatchRun)
     ]  # fmt: skip
-    partitions = {}
-    for name, partition in state.partitions.items():
-        abandoned = state.producers.missing(partition.schema.names, now)
-        partitions[name] = {**_partition_stats(partition), "abandoned": abandoned}
     return p.Done(
         request.id,
         {
-            "partitions": partitions,
+            **page,
             "waiting": waiting,
             "capacity": state.config.capacity,
+            "next_index": state.allocator.next_index,
+            "dropped": state.dropped.counts(state.partitions.values()),
+            "producers": state.producers.by_field(now),
             "clients": _clients(state),
             "storage_units": [msgspec.structs.asdict(unit) for unit in state.units.infos()],
             "lost_units": list(state.units.lost.values()),
@@ -219,14 +227,15 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
     }  # fmt: skip
 
 
-def _partition_stats(partition: Partition) -> dict[str, Any]:
-    tasks = {}
-    for name, consumer in partition.consumers.items():
+def _partition_stats(state: PlaneState, name: str, now: float) -> dict[str, Any]:
+    partition, tasks = state.partitions[name], {}
+    for task, consumer in partition.consumers.items():
         end = consumer.end_of(None)
-        tasks[name] = {
+        tasks[task] = {
             "ready": consumer.ready_counts(),
             "consumed": partition.num_live - consumer.num_unconsumed,
             "in_flight": len(consumer.ledger),
+            "in_flight_samples": consumer.ledger.num_open_samples(),
             "settled": consumer.ledger.first_open(),
             "ended": None if end is None else end.reason,
             "dropped": 0 if end is None else end.dropped,
@@ -234,6 +243,7 @@ def _partition_stats(partition: Partition) -> dict[str, Any]:
     return {
         "samples": partition.num_live, "published": partition.num_published, "held": partition.num_reserved,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
-        "fields": partition.schema.names, "tasks": tasks,
+        "fields": partition.schema.names, "produced": dict(partition.schema.counts), "tasks": tasks,
         "lost": {name: len(indexes) for name, indexes in partition.lost().items()},
+        "abandoned": state.producers.missing(partition.schema.names, now),
     }  # fmt: skip

@@ -44,6 +44,8 @@ class Schema:
         self._table = table
         self._fields: dict[str, _Field | None] = {}
         self._declared: dict[str, DeclaredField] = {}
+        self.counts: dict[str, int] = {}
+        """By field, the number of samples that have it."""
 
     @property
     def num_declared(self) -> int:
@@ -95,6 +97,7 @@ class Schema:
         """Register a field that has no values yet."""
         if name not in self._fields:
             self._fields[name] = None
+            self.counts[name] = 0
             self._table.add_column(_has(name), np.bool_, False)
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
@@ -129,6 +132,16 @@ class Schema:
                     lost[name] = rows
         return lost
 
+    def count_lost(self, lost: Mapping[str, Rows]) -> None:
+        """By field, the samples that ``lose_unit`` took it from."""
+        for name, rows in lost.items():
+            self.counts[name] -= len(rows)
+
+    def count_deleted(self, rows: Rows) -> None:
+        """These rows, each once, are about to be deleted."""
+        for name in self._fields:
+            self.counts[name] -= int(np.count_nonzero(self._table.column(_has(name))[rows]))
+
     def fields_of_some(self, rows: Rows, besides: Sequence[str]) -> list[str]:
         """Written fields that some of the rows have, without those ``besides``."""
         return [name for name in self.written() if name not in besides and self.has(name)[rows].any()]
@@ -162,6 +175,7 @@ class Schema:
             self.expect(name)
             has = self._table.column(_has(name))
             news[name] = ascending(rows[~has[rows]])
+            self.counts[name] += len(news[name])
             has[rows] = True
             self._place(name, rows, spec.units)
             known = self._fields[name]
@@ -250,7 +264,8 @@ class Schema:
         count = self._table.size - start
         for saved in fields:
             self.expect(saved.name)
-            self._table.column(_has(saved.name))[start:] = np.frombuffer(saved.has, dtype=np.bool_)
+            self._table.column(_has(saved.name))[start:] = has = np.frombuffer(saved.has, dtype=np.bool_)
+            self.counts[saved.name] += int(np.count_nonzero(has))
             if saved.declared is not None:
                 self._declared[saved.name] = saved.declared
             if not saved.written:

@@ -107,6 +107,7 @@ class _FieldProducers:
 
     alive: dict[str, bool] = field(default_factory=dict)
     died_at: float | None = None
+    published_at: float | None = None
 
 
 class Producers:
@@ -121,10 +122,12 @@ class Producers:
         for name in fields:
             self._of(name).alive.setdefault(client, False)
 
-    def published(self, client: str, fields: Iterable[str]) -> None:
+    def published(self, client: str, fields: Iterable[str], now: float) -> None:
         """The session is a living producer of these fields."""
         for name in fields:
-            self._of(name).alive[client] = True
+            producers = self._of(name)
+            producers.alive[client] = True
+            producers.published_at = now
 
     def _of(self, name: str) -> _FieldProducers:
         found = self._fields.get(name)
@@ -162,6 +165,16 @@ class Producers:
             ):  # fmt: skip
                 return name
         return None
+
+    def by_field(self, now: float) -> dict[str, dict[str, float | int | None]]:
+        """By field: the living sessions that produce it, and how long ago one of them did last."""
+        return {
+            name: {
+                "alive": len(producers.alive),
+                "published_s_ago": None if producers.published_at is None else now - producers.published_at,
+            }
+            for name, producers in self._fields.items()
+        }
 
 
 # ---- freezes, and permits to replace values ----

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from transfer_queue.config import FullConfig
 from transfer_queue.control.draw import Tasks
+from transfer_queue.control.dropped import Dropped
 from transfer_queue.control.filtered import TurnBudget
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import IndexAllocator
@@ -277,6 +278,7 @@ class PlaneState:
         self.calls = Calls()
         self.units = UnitTable()
         self.runs = RunTable()
+        self.dropped = Dropped()
         self.budget = TurnBudget()
 
     def mark_dirty(self, partition: str, task: str | None = None) -> None:

@@ -363,7 +363,7 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     state.units.check(request.fields.values())
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, now)
-    state.producers.published(client, request.fields)
+    state.producers.published(client, request.fields, now)
     state.mark_dirty(request.partition)
     reply: p.Reply = p.Published(request.id)
     if request.describe:

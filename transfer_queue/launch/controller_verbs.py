@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue import protocol as p
-from transfer_queue.errors import ConfigError, InvalidRequestError, UnknownPartitionError
+from transfer_queue.errors import InvalidRequestError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.modes import run_blocking
 
@@ -160,10 +160,6 @@ class ControllerVerbs:
 
     def load_checkpoint(self, path: str) -> None:
         self.client.load_controller_checkpoint(path)
-
-    def start_metrics(self, port: int = 0) -> str:
-        """Raises ConfigError: this version has no metrics."""
-        raise ConfigError("metrics aren't available in this version.")
 
     def _ask(self, request: type[p.Request], expected: type[p.Reply], *args: Any) -> p.Reply:
         session = self.client.session

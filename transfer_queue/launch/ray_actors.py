@@ -25,6 +25,7 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
     from transfer_queue.client import TransferQueueClient
+    from transfer_queue.server.exporter import Exporter
 
 CONTROLLER_NAME = "TransferQueueController"
 Keys = tuple[str, str] | None
@@ -59,6 +60,7 @@ class ControllerActor(ControllerVerbs):
         self._failed: tuple[str, str] | None = None
         self._config: Any = None
         self._client: TransferQueueClient | None = None
+        self._exporter: Exporter | None = None
         try:
             self._queue = LocalQueue(_with_defaults(conf, sampler, polling_mode), hosts=self._hosts)
             self._config = self._queue.conf
@@ -147,8 +149,29 @@ class ControllerActor(ControllerVerbs):
         info: ZMQServerInfo = self.queue.conf.controller.zmq_info
         return info
 
+    def start_metrics(self, port: int = 0) -> str:
+        """Serve metrics from this actor's process, unless the queue does so already. Returns "host:port".
+
+        Raises:
+            ConfigError: prometheus-client isn't installed.
+            LaunchError: the port is in use.
+        """
+        from transfer_queue.client import connect  # it loads torch
+        from transfer_queue.server.exporter import Exporter, metrics_host
+
+        conf = self.client.get_config()
+        if conf["metrics"]["endpoint"] is not None:
+            return str(conf["metrics"]["endpoint"])
+        if self._exporter is None:
+            host = metrics_host(typed(conf))
+            self._exporter = Exporter(host, port, lambda: connect("metrics", self.queue.conf).storage_manager)
+        return self._exporter.endpoint
+
     def shutdown(self) -> None:
         """End the server. Idempotent."""
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.close()
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -360,7 +360,12 @@ class ForgetTask(Request, frozen=True):
 
 
 class GetStats(Request, frozen=True):
-    """Numbers of the whole queue: partitions, tasks, clients, waiting fetches and what they lack."""
+    """Statistics of everything, in pages of partitions: ``first`` says how many were told already.
+
+    A page with others behind it says how many were told with it (``more``). All else comes with the first page.
+    """
+
+    first: Size = 0
 
 
 class EvictClient(Request, frozen=True):

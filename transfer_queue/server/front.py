@@ -24,7 +24,18 @@ from transfer_queue.control.writing import CompletePut
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.endings import PER_TURN, Answer, Endings, all_answers, answers_of, in_turns
 from transfer_queue.server.janitor import Janitor
-from transfer_queue.storage.shm.messages import Commit, Delete, Read, UnitRequest, Write, decode_columns
+from transfer_queue.server.meter import Meter
+from transfer_queue.storage.shm.messages import (
+    AskUnitStats,
+    Commit,
+    Delete,
+    Read,
+    Rows,
+    UnitRequest,
+    UnitStats,
+    Write,
+    decode_columns,
+)
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Envelope, Outgoing
 from transfer_queue.utils.logging_utils import get_logger
@@ -51,6 +62,8 @@ class _Call:
     """A call that is not answered yet. ``steps``: how it goes on once a part has answered; None: that is the answer."""
 
     envelope: Envelope
+    request: p.Request
+    since: float
     steps: Steps | None = None
 
 
@@ -69,6 +82,7 @@ class Front:
         self.connections: Callable[[], dict[str, int]] = dict
         """How many connections each client has; set likewise."""
         self.alarms: Callable[[], list[dict[str, Any]]] = list
+        self.meter = Meter()
         self._make_janitor = make_janitor
         self._conf = conf
         self._welcome = json.dumps(conf).encode()
@@ -103,7 +117,7 @@ class Front:
         if call is not None:  # a retry of a call that is under way
             call.envelope = envelope
             return []
-        call = _Call(envelope)
+        call = _Call(envelope, request, now)
         if envelope.request_id:
             self._calls[client, request.id] = call
         outgoing = self._finish(
@@ -159,6 +173,8 @@ class Front:
             return self._evict(client, request, now)
         if isinstance(request, p.GetStats) and self.plane is not None:
             return self._stats(client, request, now)
+        if isinstance(request, AskUnitStats):
+            return self._unit_stats(client, request, now)
         compose = self._composed.get(type(request))
         if compose is not None and (answered := self._answered(client, request)) is not None:
             return [Answer(client, answered)]
@@ -173,6 +189,8 @@ class Front:
         """Let the part that knows this request handle it."""
         request = step.request
         if self.unit is not None and self.unit.serves(request):
+            if isinstance(request, Write):
+                self.meter.writes(request, step.frames)
             return answers_of(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
@@ -211,6 +229,8 @@ class Front:
             if not work:
                 return outgoing
             answer = work.popleft()
+            if isinstance(answer.reply, Rows):
+                self.meter.reads(answer.reply, answer.frames)
             key = (answer.client, answer.reply.id)
             call = self._calls.get(key)
             if call is None:  # it was cancelled, or expects no answer
@@ -222,6 +242,7 @@ class Front:
                 answer = final
             del self._calls[key]
             outgoing.append(self._outgoing(call.envelope, answer))
+            self.meter.answered(call.request, call.since, answer.reply)
 
     def _outgoing(self, envelope: Envelope, answer: Answer) -> Outgoing:
         """The encoded answer. If it can't be encoded, the call is undone and answered with an error."""
@@ -396,8 +417,8 @@ class Front:
         assert self.plane is not None
         answers = answers_of(self.plane.handle(client, request, now))
         for answer in answers:
-            if answer.reply.id == request.id and isinstance(answer.reply, p.Done):
-                answer.reply.value.update(alarms=self.alarms(), asked_by=client)
+            if answer.reply.id == request.id and isinstance(answer.reply, p.Done) and not request.first:
+                answer.reply.value.update(alarms=self.alarms(), asked_by=client, metrics=self.meter.of_controller())
                 answer.reply.value["waiting"] += [] if self.unit is None else self.unit.waiting(now)
                 clients = answer.reply.value["clients"]
                 for name, count in self.connections().items():
@@ -405,6 +426,13 @@ class Front:
                 for holder, (leases, pins) in ({} if self.unit is None else self.unit.holders()).items():
                     clients.setdefault(holder, {}).update(leases=leases, pins=pins)
         return answers
+
+    def _unit_stats(self, client: str, request: AskUnitStats, now: float) -> Iterable[Answer]:
+        return [
+            Answer(own, msgspec.structs.replace(reply, metrics=self.meter.of_unit()), frames)
+            if isinstance(reply, UnitStats) else Answer(own, reply, frames)
+            for own, reply, frames in self._ask(client, Step(request), now)
+        ]  # fmt: skip
 
 
 def _publication(put: p.Put, indexes: bytes) -> p.Publish:

@@ -21,9 +21,11 @@ from transfer_queue.errors import to_wire
 if TYPE_CHECKING:
     from transfer_queue.config import SharedMemoryConfig
     from transfer_queue.sampler.base import BaseSampler
+    from transfer_queue.server.exporter import Exporter
     from transfer_queue.server.front import Front
     from transfer_queue.server.janitor import Janitor
     from transfer_queue.server.membership import Membership
+    from transfer_queue.storage.base import StorageManager
     from transfer_queue.storage.shm.spill import SpillFile
     from transfer_queue.transport.server import SocketServer
 
@@ -62,16 +64,39 @@ def open_front(
 
     ``orders``: see ``_make_front``; ``listen`` and ``join`` say where other hosts may come, and which queue to join.
     """
-    front, close = _make_front(server, orders, sampler)
-    listening = _listen(server, front, orders)
-    member = _join(server, front, listening, orders)
+    exporter = _export(orders)
+    try:
+        front, close = _make_front(server, orders, sampler)
+        listening = _listen(server, front, orders)
+        member = _join(server, front, listening, orders)
+    except BaseException:
+        if exporter is not None:
+            exporter.close()
+        raise
 
     def end() -> None:
+        if exporter is not None:
+            exporter.close()
         if member is not None:
             member.leave()
         close()
 
     return front, listening, end
+
+
+def _export(orders: Mapping[str, Any]) -> Exporter | None:
+    """Serve metrics, if they are enabled and this is the controller's process. Clients are told where."""
+    from transfer_queue.config import typed
+
+    conf = orders["conf"]
+    metrics = conf["metrics"]
+    if not (orders["controller"] and metrics["enabled"]):
+        return None
+    from transfer_queue.server.exporter import Exporter, metrics_host
+
+    exporter = Exporter(metrics_host(typed(conf)), metrics["port"], lambda: _storage_client("metrics", conf, None))
+    metrics["endpoint"] = exporter.endpoint
+    return exporter
 
 
 def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> str | None:
@@ -147,10 +172,13 @@ def _make_front(
         file = _spill_file(storage)
         unit = host_unit(name, orders["capacity_bytes"], storage.arena, server, inline_nbytes, file)
     if not orders["controller"]:
-        return Front(conf, None, unit), _nothing
+        front = Front(conf, None, unit)
+        server.on_turn(front.meter.turn)
+        return front, _nothing
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
     watchdog = Watchdog(running)
     front = Front(conf, plane, unit, lambda: _janitor(conf, orders["backend_path"]))
+    server.on_turn(front.meter.turn)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
     if unit is None:
         front.start_janitor()
@@ -174,8 +202,17 @@ def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
 
 
 def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Janitor:
-    """``backend_path``: the module and class of the backend; None if they are unknown here: then of the units only."""
+    """See ``_storage_client``."""
     from transfer_queue.server.janitor import Janitor
+
+    return Janitor(_storage_client("controller", conf, backend_path))
+
+
+def _storage_client(name: str, conf: Mapping[str, Any], backend_path: str | None) -> StorageManager:
+    """A client of the storage for one thread of this process, in a session of its own.
+
+    ``backend_path``: the module and class of the backend; None if they are unknown here: then of the units only.
+    """
     from transfer_queue.storage.backends import adopt, create, section_of, storage_settings
     from transfer_queue.transport.session import Session
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -185,9 +222,9 @@ def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Janitor:
         backend["storage_backend"] = "SimpleStorage"
     else:
         adopt(backend["storage_backend"], backend_path)
-    session = Session("controller", ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
+    session = Session(name, ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
     settings = storage_settings(section_of(backend), timeout_s=_UNIT_TIMEOUT_S)
-    return Janitor(create(backend["storage_backend"], session, settings))
+    return create(backend["storage_backend"], session, settings)
 
 
 def _nothing() -> None:

@@ -36,6 +36,8 @@ class ServingLoop:
 
     def __init__(self) -> None:
         self.readiness = Readiness()
+        self.turned: Callable[[float], None] = _nothing
+        """Called after each turn with the seconds that it took."""
         self._servers: list[SocketServer] = []
         self._stopping = False
         self._closed = False
@@ -65,12 +67,17 @@ class ServingLoop:
     def _turn(self) -> None:
         due = [(at, server) for server in self._servers if (at := server.next_deadline()) is not None]
         earliest = min(due, key=_time)[0] if due else None
+        began = None
         for act, ready in self.readiness.wait(None if earliest is None else max(0.0, earliest - time.monotonic())):
+            began = began or time.monotonic()
             guarded(act, ready)
         if earliest is not None and earliest <= (now := time.monotonic()):
             for at, server in due:
                 if at <= now:
                     guarded(server.expire, now)
+            began = began or now
+        if began is not None:
+            self.turned(time.monotonic() - began)
 
     def close(self) -> None:
         """Close everything, in the serving thread or if it never served. Idempotent."""
@@ -89,7 +96,7 @@ def _time(due: tuple[float, SocketServer]) -> float:
     return due[0]
 
 
-def _nothing(_: int) -> None:
+def _nothing(_: float) -> None:
     """Waking up is enough."""
 
 
@@ -143,6 +150,10 @@ class SocketServer:
     def also_at(self, address: str, keys: ServerKeys | None) -> SocketServer:
         """Make a server at another address, served by the same thread. ``keys`` None: without encryption."""
         return SocketServer(address, self._loop, keys, insecure=keys is None)
+
+    def on_turn(self, turned: Callable[[float], None]) -> None:
+        """After each turn of the loop, call this with the seconds that it took."""
+        self._loop.turned = turned
 
     # ---- other events ----
 

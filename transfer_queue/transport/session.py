@@ -190,6 +190,16 @@ class Session:
             await self.cancel(message.id)
             raise
 
+    async def stats(self) -> dict[str, Any]:
+        """Numbers of the whole queue: see ``TransferQueueClient.get_stats``."""
+        stats: dict[str, Any] = (await self.ask(p.GetStats, p.Done)).value
+        first = stats.pop("more", None)
+        while first is not None:  # in pages, so that many partitions hold up no other client
+            page = (await self.ask(p.GetStats, p.Done, first)).value
+            stats["partitions"].update(page["partitions"])
+            first = page.get("more")
+        return stats
+
     def read(self, answer: bytes, request: p.Request, expected: type[R]) -> R:
         """The controller's reply to this request; raises what ``ask`` raises."""
         try:

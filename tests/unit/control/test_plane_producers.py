@@ -226,7 +226,7 @@ def test_producers_are_lost_when_none_is_left_and_the_last_one_to_end_died_longe
             verdicts |= producers.gone(who, what, now)
             model.gone(who, what, now)
         else:
-            getattr(producers, kind)(who, [what])
+            getattr(producers, kind)(who, [what], *([now] if kind == "published" else []))
             getattr(model, kind)(who, [what])
         lost = [name for name in FIELDS if model.lost([name], now, 5.0)]
         assert [name for name in FIELDS if producers.missing([name], now)] == lost

@@ -210,12 +210,15 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     park(plane, 5, now=10.0)
     assert ask(plane, REWARDER, p.Reserve, "q", 1, now=11.0) is None
     stats = ask(plane, CRITIC, p.GetStats, now=12.0).value
-    task = {"ready": {"x": 2}, "consumed": 1, "in_flight": 1, "settled": 0, "ended": None, "dropped": 0}
+    task = {
+        "ready": {"x": 2}, "consumed": 1, "in_flight": 1, "in_flight_samples": 1, "settled": 0, "ended": None,
+        "dropped": 0,
+    }  # fmt: skip
     assert stats["capacity"] == 4
     assert stats["partitions"] == {
         "p": {
             "samples": 3, "published": 3, "held": 1, "sealed": False, "num_samples": 9, "keys": 0, "fields": ["x"],
-            "tasks": {"train": task}, "abandoned": None, "lost": {},
+            "produced": {"x": 3}, "tasks": {"train": task}, "abandoned": None, "lost": {},
         }
     }  # fmt: skip
     assert [(each["client"], each["waited_s"], each["writer"]) for each in stats["waiting"]] == [
@@ -304,7 +307,7 @@ def fingerprint(plane):
     state = plane.state
     every = ask(plane, ACTOR, p.Describe, "p")
     stats = ask(plane, ACTOR, p.GetStats).value
-    del stats["clients"]
+    del stats["clients"], stats["producers"]
     for partition in stats["partitions"].values():
         partition.pop("tasks")
     return (

@@ -165,6 +165,7 @@ class UnitStats(Reply, frozen=True):
     Of the arena: ``arena_nbytes`` in use, ``recyclable_nbytes`` of free pages kept for later writes, ``leased_nbytes``
     leased to writers, ``pins`` of readers. ``uncommitted_nbytes`` belongs to writes that are not published yet.
     Of ``held_nbytes``, ``spilled_nbytes`` are on disk, where ``spill_bytes`` are allowed (0: no spilling).
+    ``metrics``: what its server has counted, see ``server/meter.py``.
     """
 
     unit: str
@@ -183,6 +184,7 @@ class UnitStats(Reply, frozen=True):
     uncommitted_nbytes: int = 0
     spilled_nbytes: int = 0
     spill_bytes: int = 0
+    metrics: dict[str, Any] = {}  # noqa: RUF012 (msgspec copies it)
 
 
 UnitRequest: TypeAlias = (

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The subcommand ``dashboard``: a web page that shows a running queue."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+
+DESCRIPTION = """Show a running queue as a web page that follows it: partitions and tasks as they fill and drain, who
+waits and what is missing, throughput and waits over time, memory, clients, alarms. It changes nothing in the queue.
+Elsewhere than on this host, the page's address has a token, without which nobody sees anything."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    host = "Where to listen; 0.0.0.0: on all networks. Default: 127.0.0.1, for programs of this host."
+    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=host)
+    port = "Default: 8766, or a free one if that is in use. 0: a free one."
+    parser.add_argument("--port", type=int, metavar="PORT", help=port)
+    # Of a dashboard beside a run: it ends with the process that holds the other end of its input.
+    parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
+
+
+def serve(options: argparse.Namespace, address: str) -> int:
+    """Serve the page until Ctrl-C. Returns the exit code: 2 if it can't listen."""
+    import transfer_queue as tq
+    from lightning_tq.dashboard.web_page import Dashboard
+
+    page = Dashboard(tq.get_client(), address, options.host)
+
+    def tell(url: str) -> None:
+        print(f"Dashboard: {url}", flush=True)
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(page.run(options.port, tell))
+        if options.until_input_ends:
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), serving.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    try:
+        asyncio.run(run())
+    except (OSError, OverflowError) as error:
+        sys.stderr.write(f"error: the dashboard can't listen at {options.host}, port {options.port}: {error}\n")
+        return 2
+    return 0

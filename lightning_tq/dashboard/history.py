@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The history of a queue as its dashboard has seen it: points of the charts, and a log of what went wrong."""
+
+# Times are seconds of the clock on the wall, passed in: this file must not read a clock.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_tq.checks import counted
+
+Numbers = dict[str, Any]
+_POINTS = 900
+"""A quarter of an hour, at one per second."""
+_EVENTS = 200
+_STALENESS_OF_S = 30.0
+STARVING_S = 10.0
+"""A task that waits for longer is said to starve."""
+
+
+class QueueHistory:
+    """Reports of the queue go in; points and events come out. Both are bounded."""
+
+    def __init__(self) -> None:
+        self.points: deque[Numbers] = deque(maxlen=_POINTS)
+        """Each with its number ``n``, its time ``t``, and a value per series of each chart."""
+        self.events: deque[Numbers] = deque(maxlen=_EVENTS)
+        """Each with its number, its time, its ``level`` ("bad", "warn" or "good") and its ``text``."""
+        self.problems: list[Numbers] = []
+        """What is wrong now, as ``level`` and ``text``, the worst first."""
+        self._numbers = 0
+        self._current: dict[str, Numbers] = {}
+        self._histograms: deque[tuple[float, Numbers]] = deque()
+
+    def add(self, report: Numbers, now: float) -> None:
+        """Take in a report, as ``make_report`` makes it."""
+        self._log(_problems(report), now)
+        self._histograms.append((now, report["metrics"]))
+        while now - self._histograms[0][0] > _STALENESS_OF_S:
+            self._histograms.popleft()
+        self._numbers += 1
+        self.points.append({"n": self._numbers, "t": now, **_series(report), **self._staleness(report["metrics"])})
+
+    def unreachable(self, why: str, now: float) -> None:
+        """The queue did not answer."""
+        self._log({"unreachable": {"level": "bad", "text": why}}, now)
+
+    def since(self, number: int) -> list[Numbers]:
+        """The points after this one, the oldest first."""
+        return [point for point in self.points if point["n"] > number]
+
+    def _log(self, problems: dict[str, Numbers], now: float) -> None:
+        for name, problem in problems.items():
+            if name not in self._current:
+                self._event(problem["level"], problem["text"], now)
+        for name, problem in self._current.items():
+            if name not in problems:
+                self._event("good", f"over: {problem['text']}", now)
+        self._current = problems
+        self.problems = sorted(problems.values(), key=lambda problem: problem["level"] != "bad")
+
+    def _event(self, level: str, text: str, now: float) -> None:
+        self._numbers += 1
+        self.events.append({"n": self._numbers, "t": now, "level": level, "text": text})
+
+    def _staleness(self, metrics: Numbers) -> Numbers:
+        """Means over the last half minute, by task; a task that was given nothing has none."""
+        before = self._histograms[0][1]
+        return {kind: dict(_means(metrics[kind], before[kind])) for kind in ("versions", "age_s")}
+
+
+def _means(now: Mapping[str, Numbers], before: Mapping[str, Numbers]) -> Iterator[tuple[str, float]]:
+    for task, own in now.items():
+        was = before.get(task, {"counts": [], "sum": 0})
+        count = sum(own["counts"]) - sum(was["counts"])
+        if count > 0:
+            yield task, (own["sum"] - was["sum"]) / count
+
+
+def _series(report: Numbers) -> Numbers:
+    """Samples per second, put by partition and consumed by task; longest waits; bytes by unit."""
+    got: dict[str, float] = {}
+    for partition in report["partitions"].values():
+        for task, own in partition["tasks"].items():
+            got[task] = got.get(task, 0.0) + (own["consumed_per_s"] or 0.0)
+    waits: dict[str, float] = dict.fromkeys(got, 0.0)
+    for each in report["waiting"]:
+        name = each["task"] or ("puts" if each["writer"] else "waits for keys")
+        waits[name] = max(waits.get(name, 0.0), each["waited_s"])
+    put = sum(partition["put_per_s"] or 0.0 for partition in report["partitions"].values())
+    held = {unit["unit"]: unit["held_nbytes"] for unit in report["units"]}
+    return {"put": put, "got": got, "waits": waits, "held": held}
+
+
+def _problems(report: Numbers) -> dict[str, Numbers]:
+    """What is wrong, by a name that stays the same while it lasts."""
+    found = {f"{level} {what}": {"level": level, "text": text} for level, what, text in _found(report)}
+    for number, alarm in enumerate(report["alarms"]):
+        began = round(report["taken_at"] - alarm["seen_s_ago"] - alarm["held_s"])
+        text = f"{alarm['what']} held the server for more than {alarm['held_s']:.0f} s: nobody else was served."
+        if alarm["seen_s_ago"] < 60:
+            found[f"alarm {number} {began}"] = {"level": "bad", "text": text}
+    return found
+
+
+def _found(report: Numbers) -> Iterator[tuple[str, str, str]]:
+    for name, partition in report["partitions"].items():
+        if partition["abandoned"]:
+            field = partition["abandoned"]
+            yield "bad", f"gone {name}", f"All producers of {field!r} have died. Readers of {name!r} get an error."
+        for field, count in partition["lost"].items():
+            text = f"{counted(count, 'sample')} of {name!r} lost {field!r} with a storage unit. Put them again."
+            yield "bad", f"lost {name} {field}", text
+    for unit in report["lost_units"]:
+        yield "bad", f"unit {unit}", f"Storage unit {unit!r} ended, and its values with it."
+    if report["units_error"]:
+        yield "bad", "units", f"Storage: {report['units_error']}."
+    for each in report["waiting"]:
+        if each["waited_s"] >= STARVING_S and each["writer"]:
+            yield "warn", f"full {each['client']}", f"A put of {each['client']} waits for room: clear samples."
+        elif each["waited_s"] >= STARVING_S and each["task"]:
+            text = f"Task {each['task']!r} waits for samples of {each['partition']!r}: {_lacks(each)}."
+            yield "warn", f"starves {each['task']} {each['partition']}", text
+
+
+def _lacks(waiting: Numbers) -> str:
+    lacking = [f"{counted(count, 'sample')} lack {field!r}" for field, count in waiting.get("lacking", {}).items()]
+    return ", ".join(lacking) or f"{waiting.get('ready') or 0} of {waiting['wanted']} are ready"

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dashboard in a real browser, in each state of a queue; who may read it; and the process beside a run."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import transfer_queue as tq
+from lightning_tq import TQDataModule
+from lightning_tq.cli import main
+
+aiohttp = pytest.importorskip("aiohttp", reason="needs the extra 'dashboard'")
+from tests.dashboard.browser import WAIT_S, Page, chromium  # noqa: E402  (it needs aiohttp)
+
+ROOT = Path(__file__).resolve().parents[2]
+SCREENSHOTS = os.environ.get("TQ_SCREENSHOTS")
+"""A directory for screenshots of each state, in light and dark, and as wide as a phone."""
+needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = pytest.mark.timeout(180)
+
+
+def rows(count: int, *names: str) -> TensorDict:
+    return TensorDict({name: torch.zeros(count, 64) for name in names}, batch_size=[count])
+
+
+@contextmanager
+def queue(**conf: Any) -> Iterator[Any]:
+    started = tq.init({"backend": {"SimpleStorage": {"memory": "64MiB"}}, **conf})
+    try:
+        yield started
+    finally:
+        tq.close()
+
+
+@contextmanager
+def page_of(address: str, *options: str) -> Iterator[str]:
+    """A dashboard of this queue; its URL."""
+    command = [sys.executable, "-m", "lightning_tq", "dashboard", "--port", "0", *options, address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        assert said.startswith("Dashboard: http://"), said
+        yield said.split()[1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def looked_at(name: str, url: str, directory: Path, look: Callable[[Page], Awaitable[None]]) -> None:
+    """Let a browser show the page, and check what every state has in common."""
+
+    async def run() -> None:
+        async with chromium(directory / "profile") as page:
+            await page.resize(1280, 900, dark=False)
+            await page.open(url)
+            await page.shows("live,")
+            await look(page)
+            for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
+                await page.resize(width, 900, dark)
+                assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+                if SCREENSHOTS:
+                    await page.screenshot(Path(SCREENSHOTS) / f"{name}-{width}-{'dark' if dark else 'light'}.png")
+            assert await page.unnamed() == []
+            assert page.errors == []
+
+    asyncio.run(run())
+
+
+@contextmanager
+def waiting_task(client: tq.TransferQueueClient, fields: list[str]) -> Iterator[None]:
+    with ThreadPoolExecutor(1) as threads:
+        fetch = threads.submit(client.get_meta, fields, 32, "train", task_name="learn", timeout_s=600)
+        try:
+            yield
+        finally:
+            client.clear_partition("train")
+            assert isinstance(fetch.exception(), tq.TransferQueueError)
+
+
+# ---- one test per state ----
+
+
+@needs_browser
+def test_an_empty_queue(tmp_path):
+    async def look(page: Page) -> None:
+        text = await page.shows("Nothing is in the queue yet", "Nobody waits", "unit0", "No producer is connected")
+        assert "Problem" not in text
+
+    with queue() as conf, page_of(conf.address) as url:
+        looked_at("empty", url, tmp_path, look)
+
+
+@needs_browser
+def test_a_busy_queue_is_followed_live(tmp_path):
+    async def look(page: Page) -> None:
+        await page.shows("train", "learn", "rollout_task", "Staleness")
+        for chart in ("throughput", "waiting", "stale", "age", "memory"):
+            assert await page.evaluate(f"document.querySelectorAll('#chart-{chart} path').length > 0"), chart
+        consumed = r"document.body.innerText.match(/([\d,]+) consumed/)[1]"
+        first = await page.evaluate(consumed)
+        await page.evaluate(f"new Promise(done => setInterval(() => {consumed} === '{first}' || done(1), 50))")
+        await check_keyboard(page)
+
+    def work(client: tq.TransferQueueClient, stop: threading.Event) -> None:
+        version = 0
+        while not stop.wait(0.05):
+            version += 1
+            client.put(rows(4, "x"), partition_id="train", tags=[{"policy_version": version // 10}] * 4)
+            client.get_data(client.get_meta(["x"], 2, "train", task_name="learn", sampling_config={"dp_rank": 0}))
+            client.get_data(client.get_meta(["x"], 4, "train", task_name="rollout_task"))
+
+    stop = threading.Event()
+    with queue() as conf, page_of(conf.address) as url, ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work, tq.get_client(), stop)
+        try:
+            looked_at("busy", url, tmp_path, look)
+        finally:
+            stop.set()
+        working.result()
+
+
+async def check_keyboard(page: Page) -> None:
+    """Everything can be reached and used without a mouse, and what has the focus stays so while numbers change."""
+    await page.press("Tab")
+    assert await page.evaluate("document.activeElement.textContent") == "Skip to the numbers"
+    await page.press("Tab")
+    assert await page.evaluate("document.activeElement.id") == "pause"
+    await page.evaluate("document.querySelector('#chart-throughput svg').focus()")
+    await page.press("ArrowLeft")
+    spoken = await page.evaluate("document.getElementById('spoken').textContent")
+    assert re.match(r"\d\d:\d\d:\d\d: put ", spoken), spoken
+    await page.evaluate("new Promise(done => setTimeout(done, 1500))")  # as long as it takes to be drawn again
+    assert await page.evaluate("document.activeElement.dataset.chart") == "throughput"
+    assert await page.evaluate("document.querySelectorAll('#chart-throughput .tip').length") == 1
+    await page.press("Escape")
+    assert await page.evaluate("document.querySelectorAll('#chart-throughput .tip').length") == 0
+
+
+@needs_browser
+def test_a_starved_task_says_what_it_lacks(tmp_path):
+    async def look(page: Page) -> None:
+        await page.shows("task learn", "reward of 30", "Warning:", "30 samples lack 'reward'")
+
+    with queue() as conf, page_of(conf.address) as url:
+        client = tq.get_client()
+        client.put(rows(30, "x"), partition_id="train")
+        with waiting_task(client, ["x", "reward"]):
+            looked_at("starved", url, tmp_path, look)
+
+
+def put_and_die(address: str) -> None:
+    tq.init(address)
+    tq.get_client().put(rows(8, "x"), partition_id="train")
+    os._exit(1)
+
+
+@needs_browser
+def test_a_dead_producer_is_a_problem(tmp_path):
+    async def look(page: Page) -> None:
+        await page.shows("Problem:", "All producers of 'x' have died", "producers of x died", "all gone")
+
+    with queue(controller={"producer_grace_s": 0.1}) as conf, page_of(conf.address) as url:
+        producer = multiprocessing.get_context("spawn").Process(target=put_and_die, args=(conf.address,))
+        producer.start()
+        producer.join()
+        looked_at("dead", url, tmp_path, look)
+
+
+@needs_browser
+def test_a_lost_unit_and_its_samples_are_problems(tmp_path):
+    async def look(page: Page) -> None:
+        os.kill(conf.backend.SimpleStorage.zmq_info["unit1"].pid, signal.SIGKILL)
+        await page.shows("Storage unit 'unit1' ended", "lost 'x' with a storage unit", "lost, and its values with it")
+
+    with queue(server_processes="each") as conf, page_of(conf.address) as url:
+        for name in ("a", "b", "c", "d"):  # put into the units by turns
+            tq.get_client().put(rows(8, "x"), partition_id=name)
+        looked_at("lost", url, tmp_path, look)
+
+
+# ---- who may read it ----
+
+
+def asked(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
+    async def ask() -> tuple[int, str, dict[str, str]]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(url, headers=headers, allow_redirects=False) as reply,
+        ):
+            return reply.status, await reply.text(), dict(reply.headers)
+
+    return asyncio.run(ask())
+
+
+def test_on_this_host_only_this_hosts_names_lead_to_it():
+    with queue() as conf, page_of(conf.address) as url:
+        status, text, headers = asked(url)
+        assert (status, "<title>Queue</title>" in text) == (200, True)
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'; connect-src 'self'")
+        assert asked(f"{url}state", Host="localhost:1")[0] == 200
+        assert asked(f"{url}state", Host="evil.example:80")[0] == 403
+
+
+def test_elsewhere_nobody_sees_anything_without_the_token():
+    with queue() as conf, page_of(conf.address, "--host", "0.0.0.0") as url:
+        plain, _, token = url.replace("0.0.0.0", "127.0.0.1").partition("?token=")
+        for wrong in (plain, f"{plain}state", f"{plain}state?token={token[1:]}"):
+            assert asked(wrong)[0] == 403
+        status, _, headers = asked(f"{plain}?token={token}")
+        cookie = headers["Set-Cookie"]
+        assert (status, headers["Location"], "HttpOnly" in cookie, "SameSite=Strict" in cookie) == (
+            303,
+            "/",
+            True,
+            True,
+        )
+        assert asked(f"{plain}state", Cookie=cookie.split(";")[0])[0] == 200
+
+
+def test_the_page_asks_nobody_else():
+    text = (ROOT / "lightning_tq" / "dashboard" / "page.html").read_text()
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+# ---- the command, and a run ----
+
+
+def test_a_port_in_use_is_an_error(capsys):
+    with queue() as conf, page_of(conf.address) as url:
+        port = url.rstrip("/").rpartition(":")[2]
+        assert main(["dashboard", "--port", port, conf.address]) == 2
+        assert f"can't listen at 127.0.0.1, port {port}" in capsys.readouterr().err
+        tq.init()  # the command joined and left
+    assert main(["dashboard", "ipc:///nowhere"]) == 2
+
+
+def test_a_run_serves_the_page_beside_it_and_ends_it(capfd):
+    with TQDataModule(queue={"units": 1, "dashboard": True}) as data:
+        said = ""
+        ends = threading.Event()
+        while "Dashboard: " not in said:
+            said += capfd.readouterr().out
+            ends.wait(0.05)
+        url = said.split("Dashboard: ")[1].split()[0]
+        assert (asked(f"{url}state")[0], data.address in asked(f"{url}state")[1]) == (200, True)
+    with pytest.raises(aiohttp.ClientConnectionError):
+        asked(url)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples that a task never gets are counted once, by reason, also after their partition is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.unit.control.control_kit import ACTOR, ask, batch, clear, fetch, put, register, seal
+from transfer_queue import protocol as p
+from transfer_queue.control.plane import ControlPlane
+
+
+def dropped(plane: ControlPlane) -> Any:
+    return ask(plane, ACTOR, p.GetStats).value["dropped"]
+
+
+def test_a_tail_is_counted_while_its_partition_lives_and_afterwards(plane):
+    register(plane, dp_size=2, tail="drop")
+    put(plane, 3)
+    seal(plane)
+    for rank in (0, 1):
+        batch(plane, 1, rank, 0)
+    assert isinstance(fetch(plane, 1, 0, 1), p.Ended)
+    assert dropped(plane) == {"train": {"tail": 1, "cleared": 0}}
+    ask(plane, ACTOR, p.ClearPartition, "p")
+    assert dropped(plane) == {"train": {"tail": 1, "cleared": 0}}
+
+
+def test_samples_that_are_cleared_before_a_task_got_them_are_counted(plane):
+    samples = put(plane, 6)
+    batch(plane, 2)
+    clear(plane, samples[1:3])
+    assert dropped(plane) == {"train": {"tail": 0, "cleared": 1}}
+    ask(plane, ACTOR, p.ClearPartition, "p")
+    assert dropped(plane) == {"train": {"tail": 0, "cleared": 4}}
+
+
+def test_nothing_counts_for_a_task_that_was_forgotten_or_never_read(plane):
+    put(plane, 4)
+    batch(plane, 1)
+    put(plane, 4, partition="q")
+    ask(plane, ACTOR, p.ClearPartition, "q")
+    assert dropped(plane) == {}
+    ask(plane, ACTOR, p.ClearPartition, "p")
+    ask(plane, ACTOR, p.ForgetTask, "train")
+    assert dropped(plane) == {}
+
+
+def test_producers_and_the_age_of_their_fields_are_told(plane):
+    put(plane, 1, now=5.0)
+    assert ask(plane, ACTOR, p.GetStats, now=7.5).value["producers"] == {"x": {"alive": 1, "published_s_ago": 2.5}}
+
+
+def test_statistics_of_many_partitions_come_in_pages(plane):
+    for number in range(250):
+        ask(plane, ACTOR, p.CreatePartition, f"p{number}")
+    pages, first = [], 0
+    while first is not None:
+        pages.append(ask(plane, ACTOR, p.GetStats, first).value)
+        first = pages[-1].get("more")
+    assert [len(page["partitions"]) for page in pages] == [100, 100, 50]
+    assert ["clients" in page for page in pages] == [True, False, False]
+    assert [name for page in pages for name in page["partitions"]] == [f"p{number}" for number in range(250)]
