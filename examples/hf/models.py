@@ -47,6 +47,7 @@ def load_model(name: str, tokenizer: Any, lora: bool = False) -> Any:
         model = _tiny_model(tokenizer)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    own_ends = model.generation_config.eos_token_id
     # The trainer's probabilities are those of plain sampling. A model's own settings, such as top_p, would change them.
     model.generation_config = GenerationConfig(
         do_sample=True,
@@ -55,7 +56,7 @@ def load_model(name: str, tokenizer: Any, lora: bool = False) -> Any:
         top_p=1.0,
         repetition_penalty=1.0,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id if own_ends is None else own_ends,  # a model may have several
     )
     return _with_lora(model) if lora else model
 
@@ -83,20 +84,9 @@ def jagged(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _tiny_tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import Qwen2Tokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(all_texts(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return Qwen2Tokenizer().train_new_from_iterator(all_texts(), vocab_size=320, show_progress=False)
 
 
 def _tiny_model(tokenizer: Any) -> Any:

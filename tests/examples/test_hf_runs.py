@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.own_processes import SLOW, own_processes
 
 pytest.importorskip("transformers", reason="needs pip install -e '.[hf]'")
 pytest.importorskip("peft", reason="needs pip install -e '.[hf]'")
+
+from examples.hf.models import TINY, load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,16 +41,29 @@ def change(printed: str, what: str) -> tuple[float, float, int]:
     return float(match[1]), float(match[2]), int(match[3])
 
 
-def test_a_model_that_sft_saved_is_one_that_grpo_takes_by_its_folder(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("default")  # those of transformers are not ours
+def test_fine_tuning_reads_its_stream_to_the_end_and_saves_what_it_trained(tmp_path: Path) -> None:
     printed = run("sft", steps=3, batch_size=8, save=tmp_path)
     assert change(printed, "loss")[2] == 3
     assert printed.count("Which number comes after ") == 3
-    printed = run("grpo", model=tmp_path, steps=2, prompts=2, group=4, max_tokens=4)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.get_vocab() == load_tokenizer(TINY).get_vocab()
+    trained, fresh = (load_model(name, tokenizer).state_dict() for name in (str(tmp_path), TINY))
+    assert trained.keys() == fresh.keys()
+    assert not torch.equal(trained["lm_head.weight"], fresh["lm_head.weight"])
+
+
+def test_grpo_trains_on_answers_of_its_rollout() -> None:
+    printed = run("grpo", steps=2, prompts=2, group=4, max_tokens=4)
     assert change(printed, "reward")[2] == 2
 
 
-def test_grpo_trains_adapters_and_sends_only_them() -> None:
-    printed = run("grpo", lora="true", steps=2, prompts=2, group=4, max_tokens=4, rollouts=2)
+@pytest.mark.filterwarnings("default")
+def test_grpo_trains_adapters_of_a_model_in_a_folder_with_two_rollouts(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.save_pretrained(tmp_path)
+    load_model(TINY, tokenizer).save_pretrained(tmp_path)
+    printed = run("grpo", model=tmp_path, lora="true", steps=2, prompts=2, group=4, max_tokens=4, rollouts=2)
     assert change(printed, "reward")[2] == 2
 
 
