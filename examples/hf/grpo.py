@@ -14,15 +14,7 @@ import transfer_queue as tq
 from lightning_tq import Producer, PublishWeights, StalenessGuard, Stream, TQDataModule
 
 from .models import TINY, load_model, load_tokenizer, token_log_probs
-from .questions import reward_of
-
-
-def reward(group: int) -> None:
-    """Runs in a process of its own. Adds the field ``rewards`` to answers as they come, and knows no model."""
-    client = tq.get_client()
-    answers = tq.StreamingDataset(tq.init(), group, group, ["answers"], "train", "reward", 0)
-    for data, meta in tq.StreamingDataLoader(answers):
-        client.put({"rewards": torch.tensor([reward_of(text) for text in data["answers"]])}, metadata=meta)
+from .reward import reward
 
 
 class Actor(L.LightningModule):
