@@ -17,8 +17,8 @@ from lightning_tq.cli import main
 from tests.own_processes import SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "grpo" / "README.md"])
-NEEDS = {"ray.md": "ray", "metrics.md": "prometheus_client"}
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("README.md")])
+NEEDS = {"ray.md": "ray", "metrics.md": "prometheus_client", "huggingface.md": "transformers"}
 """A package that a page is about, and that need not be installed."""
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.M | re.S)
 _HIDDEN = re.compile(r"<!-- (?P<language>python|yaml)\n(?P<code>.*?)-->", re.S)
@@ -61,6 +61,7 @@ def run(directory: Path, *command: str) -> str:
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "HOME": str(directory),
+        "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100 * SLOW, check=False

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward process of grpo.py: adds rewards to answers as they come."""
+
+from __future__ import annotations
+
+import torch
+
+import transfer_queue as tq
+
+from .questions import reward_of
+
+
+def reward(group: int) -> None:
+    """Runs in a process of its own, which loads no model and no tokenizer. Adds the field ``rewards``.
+
+    Args:
+        group: Answers scored at once. It must divide what a training step reads, or the trainer would wait for it.
+    """
+    client = tq.get_client()
+    answers = tq.StreamingDataset(tq.init(), group, group, ["answers"], "train", "reward", 0)
+    for data, meta in tq.StreamingDataLoader(answers):
+        client.put({"rewards": torch.tensor([reward_of(text) for text in data["answers"]])}, metadata=meta)
