@@ -22,7 +22,7 @@ def rollout() -> None:
 producer = threading.Thread(target=rollout)
 producer.start()
 
-# Returns as soon as three of them are done: the put that decides it answers.
+# Returns as soon as three math samples are done.
 done = client.wait_keys("train", "status == 'done' and env == 'math'", count=3, timeout_s=60)
 print(sorted(done)[:3])
 

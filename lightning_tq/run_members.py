@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transfer_queue import TransferQueueClient
 
 _WAIT_S = 3600.0
+_LEAVE_S = 5.0
+"""Seconds that the thread gets to hear that this rank has left; it holds nothing, and ends with its process."""
 _EVERYWHERE = ("0.0.0.0", "*", "[::]", "::")
 """Hosts of an address that listens on all networks."""
 
@@ -102,7 +104,7 @@ class RunMembers:
             self._client.leave_run(self._run, failed)
         except TransferQueueError:
             return  # the queue is gone, or this process has left it
-        self._thread.join()
+        self._thread.join(_LEAVE_S)
 
 
 def join_queue(

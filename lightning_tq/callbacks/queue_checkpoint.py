@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_tq.callbacks.background_worker import BackgroundWorker
 from lightning_tq.topology import run_on_rank_zero
@@ -101,12 +101,17 @@ class _StrategyHooks:
         self._address = datamodule.address
         self._strategy = trainer.strategy
         self._writer: BackgroundWorker[Callable[[], None]] | None = None
-        self._spool: Path | None = None
+        self._prepared: tuple[dict[str, Any], AnyPath, Path | None] | None = None
         if asynchronous:
             if type(self._strategy).save_checkpoint is not Strategy.save_checkpoint:
                 raise ConfigError(
                     f"TQCheckpoint(asynchronous=True) needs a strategy that writes a checkpoint on one rank, and "
                     f"{type(self._strategy).__name__} does so on several. Use asynchronous=False."
+                )
+            if any(getattr(each, "save_last", None) == "link" for each in callbacks_of(trainer)):
+                raise ConfigError(
+                    "ModelCheckpoint(save_last='link') links to a checkpoint before TQCheckpoint(asynchronous=True) "
+                    "has written it. Use save_last=True, or asynchronous=False."
                 )
             self._writer = BackgroundWorker("lightning_tq_checkpoint", lambda write: write())
         self._save = self._strategy.save_checkpoint
@@ -135,20 +140,28 @@ class _StrategyHooks:
         except Exception as error:  # the Trainer reports another error
             logger.error(f"a checkpoint was not written: {error}")
 
-    def _write_later(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any) -> None:
-        assert self._writer is not None
-        held = apply_to_collection(checkpoint, torch.Tensor, lambda tensor: tensor.detach().clone())
-        spool, url = self._spool, queue_path(filepath)
-
-        def write() -> None:
+    def _prepare(self, checkpoint: dict[str, Any], filepath: AnyPath, metadata: dict[str, Any]) -> None:
+        """Save the queue to this host, and note what is still to be written in the background."""
+        url, spool = queue_path(filepath), None
+        if _is_url(url):
+            spool = Path(tempfile.mkdtemp(prefix="tq-checkpoint-"))
+        try:
+            self._client().save_checkpoint(url if spool is None else spool / "queue", metadata=metadata)
+            held = copy.deepcopy(checkpoint)  # training goes on to change what it refers to
+        except BaseException:
             if spool is not None:
-                try:
-                    upload_checkpoint(spool / "queue", url)
-                finally:
-                    shutil.rmtree(spool, ignore_errors=True)
-            self._save(held, filepath, storage_options=storage_options)
+                shutil.rmtree(spool, ignore_errors=True)
+            raise
+        self._prepared = held, filepath, spool
 
-        self._writer.submit(write, replace=False)
+    def _write(self, prepared: tuple[dict[str, Any], AnyPath, Path | None], storage_options: Any) -> None:
+        held, filepath, spool = prepared
+        if spool is not None:
+            try:
+                upload_checkpoint(spool / "queue", queue_path(filepath))
+            finally:
+                shutil.rmtree(spool, ignore_errors=True)
+        self._save(held, filepath, storage_options=storage_options)
 
     # ---- the strategy's methods ----
 
@@ -164,8 +177,9 @@ class _StrategyHooks:
                 failure = error
             else:
                 if self._writer is not None:
-                    if self._trainer.is_global_zero:
-                        self._write_later(checkpoint, filepath, storage_options)
+                    prepared, self._prepared = self._prepared, None
+                    if prepared is not None:  # on the first rank
+                        self._writer.submit(partial(self._write, prepared, storage_options), replace=False)
                     return
         self._save(checkpoint, filepath, storage_options=storage_options)
         if failure is not None and self._trainer.is_global_zero:
@@ -180,9 +194,11 @@ class _StrategyHooks:
         metadata = {"global_step": checkpoint["global_step"], "epoch": checkpoint["epoch"]}
 
         def save() -> str:
-            if self._writer is not None:
+            if self._writer is None:
+                self._client().save_checkpoint(queue_path(filepath), metadata=metadata)
+            else:
                 self._writer.flush()  # so that an ack knows: once a checkpoint is saved, the one before is written
-            self._client().save_checkpoint(self._place(filepath), metadata=metadata)
+                self._prepare(checkpoint, filepath, metadata)
             return ""
 
         if trainer.state.status == TrainerStatus.INTERRUPTED:  # maybe on this rank only, so no collectives
@@ -192,15 +208,6 @@ class _StrategyHooks:
             return
         trainer.strategy.barrier("lightning_tq_checkpoint")  # every rank has finished its requests to the queue
         run_on_rank_zero(trainer, save)
-
-    def _place(self, filepath: AnyPath) -> AnyPath:
-        """Where the queue is written first: a local directory, if the background copies it from there."""
-        self._spool = None
-        path = queue_path(filepath)
-        if self._writer is None or not _is_url(path):
-            return path
-        self._spool = Path(tempfile.mkdtemp(prefix="tq-checkpoint-"))
-        return self._spool / "queue"
 
     def _client(self) -> TransferQueueClient:
         """Client of the queue that the fit reads. Raises NotInitializedError if this process has left that queue."""

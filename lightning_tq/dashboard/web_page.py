@@ -85,12 +85,13 @@ class Dashboard:
         while True:
             try:
                 now = await take_snapshot(self._client)
-            except TransferQueueError as error:
-                self._history.unreachable(f"The queue does not answer: {error}", time.time())
-            else:
                 self._report = {**make_report(self._address, now, before), "taken_at": now.taken_at}
                 self._history.add(self._report, time.time())
                 before = now
+            except TransferQueueError as error:
+                self._history.unreachable(f"The queue does not answer: {error}", time.time())
+            except Exception as error:  # a server of another version; the page must outlive whatever it is told
+                self._history.unreachable(f"The queue's answer can't be shown: {error!r}", time.time())
             await asyncio.sleep(_EVERY_S)
 
     # ---- answers ----

@@ -92,6 +92,25 @@ def test_a_save_that_fails_keeps_the_earlier_checkpoint_and_leaves_nothing(
     assert tq.describe_checkpoint(URL, verify=True)["metadata"] == {"step": 1}
 
 
+def test_a_save_whose_last_answer_is_lost_leaves_a_whole_checkpoint(
+    filled: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled.save_checkpoint(URL, metadata={"step": 1})
+    pipe_file = FlakyFileSystem.pipe_file
+
+    def write_and_fail(self: FlakyFileSystem, *args: object, **kwargs: object) -> None:
+        pipe_file(self, *args, **kwargs)
+        raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FlakyFileSystem, "pipe_file", write_and_fail)
+        with pytest.raises(tq.CheckpointError, match="no answer"):
+            filled.save_checkpoint(URL, metadata={"step": 2})
+    assert tq.describe_checkpoint(URL, verify=True)["metadata"] == {"step": 2}
+    filled.save_checkpoint(URL, metadata={"step": 3})
+    assert len(saves()) == 2
+
+
 def test_something_else_at_the_url_is_kept(filled: tq.TransferQueueClient) -> None:
     fsspec.filesystem("flaky").pipe_file(f"{URL}/model.bin", b"mine")
     with pytest.raises(tq.CheckpointError, match=r"holds something else \(model.bin\), so it is not replaced"):

@@ -253,7 +253,7 @@ def test_an_option_is_not_guessed_from_its_beginning(
     ("args", "says"),
     [
         (["fti"], "unknown command 'fti'; did you mean 'fit'?"),
-        ([], "no command was given. Use one of fit, validate, test, predict, serve, status, clients, evict,"),
+        ([], "no command was given. Use one of fit, validate, test, predict, serve, status, dashboard, clients,"),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist: '"),
     ],
 )

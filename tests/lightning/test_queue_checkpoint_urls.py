@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import torch
 from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -99,10 +101,14 @@ class Watching(Callback):
         self.seen: dict[int, set[str]] = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            while "step=1.ckpt" not in names():
+                threading.Event().wait(0.01)
+            self.files.open_gate.clear()
         self.seen[batch_idx] = names()
         if batch_idx == 1:
-            self.files.open_gate.clear()
-        elif batch_idx == 2:
+            return
+        if batch_idx == 2:
             self.files.open_gate.set()
 
 
@@ -171,3 +177,37 @@ def test_a_strategy_that_writes_on_several_ranks_is_refused_in_the_background(
     fitted = trainer(callbacks=saving(True), enable_checkpointing=True, strategy=WritesOnEveryRank("cpu"))
     with pytest.raises(ValueError, match=r"WritesOnEveryRank does so on several. Use asynchronous=False"):
         fitted.fit(Recorder(), datamodule=dm)
+
+
+def test_a_link_to_what_is_not_written_yet_is_refused(
+    data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    dm = data(train=stream("train"))
+    fitted = trainer(callbacks=saving(True, tmp_path, save_last="link"), enable_checkpointing=True)
+    with pytest.raises(ValueError, match="Use save_last=True, or asynchronous=False"):
+        fitted.fit(Recorder(), datamodule=dm)
+
+
+class Remembers(Callback):
+    """Has state that is no tensor, and changes."""
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.add(batch_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "range": range(3)}
+
+
+def test_a_checkpoint_in_the_background_holds_the_state_of_its_moment(
+    data: Make, trainer: MakeTrainer, files: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 16)
+    callbacks = [Remembers(), *saving(True, tmp_path, save_top_k=-1)]
+    trainer(callbacks=callbacks, enable_checkpointing=True, max_steps=3).fit(Recorder(), datamodule=dm)
+    for step in (1, 2, 3):
+        saved = torch.load(tmp_path / f"step={step}.ckpt", weights_only=False)["callbacks"]["Remembers"]
+        assert saved == {"steps": set(range(step)), "range": range(3)}

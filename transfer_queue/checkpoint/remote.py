@@ -78,9 +78,21 @@ class RemoteCheckpoint:
                 data = msgspec.json.encode(msgspec.structs.replace(metadata, directory=name))
                 self._retried(self._fs.pipe_file, posixpath.join(self._root, METADATA), msgspec.json.format(data))
             except BaseException:
-                self._remove_saves([name])
+                if not self._may_name(name):
+                    self._remove_saves([name])
                 raise
             self._remove_saves([each for each in self._names() if each.startswith(SAVE) and each != name])
+
+    def _may_name(self, directory: str) -> bool:
+        """Whether ``metadata.json`` may name this directory: its write may have worked although the answer was lost."""
+        try:
+            self._fs.invalidate_cache()
+            data = self._fs.cat_file(posixpath.join(self._root, METADATA))
+            return _directory_of(data, self.url) == directory
+        except FileNotFoundError:
+            return False
+        except Exception:  # each file system has errors of its own
+            return True
 
     def read(self, directory: Path) -> None:
         """Copy the checkpoint to a new local directory.

@@ -257,7 +257,7 @@ class ControlPlane:
         check_fetch(fetch, state.tasks.get(task))
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
         deadline = now + fetch.wait_s
-        partition = state.partitions.get(queue)
+        partition, before = state.partitions.get(queue), self._decided_by(queue, task)
         num_acked = fetch.acks and partition is not None and partition.consumer(task).ledger.ack(fetch.acks)
         if num_acked and not state.waiters.is_first(queue, line, LAST):
             state.waiters.unexamine(state.waiters.park(client, fetch, now, deadline, queue, order, line))
@@ -266,9 +266,11 @@ class ControlPlane:
         due = deadline <= now
         may_draw = state.waiters.is_first(queue, line, (order, math.inf))
         reply = self._answer(client, fetch, now, may_draw, waited=due)
-        if reply is not None:
+        if reply is not None or self._decided_by(queue, task) != before:  # rounds may be drawn without an own batch
             state.mark_dirty(queue, task)
-        elif due and not (may_draw and self._is_comparing(fetch)):
+        if reply is not None:
+            return reply
+        if due and not (may_draw and self._is_comparing(fetch)):
             reply = self._not_ready(fetch, now)
         else:
             state.waiters.park(client, fetch, now, deadline, queue, order, line)
@@ -302,17 +304,20 @@ class ControlPlane:
         if first is None:
             return
         stamp = self._decided_by(queue, line[0])
+        began, unexamined = state.waiters.unexamined(first, stamp)
         last = first
-        for parked in state.waiters.unexamined(first, stamp):
+        for parked in unexamined:
             if state.budget.num_answers <= 0:
-                state.waiters.examined(first, stamp, last.rank)
+                state.waiters.interrupted(first, began, last.rank)
                 state.budget.postpone(queue)
                 return
             if self._serve_parked(parked, now, False, replies):
                 # A repeated batch may have been the last one that the earlier fetches waited for.
                 state.mark_dirty(queue, line[0])
             last = parked
-        state.waiters.examined(first, stamp)
+        state.waiters.examined(first, began)
+        if began != stamp:  # it changed in the course of the pass, and may decide those in front
+            state.budget.postpone(queue)
 
     def _serve_parked(self, parked: Parked, now: float, may_draw: bool, replies: list[To]) -> bool:
         """Answer this fetch if that is possible now. Returns whether it was."""

@@ -104,6 +104,14 @@ class Parked:
 _rank = attrgetter("rank")
 
 
+class _Pass(NamedTuple):
+    """A look at those who wait in a line: what it began with, how far it came, and whether it is to go on."""
+
+    stamp: object
+    last: tuple[float, float]
+    was_interrupted: bool
+
+
 def line_of(fetch: Fetch) -> Line:
     return fetch.task, fetch.where
 
@@ -115,7 +123,7 @@ class Waiters:
         self._queues: dict[str, dict[Line, list[Parked]]] = {}  # by wait queue and line, in order of rank
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._by_call: dict[str, dict[int, Parked]] = {}  # by client and call
-        self._looked: dict[tuple[str, Line], tuple[object, tuple[float, float]]] = {}
+        self._looked: dict[tuple[str, Line], _Pass] = {}
         self._arrivals = itertools.count()
         self._count = 0
 
@@ -170,22 +178,31 @@ class Waiters:
         first = self.first_of(queue, line)
         return first is None or first.rank >= rank
 
-    def unexamined(self, first: Parked, stamp: object) -> list[Parked]:
-        """The requests behind the first of a line that ``examined`` was not called for with this stamp; a copy."""
-        looked, last = self._looked.get((first.queue, first.line), (None, first.rank))
+    def unexamined(self, first: Parked, stamp: object) -> tuple[object, list[Parked]]:
+        """The stamp that this pass began with, and the requests behind the first of a line that it has to examine now.
+
+        A pass that was interrupted goes on to the end whatever changed, so that the last ones get their turn.
+        """
         waiting = self._queues[first.queue][first.line]
-        return waiting[bisect_right(waiting, max(last, first.rank) if looked == stamp else first.rank, key=_rank) :]
+        began, last, was_interrupted = self._looked.get((first.queue, first.line), (stamp, first.rank, False))
+        if began != stamp and not was_interrupted:
+            began, last = stamp, first.rank
+        return began, waiting[bisect_right(waiting, max(last, first.rank), key=_rank) :]
 
     def unexamine(self, parked: Parked) -> None:
         """This request was parked without a look at it."""
         looked = self._looked.get((parked.queue, parked.line))
         if looked is not None:
             before = (parked.rank[0], parked.rank[1] - 1)
-            self._looked[parked.queue, parked.line] = (looked[0], min(looked[1], before))
+            self._looked[parked.queue, parked.line] = looked._replace(last=min(looked.last, before))
 
-    def examined(self, first: Parked, stamp: object, last: tuple[float, float] = LAST) -> None:
-        """The requests of this line up to ``last`` can't be answered before the stamp changes."""
-        self._looked[first.queue, first.line] = (stamp, last)
+    def examined(self, first: Parked, stamp: object) -> None:
+        """The requests of this line can't be answered before the stamp changes."""
+        self._looked[first.queue, first.line] = _Pass(stamp, LAST, False)
+
+    def interrupted(self, first: Parked, stamp: object, last: tuple[float, float]) -> None:
+        """Those up to ``last`` were examined in a pass that began with this stamp; it goes on in another turn."""
+        self._looked[first.queue, first.line] = _Pass(stamp, last, True)
 
     def queues(self) -> list[str]:
         """The wait queues that are not empty."""

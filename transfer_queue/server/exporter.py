@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 Numbers = Mapping[str, Any]
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+ANSWER_S = 3.0
+"""Longest wait of a scrape for a server's answer; Prometheus gives up after 10 s."""
+_BUSY_S = 1.0
+"""Longest wait of a scrape for another one."""
+_IDLE_S = 10.0
+"""A connection that says nothing for so long is closed."""
 
 
 class Exporter:
@@ -49,6 +55,7 @@ class Exporter:
         self._make_storage = storage
         self._storage: StorageManager | None = None
         self._lock = threading.Lock()  # Prometheus and a browser may ask at the same time
+        self._last: list[Metric] = []
         self._started = time.monotonic()
         registry = CollectorRegistry()
         registry.register(self)
@@ -56,32 +63,43 @@ class Exporter:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise LaunchError(f"metrics can't be served at {host}:{port}: {error.strerror or error}.") from error
+        # An idle connection must not keep a thread and a descriptor of the server's process.
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _IDLE_S})
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # it would print a traceback
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self.endpoint = f"{shown}:{self._server.server_port}"
         """ "host:port"; of a server at all addresses, with this host's name."""
 
     def collect(self) -> Iterator[Metric]:
         """What the registry asks for at each scrape."""
-        with self._lock:
-            if self._storage is None:
-                self._storage = self._make_storage()
-            stats = run_blocking(self._storage.session.stats())
+        if self._lock.acquire(timeout=_BUSY_S):  # else a unit keeps another scrape waiting
             try:
-                units = [msgspec.structs.asdict(unit) for unit in run_blocking(self._storage.stats())]
-            except TransferQueueError:  # a unit has just ended; the controller will know at the next scrape
-                units = []
+                self._last = list(self._collected())
+            finally:
+                self._lock.release()
+        yield from self._last
+
+    def _collected(self) -> Iterator[Metric]:
+        if self._storage is None:
+            self._storage = self._make_storage()
+        self._storage.session.timeout_s = ANSWER_S
+        stats = run_blocking(self._storage.session.stats())
+        try:
+            units = [msgspec.structs.asdict(unit) for unit in run_blocking(self._storage.stats())]
+        except TransferQueueError:  # a unit has just ended, or hangs; the controller will know
+            units = []
         process = {"uptime_s": time.monotonic() - self._started, "rss_nbytes": _rss_nbytes()}
-        yield from metrics_of(stats, units, process)
+        return metrics_of(stats, units, process)
 
     def close(self) -> None:
         """End the server and its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        with self._lock:
-            if self._storage is not None:
-                run_blocking(self._storage.close())
-                self._storage.session.close()
+        if self._storage is not None and self._lock.acquire(timeout=_BUSY_S):
+            run_blocking(self._storage.close())
+            self._storage.session.close()
 
 
 def metrics_host(config: FullConfig) -> str:

@@ -92,9 +92,10 @@ def _export(orders: Mapping[str, Any]) -> Exporter | None:
     metrics = conf["metrics"]
     if not (orders["controller"] and metrics["enabled"]):
         return None
-    from transfer_queue.server.exporter import Exporter, metrics_host
+    from transfer_queue.server.exporter import ANSWER_S, Exporter, metrics_host
 
-    exporter = Exporter(metrics_host(typed(conf)), metrics["port"], lambda: _storage_client("metrics", conf, None))
+    host = metrics_host(typed(conf))
+    exporter = Exporter(host, metrics["port"], lambda: _storage_client("metrics", conf, None, ANSWER_S))
     metrics["endpoint"] = exporter.endpoint
     return exporter
 
@@ -208,7 +209,9 @@ def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Janitor:
     return Janitor(_storage_client("controller", conf, backend_path))
 
 
-def _storage_client(name: str, conf: Mapping[str, Any], backend_path: str | None) -> StorageManager:
+def _storage_client(
+    name: str, conf: Mapping[str, Any], backend_path: str | None, timeout_s: float = _UNIT_TIMEOUT_S
+) -> StorageManager:
     """A client of the storage for one thread of this process, in a session of its own.
 
     ``backend_path``: the module and class of the backend; None if they are unknown here: then of the units only.
@@ -223,7 +226,7 @@ def _storage_client(name: str, conf: Mapping[str, Any], backend_path: str | None
     else:
         adopt(backend["storage_backend"], backend_path)
     session = Session(name, ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
-    settings = storage_settings(section_of(backend), timeout_s=_UNIT_TIMEOUT_S)
+    settings = storage_settings(section_of(backend), timeout_s=timeout_s)
     return create(backend["storage_backend"], session, settings)
 
 

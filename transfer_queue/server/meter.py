@@ -132,9 +132,9 @@ class Meter:
         if verb is None:
             verb = self._verbs[kind] = self._verb_of(kind)
         verb.seconds.add(now - since)
-        if kind is p.Put or kind is p.Publish:
+        if (kind is p.Put or kind is p.Publish) and not isinstance(reply, p.Failed):
             self._put(request.tags)  # type: ignore[attr-defined]
-        indexes = getattr(reply, "indexes", b"") or getattr(request, "indexes", b"")
+        indexes = getattr(reply, "indexes", None) or getattr(request, "indexes", None) or b""
         if isinstance(reply, p.Failed):
             verb.errors += 1
         elif isinstance(reply, p.Reserved):

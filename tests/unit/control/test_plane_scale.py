@@ -284,3 +284,32 @@ def test_many_writers_that_find_room_at_once_are_admitted_in_short_turns():
     assert max(map(len, told)) <= ANSWERS_PER_TURN
     assert [to.client for to in itertools.chain(*told)] == [f"writer {number}" for number in range(RANKS)]
     assert plane.next_deadline() is None
+
+
+def test_the_last_of_a_long_line_is_answered_while_publishes_go_on() -> None:
+    """Each publish may decide somebody, so no look is for nothing; but the pass must come to its end."""
+    count = 2 * RANKS
+    plane = CountingPlane(PlaneConfig())
+    register(plane, dp_size=count)
+    put(plane, count, "x")
+    assert fetch(plane, 1, 0, 0)
+    for rank in range(count):
+        send(plane, f"rank {rank}", p.Fetch, "p", "train", ["y"], 1, rank, 0, wait_s=1e6)
+    turns(plane)
+    last = int(plane.state.partitions["p"].consumers["train"].ledger.get((count - 1, 0)).indexes[0])
+    told = publish(plane, [last], "y")
+    for other in put(plane, 10, "x"):
+        told += publish(plane, [other], "y") + plane.expire(0.0)
+    assert [reply.client for reply in told if isinstance(reply.reply, p.Batch)] == [f"rank {count - 1}"]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 9.0])
+def test_a_round_that_a_fetch_draws_without_an_own_batch_is_told_to_its_ranks(wait_s: float) -> None:
+    plane = ControlPlane(PlaneConfig())
+    register(plane, dp_size=2)
+    send(plane, "waiting", p.Fetch, "p", "train", ["x"], 1, 1, 0, wait_s=1e6, where="v == 2")
+    samples = reserve(plane, 2)
+    publish(plane, samples, tags={index: {"v": 1} for index in samples})
+    told = send(plane, "ahead", p.Fetch, "p", "train", ["x"], 1, 0, 1, first_index=0, wait_s=wait_s, where="v == 1")
+    told += [reply for turn in turns(plane) for reply in turn]
+    assert [reply.client for reply in told if isinstance(reply.reply, p.Batch)] == ["waiting"]
