@@ -101,7 +101,7 @@ def commands() -> list[tuple[str, str]]:
             lines = block.code.replace("\\\n", " ").splitlines() if block.language == "sh" else []
             for line in lines:
                 for part in line.split("#")[0].split("&&"):
-                    if "lightning-tq " in part or "python -m " in part:
+                    if not part.strip().startswith("pip ") and ("lightning-tq " in part or "python -m " in part):
                         found.append((name(page), part.strip()))
     return found
 

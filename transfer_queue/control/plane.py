@@ -334,7 +334,7 @@ class ControlPlane:
         """While this stays equal, a fetch that waits behind another one can't be answered."""
         partition = self.state.partitions.get(queue)
         consumer = None if partition is None else partition.consumers.get(task)
-        return self.state.upheavals, None if consumer is None else consumer.ledger.num_changes
+        return self.state.upheavals, 0 if consumer is None else consumer.ledger.num_changes
 
     def _answer(self, client: str, fetch: p.Fetch, now: float, may_draw: bool, waited: bool = False) -> p.Reply | None:
         partition = self.state.partitions.get(fetch.partition)
