@@ -59,6 +59,7 @@ def test_grpo_trains_on_answers_of_its_rollout() -> None:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.slow
 def test_grpo_trains_adapters_of_a_model_in_a_folder_with_two_rollouts(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(TINY)
     tokenizer.save_pretrained(tmp_path)
