@@ -59,7 +59,7 @@ def between_hosts(quick: bool, options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)) as (a, b):
         server = a.serve(None, "2GiB", *options)
         start_raw_receiver(a, quick)
-        client = b.join(server.remote, "-m", "benchmarks.two_hosts", "--role", "client", *["--quick"][: int(quick)])
+        client = b.join(server.remote, "-m", "benchmarks.two_hosts", "--role", "client", *_quick(quick))
         measured: dict[str, Any] = json.loads(said(client))
         return measured
 
@@ -72,7 +72,7 @@ def peer_between_hosts(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)) as (a, b):
         start_raw_receiver(a, quick)
         with ray_cluster(python, a, b) as known:
-            client = b.start(python, "-c", boot, "--role", "peer", *["--quick"][: int(quick)], **known)
+            client = b.start(python, "-c", boot, "--role", "peer", *_quick(quick), **known)
             while not (line := said(client)).startswith("{"):
                 pass  # what Ray says meanwhile
             measured: dict[str, Any] = json.loads(line)
@@ -114,6 +114,10 @@ def start_raw_receiver(host: Host, quick: bool) -> None:
     nbytes = str(cases.nbytes(cases.rl_batch(_rows(quick))))
     raw = host.start(sys.executable, "-m", "benchmarks.two_hosts", "--role", "raw", "--nbytes", nbytes)
     os.environ["TQ_RAW"] = f"{host.address}:{said(raw)}"
+
+
+def _quick(quick: bool) -> list[str]:
+    return ["--quick"] if quick else []
 
 
 def _rows(quick: bool) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -62,11 +62,8 @@ class Staging:
         return self
 
     def _check_target(self) -> None:
-        if self.target.exists() and (foreign := _foreign(self.target)):
-            raise CheckpointError(
-                f"{self.target} is there and holds something else ({foreign[0]}), so it is not replaced. Name another "
-                f"place."
-            )
+        if self.target.exists():
+            refuse_foreign(self.target, _foreign(self.target))
 
     def commit(self) -> None:
         """Sync the complete files and swap them in."""
@@ -134,6 +131,14 @@ def find(target: str | os.PathLike[str]) -> Path:
     if not is_checkpoint(path):
         raise CheckpointNotFoundError(f"{path} is no checkpoint, or not a whole one: it has no {METADATA}.")
     return path
+
+
+def refuse_foreign(place: Path | str, foreign: Sequence[str]) -> None:
+    """Raise CheckpointError if there are such names, which no checkpoint has, at the place of a new checkpoint."""
+    if foreign:
+        raise CheckpointError(
+            f"{place} is there and holds something else ({foreign[0]}), so it is not replaced. Name another place."
+        )
 
 
 def discard(target: str | os.PathLike[str]) -> None:

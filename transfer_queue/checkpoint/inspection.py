@@ -56,7 +56,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Opened]:
 
 
 def _partition(saved: SavedPartition, nbytes: dict[tuple[str, str], int]) -> dict[str, Any]:
-    samples, rows = rows_with(saved)
+    live, (samples, rows) = live_rows(saved), rows_with(saved)
     return {
         "samples": len(samples),
         "keys": len(saved.keys),
@@ -71,7 +71,7 @@ def _partition(saved: SavedPartition, nbytes: dict[tuple[str, str], int]) -> dic
             for each in saved.fields
             if each.name in rows
         },
-        "tasks": {each.task: _progress(each, live_rows(saved)) for each in saved.consumers},
+        "tasks": {each.task: _progress(each, live) for each in saved.consumers},
     }
 
 

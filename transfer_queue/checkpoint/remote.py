@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from transfer_queue.checkpoint.directory import SAVE, discard, find
+from transfer_queue.checkpoint.directory import SAVE, discard, find, refuse_foreign
 from transfer_queue.checkpoint.files import METADATA, Metadata, plain
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, ConfigError, TransferQueueError
 from transfer_queue.utils.logging_utils import get_logger
@@ -54,12 +54,8 @@ class RemoteCheckpoint:
     def check(self) -> None:
         """Raise CheckpointError if something else lies there, which must not be replaced."""
         with self._explained("written"):
-            foreign = [name for name in self._names() if name != METADATA and not name.startswith(SAVE)]
-            if foreign:
-                raise CheckpointError(
-                    f"{self.url} is there and holds something else ({foreign[0]}), so it is not replaced. Name another "
-                    f"place."
-                )
+            names = self._names()
+            refuse_foreign(self.url, [name for name in names if name != METADATA and not name.startswith(SAVE)])
 
     def write(self, directory: Path) -> None:
         """Copy a complete checkpoint there from a local directory. A file that fails is tried again, four times in all.

@@ -25,7 +25,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.schema import common_dtypes, dtypes_of
-from transfer_queue.storage.batches import from_rows
+from transfer_queue.storage.batches import from_rows, relaid
 from transfer_queue.storage.columns import named_columns, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.unread import UnreadBatch
@@ -248,9 +248,7 @@ class Gets(ClientBase):
         else:  # another backend gets all metadata
             data = await storage.get_data(meta)
             if layout is not None:
-                from transfer_queue.storage import batches
-
-                data = batches.relaid(data, layout)
+                data = relaid(data, layout)
         for batch in meta.unread:
             batch.was_read(meta.global_indexes, meta.field_names)
         return data

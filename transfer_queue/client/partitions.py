@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_tags
+from transfer_queue.client.base import check_tags, checked_wait
 from transfer_queue.client.kv import Keys
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
@@ -168,7 +168,7 @@ class Partitions(Keys):
         Raises:
             InvalidRequestError: this queue has no such run and ``opens`` is False, or this client is no member.
         """
-        wait_s = min(timeout_s, p.LONGEST_WAIT_S)
+        wait_s = checked_wait("watch_run", timeout_s)
         reply = await self.session.ask(p.WatchRun, p.Done, run, name, opens, wait_s, wait_s=wait_s)
         return None if reply.value is None else str(reply.value)
 

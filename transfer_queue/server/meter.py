@@ -132,21 +132,19 @@ class Meter:
         if verb is None:
             verb = self._verbs[kind] = self._verb_of(kind)
         verb.seconds.add(now - since)
-        if (kind is p.Put or kind is p.Publish) and not isinstance(reply, p.Failed):
-            self._put(request.tags)  # type: ignore[attr-defined]
-        indexes = getattr(reply, "indexes", None) or getattr(request, "indexes", None) or b""
         if isinstance(reply, p.Failed):
             verb.errors += 1
-        elif isinstance(reply, p.Reserved):
-            verb.samples += len(indexes) // 8
-            if now >= self._ages.next_mark and indexes:
-                self._ages.mark(_first(indexes), now)
-        elif isinstance(reply, p.Batch):
-            verb.samples += len(indexes) // 8
-            if isinstance(request, p.Fetch) and indexes:
-                self._handed_out(request.task, reply, now)
-        elif indexes:
-            verb.samples += len(indexes) // 8
+            return
+        if kind is p.Put or kind is p.Publish:
+            self._put(request.tags)  # type: ignore[attr-defined]
+        indexes = getattr(reply, "indexes", None) or getattr(request, "indexes", None)
+        if not indexes:
+            return
+        verb.samples += len(indexes) // 8
+        if isinstance(reply, p.Reserved) and now >= self._ages.next_mark:
+            self._ages.mark(_first(indexes), now)
+        elif isinstance(reply, p.Batch) and isinstance(request, p.Fetch):
+            self._handed_out(request.task, reply, now)
 
     def _verb_of(self, kind: type[p.Request]) -> _Verb:
         """The one with this name, which two kinds may share."""
