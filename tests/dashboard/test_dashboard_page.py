@@ -101,6 +101,7 @@ def waiting_task(client: tq.TransferQueueClient, fields: list[str]) -> Iterator[
 # ---- one test per state ----
 
 
+@pytest.mark.programs
 @needs_browser
 def test_an_empty_queue(tmp_path):
     async def look(page: Page) -> None:
@@ -111,6 +112,7 @@ def test_an_empty_queue(tmp_path):
         looked_at("empty", url, tmp_path, look)
 
 
+@pytest.mark.programs
 @needs_browser
 def test_a_busy_queue_is_followed_live(tmp_path):
     async def look(page: Page) -> None:
@@ -157,6 +159,7 @@ async def check_keyboard(page: Page) -> None:
     assert await page.evaluate("document.querySelectorAll('#chart-throughput .tip').length") == 0
 
 
+@pytest.mark.programs
 @needs_browser
 def test_a_starved_task_says_what_it_lacks(tmp_path):
     async def look(page: Page) -> None:
@@ -175,6 +178,7 @@ def put_and_die(address: str) -> None:
     os._exit(1)
 
 
+@pytest.mark.programs
 @needs_browser
 def test_a_dead_producer_is_a_problem(tmp_path):
     async def look(page: Page) -> None:
@@ -187,6 +191,7 @@ def test_a_dead_producer_is_a_problem(tmp_path):
         looked_at("dead", url, tmp_path, look)
 
 
+@pytest.mark.programs
 @needs_browser
 def test_a_lost_unit_and_its_samples_are_problems(tmp_path):
     async def look(page: Page) -> None:

@@ -46,12 +46,14 @@ def test_debug_trains_two_epochs_of_five_batches_in_two_parts_each(tmp_path: Pat
     assert re.findall(r"rank 0: 20 optimizer steps, 80 samples, val_loss 0\.", printed) != []
 
 
+@pytest.mark.programs
 def test_ddp_gives_both_ranks_equally_many_steps_and_pads_the_last_round(tmp_path: Path) -> None:
     printed = run("ddp.yaml", tmp_path, trainer__enable_progress_bar=False)
     ranks = sorted(re.findall(r"rank (\d): (\d+) optimizer steps, (\d+) samples", printed))
     assert ranks == [("0", "12", "48"), ("1", "12", "48")]
 
 
+@pytest.mark.programs
 def test_the_student_comes_to_agree_with_the_teacher(tmp_path: Path) -> None:
     printed = run("distillation.yaml", tmp_path, trainer__max_epochs=1, trainer__logger__init_args__save_dir=tmp_path)
     agreement = [float(share) for share in re.findall(r"agreement with the teacher (\S+)%", printed)]

@@ -41,6 +41,7 @@ def change(printed: str, what: str) -> tuple[float, float, int]:
     return float(match[1]), float(match[2]), int(match[3])
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("default")  # those of transformers are not ours
 def test_fine_tuning_reads_its_stream_to_the_end_and_saves_what_it_trained(tmp_path: Path) -> None:
     printed = run("sft", steps=3, batch_size=8, save=tmp_path)
@@ -53,6 +54,7 @@ def test_fine_tuning_reads_its_stream_to_the_end_and_saves_what_it_trained(tmp_p
     assert not torch.equal(trained["lm_head.weight"], fresh["lm_head.weight"])
 
 
+@pytest.mark.programs
 def test_grpo_trains_on_answers_of_its_rollout() -> None:
     printed = run("grpo", steps=2, prompts=2, group=4, max_tokens=4)
     assert change(printed, "reward")[2] == 2

@@ -22,6 +22,7 @@ nbclient.NotebookClient(notebook, timeout=None, resources={"metadata": {"path": 
 """
 
 
+@pytest.mark.programs
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="needs pip install -e '.[dev]'")
     pytest.importorskip("ipykernel", reason="needs pip install -e '.[dev]'")

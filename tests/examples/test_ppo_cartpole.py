@@ -65,6 +65,7 @@ def test_games_report_each_episode_once_and_continue_with_the_next() -> None:
         torch.testing.assert_close(returns[ended, game], lengths)  # one point per step
 
 
+@pytest.mark.programs
 def test_players_and_trainer_take_turns_for_a_few_updates() -> None:
     assert "mean return" in run(updates=3, games=2, steps=8, passes=2)
 

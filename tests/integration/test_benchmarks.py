@@ -92,6 +92,7 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in FRESH_PROCESSES else []) for name in PROMISED]
 )

@@ -158,6 +158,7 @@ def test_invalid_templates_acks_and_states_are_refused(fabric: Fabric) -> None:
         loader.load_state_dict({"position": {}})
 
 
+@pytest.mark.programs
 def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
     done: Any = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "fabric.py"), "2"], cwd=tmp_path, capture_output=True,
