@@ -44,8 +44,8 @@ class QueueHistory:
         self.points.append({"n": self._numbers, "t": now, **_series(report), **self._staleness(report["metrics"])})
 
     def unreachable(self, why: str, now: float) -> None:
-        """The queue did not answer."""
-        self._log({"unreachable": {"id": "unreachable", "level": "bad", "text": why}}, now)
+        """The queue did not answer. Whatever else is wrong lasts, as far as is known."""
+        self._log({**self._current, "unreachable": {"id": "unreachable", "level": "bad", "text": why}}, now)
 
     def since(self, number: int) -> list[Numbers]:
         """The points after this one, the oldest first."""

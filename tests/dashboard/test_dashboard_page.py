@@ -172,6 +172,7 @@ def test_a_starved_task_says_what_it_lacks(tmp_path):
             looked_at("starved", url, tmp_path, look)
 
 
+@pytest.mark.programs
 @needs_browser
 def test_tasks_may_be_called_as_other_series_are_or_as_what_every_object_of_the_browser_has(tmp_path):
     names = ("put", "puts", "constructor", "__proto__")
@@ -193,6 +194,7 @@ def test_tasks_may_be_called_as_other_series_are_or_as_what_every_object_of_the_
         looked_at("names", url, tmp_path, look)
 
 
+@pytest.mark.programs
 @needs_browser
 def test_the_token_is_taken_from_the_printed_address_and_kept(tmp_path):
     async def run(url: str) -> None:

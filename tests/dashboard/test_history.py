@@ -126,3 +126,13 @@ def test_a_queue_that_does_not_answer_is_a_problem_until_it_does():
     history.unreachable("gone", 2.0)
     history.add(report(), 3.0)
     assert told(history) == [("bad", "gone"), ("good", "over: gone")]
+
+
+def test_what_was_wrong_is_not_over_because_the_queue_does_not_answer():
+    history = QueueHistory()
+    history.add(report(lost_units=["unit1"]), 1.0)
+    history.unreachable("gone", 2.0)
+    history.add(report(lost_units=["unit1"]), 3.0)
+    lost = "Storage unit 'unit1' ended, and its values with it."
+    assert told(history) == [("bad", lost), ("bad", "gone"), ("good", "over: gone")]
+    assert [problem["text"] for problem in history.problems] == [lost]

@@ -107,6 +107,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     """A web server with a thread per connection, of which there are few, each for a short time."""
 
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, connection_s: float = CONNECTION_S) -> None:
         """Raises OSError if it can't listen there."""
