@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from lightning_tq.checks import lacking_text
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
 from transfer_queue import TransferQueueClient
@@ -96,12 +97,10 @@ class WaitHints:
 
 
 def _lacking(stats: dict[str, Any], reader: StreamReader) -> str:
-    """What the samples for this reader's fetch lack, such as "6 samples lack field 'rewards'"; "" for nothing."""
+    """What the samples for this reader's fetch lack; "" for nothing."""
     for waiting in stats["waiting"]:
         if (waiting.get("task"), waiting["partition"]) == (reader.stream.task, reader.partition):
-            return ", ".join(
-                f"{count} samples lack field {name!r}" for name, count in waiting.get("lacking", {}).items()
-            )
+            return lacking_text(waiting)
     return ""
 
 

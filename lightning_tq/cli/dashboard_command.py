@@ -10,7 +10,7 @@ import sys
 
 DESCRIPTION = """Show a running queue as a web page that follows it: partitions and tasks as they fill and drain, who
 waits and what is missing, throughput and waits over time, memory, clients, alarms. It changes nothing in the queue.
-Elsewhere than on this host, the page's address has a token, without which nobody sees anything."""
+The printed address has a token, without which nobody sees anything, other users of this host included."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=host)
     port = "Default: 8766, or a free one if that is in use. 0: a free one."
     parser.add_argument("--port", type=int, metavar="PORT", help=port)
+    no_token = "Let every user of this host read the page. Only without --host."
+    parser.add_argument("--no-token", action="store_true", help=no_token)
     # Of a dashboard beside a run: it ends with the process that holds the other end of its input.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
 
@@ -27,7 +29,7 @@ def serve(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
     from lightning_tq.dashboard.web_page import Dashboard
 
-    page = Dashboard(tq.get_client(), address, options.host)
+    page = Dashboard(tq.get_client(), address, options.host, not options.no_token)
 
     def tell(url: str) -> None:
         print(f"Dashboard: {url}", flush=True)

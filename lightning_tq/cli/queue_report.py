@@ -97,19 +97,14 @@ def _with_rates(partition: Numbers, earlier: Numbers | None, seconds: float) -> 
     tasks = {}
     for name, task in partition["tasks"].items():
         was = known["tasks"].get(name)
-        done_before = None if was is None else _done(known, was)
-        tasks[name] = {**task, "consumed_per_s": _rate(_done(partition, task), done_before, seconds)}
-    put_per_s = _rate(partition["published"], known.get("published"), seconds)
+        done_before = None if was is None else was["done_total"]
+        tasks[name] = {**task, "consumed_per_s": _rate(task["done_total"], done_before, seconds)}
+    put_per_s = _rate(partition["put_total"], known.get("put_total"), seconds)
     return {**partition, "put_per_s": put_per_s, "tasks": tasks}
 
 
-def _done(partition: Numbers, task: Numbers) -> int:
-    """Samples that the task is done with. Unlike "samples" and "consumed", clearing does not lower it."""
-    return int(partition["published"] - (partition["samples"] - task["consumed"]))
-
-
 def _rate(now: int, before: int | None, seconds: float) -> float | None:
-    if before is None or now < before or seconds <= 0:  # a new partition with this name, or a reset
+    if before is None or now < before or seconds <= 0:  # a new partition with this name, or a forgotten task
         return None
     return (now - before) / seconds
 

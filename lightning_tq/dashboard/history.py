@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_tq.checks import counted
+from lightning_tq.checks import counted, lacking_text
 
 Numbers = dict[str, Any]
 _POINTS = 900
@@ -29,7 +29,7 @@ class QueueHistory:
         self.events: deque[Numbers] = deque(maxlen=_EVENTS)
         """Each with its number, its time, its ``level`` ("bad", "warn" or "good") and its ``text``."""
         self.problems: list[Numbers] = []
-        """What is wrong now, as ``level`` and ``text``, the worst first."""
+        """What is wrong now, the worst first: ``id``, ``level`` and ``text``. Only the text's numbers may change."""
         self._numbers = 0
         self._current: dict[str, Numbers] = {}
         self._histograms: deque[tuple[float, Numbers]] = deque()
@@ -44,8 +44,8 @@ class QueueHistory:
         self.points.append({"n": self._numbers, "t": now, **_series(report), **self._staleness(report["metrics"])})
 
     def unreachable(self, why: str, now: float) -> None:
-        """The queue did not answer."""
-        self._log({"unreachable": {"level": "bad", "text": why}}, now)
+        """The queue did not answer. Whatever else is wrong lasts, as far as is known."""
+        self._log({**self._current, "unreachable": {"id": "unreachable", "level": "bad", "text": why}}, now)
 
     def since(self, number: int) -> list[Numbers]:
         """The points after this one, the oldest first."""
@@ -80,51 +80,63 @@ def _means(now: Mapping[str, Numbers], before: Mapping[str, Numbers]) -> Iterato
 
 
 def _series(report: Numbers) -> Numbers:
-    """Samples per second, put by partition and consumed by task; longest waits; bytes by unit."""
+    """Samples per second, put by all and consumed by task; longest waits, of tasks and of others; bytes by unit.
+
+    Tasks are apart from all else, because a task may have any name.
+    """
     got: dict[str, float] = {}
     for partition in report["partitions"].values():
         for task, own in partition["tasks"].items():
             got[task] = got.get(task, 0.0) + (own["consumed_per_s"] or 0.0)
     waits: dict[str, float] = dict.fromkeys(got, 0.0)
+    other_waits: dict[str, float] = {}
     for each in report["waiting"]:
         name = each["task"] or ("puts" if each["writer"] else "waits for keys")
-        waits[name] = max(waits.get(name, 0.0), each["waited_s"])
+        kind = waits if each["task"] else other_waits
+        kind[name] = max(kind.get(name, 0.0), each["waited_s"])
     put = sum(partition["put_per_s"] or 0.0 for partition in report["partitions"].values())
     held = {unit["unit"]: unit["held_nbytes"] for unit in report["units"]}
-    return {"put": put, "got": got, "waits": waits, "held": held}
+    return {"put": put, "got": got, "waits": waits, "other_waits": other_waits, "held": held}
 
 
 def _problems(report: Numbers) -> dict[str, Numbers]:
-    """What is wrong, by a name that stays the same while it lasts."""
-    found = {f"{level} {what}": {"level": level, "text": text} for level, what, text in _found(report)}
-    for number, alarm in enumerate(report["alarms"]):
-        began = round(report["taken_at"] - alarm["seen_s_ago"] - alarm["held_s"])
-        text = f"{alarm['what']} held the server for more than {alarm['held_s']:.0f} s: nobody else was served."
-        if alarm["seen_s_ago"] < 60:
-            found[f"alarm {number} {began}"] = {"level": "bad", "text": text}
-    return found
+    """What is wrong, by an id that stays the same while it lasts: of what kind it is, and of whom."""
+    return {
+        repr(identity): {"id": repr(identity), "level": level, "text": text}
+        for level, identity, text in (*_lasting(report), *_passing(report))
+    }  # fmt: skip
 
 
-def _found(report: Numbers) -> Iterator[tuple[str, str, str]]:
+Found = Iterator[tuple[str, tuple[object, ...], str]]
+"""Level, identity and text of each problem."""
+
+
+def _lasting(report: Numbers) -> Found:
+    """What lasts until somebody does something: values and producers that are lost."""
     for name, partition in report["partitions"].items():
         if partition["abandoned"]:
             field = partition["abandoned"]
-            yield "bad", f"gone {name}", f"All producers of {field!r} have died. Readers of {name!r} get an error."
+            yield "bad", ("gone", name), f"All producers of {field!r} have died. Readers of {name!r} get an error."
         for field, count in partition["lost"].items():
             text = f"{counted(count, 'sample')} of {name!r} lost {field!r} with a storage unit. Put them again."
-            yield "bad", f"lost {name} {field}", text
-    for unit in report["lost_units"]:
-        yield "bad", f"unit {unit}", f"Storage unit {unit!r} ended, and its values with it."
+            yield "bad", ("lost", name, field), text
+    for at, unit in enumerate(report["lost_units"]):
+        before = report["lost_units"][:at].count(unit)  # a unit may come again under its name, and end again
+        yield "bad", ("unit", unit, before), f"Storage unit {unit!r} ended, and its values with it."
     if report["units_error"]:
-        yield "bad", "units", f"Storage: {report['units_error']}."
+        yield "bad", ("units",), f"Storage: {report['units_error']}."
+
+
+def _passing(report: Numbers) -> Found:
+    """What may pass: long waits, and samplers that have just held the server."""
     for each in report["waiting"]:
         if each["waited_s"] >= STARVING_S and each["writer"]:
-            yield "warn", f"full {each['client']}", f"A put of {each['client']} waits for room: clear samples."
+            yield "warn", ("full", each["client"]), f"A put of {each['client']} waits for room: clear samples."
         elif each["waited_s"] >= STARVING_S and each["task"]:
-            text = f"Task {each['task']!r} waits for samples of {each['partition']!r}: {_lacks(each)}."
-            yield "warn", f"starves {each['task']} {each['partition']}", text
-
-
-def _lacks(waiting: Numbers) -> str:
-    lacking = [f"{counted(count, 'sample')} lack {field!r}" for field, count in waiting.get("lacking", {}).items()]
-    return ", ".join(lacking) or f"{waiting.get('ready') or 0} of {waiting['wanted']} are ready"
+            lacks = lacking_text(each) or f"{each.get('ready') or 0} of {each['wanted']} are ready"
+            text = f"Task {each['task']!r} waits for samples of {each['partition']!r}: {lacks}."
+            yield "warn", ("starves", each["task"], each["partition"]), text
+    for alarm in report["alarms"]:
+        if alarm["seen_s_ago"] < 60:
+            text = f"{alarm['what']} held the server for more than {alarm['held_s']:.0f} s: nobody else was served."
+            yield "bad", ("alarm", alarm["number"]), text

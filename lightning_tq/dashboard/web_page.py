@@ -26,7 +26,6 @@ except ImportError:
 
 DEFAULT_PORT = 8766
 _EVERY_S = 1.0
-_COOKIE = "tq_dashboard"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -34,10 +33,20 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Dashboard:
     """Looks at the queue once a second, and serves what it saw until it is cancelled."""
 
-    def __init__(self, client: TransferQueueClient, address: str, host: str = "127.0.0.1") -> None:
-        """``host``: where to listen. Elsewhere than on this host, readers need a token, which ``url`` has."""
+    def __init__(
+        self, client: TransferQueueClient, address: str, host: str = "127.0.0.1", with_token: bool = True
+    ) -> None:
+        """
+        Args:
+            host: Where to listen.
+            with_token: Readers need the token of the URL. Without, every user of this host can read the page.
+        Raises:
+            ConfigError: other hosts would need no token.
+        """
+        if not with_token and host not in _LOCAL:
+            raise ConfigError(f"a dashboard at {host} is for other hosts: omit --no-token, or --host.")
         self._client, self._address, self._host = client, address, host
-        self._token = None if host in _LOCAL else secrets.token_urlsafe(16)
+        self._token = secrets.token_urlsafe(16) if with_token else None
         self._history = QueueHistory()
         self._report: dict[str, Any] | None = None
         self._page = files("lightning_tq.dashboard").joinpath("page.html").read_text()
@@ -78,7 +87,8 @@ class Dashboard:
 
     def _url(self, port: int) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{port}/" + ("" if self._token is None else f"?token={self._token}")
+        # Behind "#", so that it is in no request, log or "Referer": the page sends it in a header.
+        return f"http://{host}:{port}/" + ("" if self._token is None else f"#token={self._token}")
 
     async def _follow(self) -> None:
         before: QueueSnapshot | None = None
@@ -102,8 +112,8 @@ class Dashboard:
             name = request.host.rpartition(":")[0] or request.host
             if name.strip("[]") not in _LOCAL:  # a foreign name that leads here, by which a foreign page could read
                 raise web.HTTPForbidden(text="Open this page as http://127.0.0.1 or http://localhost.")
-        elif not self._is_known(request):
-            raise web.HTTPForbidden(text="The address of this page needs its token, which was printed at its start.")
+        elif request.path != "/" and not self._is_known(request):  # the page itself tells nothing
+            raise web.HTTPForbidden(text="open this page by its whole address, with the token, as it was printed")
         answer = await handler(request)
         answer.headers["Content-Security-Policy"] = self._policy
         answer.headers["X-Content-Type-Options"] = "nosniff"
@@ -113,15 +123,11 @@ class Dashboard:
 
     def _is_known(self, request: web.Request) -> bool:
         assert self._token is not None
-        given = request.query.get("token") or request.cookies.get(_COOKIE, "")
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        given = request.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(errors="replace"), f"Bearer {self._token}".encode())
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
-        if "token" not in request.query or self._token is None:
-            return web.Response(text=self._page, content_type="text/html")
-        moved = web.Response(status=303, headers={"Location": "/"})  # so that the token is not in what is shared
-        moved.set_cookie(_COOKIE, self._token, httponly=True, samesite="Strict")
-        return moved
+        return web.Response(text=self._page, content_type="text/html")
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         """What the page shows, with the points of its charts after number ``after``."""

@@ -151,7 +151,7 @@ async def check_keyboard(page: Page) -> None:
     await page.evaluate("document.querySelector('#chart-throughput svg').focus()")
     await page.press("ArrowLeft")
     spoken = await page.evaluate("document.getElementById('spoken').textContent")
-    assert re.match(r"\d\d:\d\d:\d\d: put ", spoken), spoken
+    assert re.match(r"\d\d:\d\d:\d\d: put .*task learn ", spoken), spoken
     await page.evaluate("new Promise(done => setTimeout(done, 1500))")  # as long as it takes to be drawn again
     assert await page.evaluate("document.activeElement.dataset.chart") == "throughput"
     assert await page.evaluate("document.querySelectorAll('#chart-throughput .tip').length") == 1
@@ -163,13 +163,53 @@ async def check_keyboard(page: Page) -> None:
 @needs_browser
 def test_a_starved_task_says_what_it_lacks(tmp_path):
     async def look(page: Page) -> None:
-        await page.shows("task learn", "reward of 30", "Warning:", "30 samples lack 'reward'")
+        await page.shows("task learn", "reward of 30", "Warning:", "30 samples lack field 'reward'")
 
     with queue() as conf, page_of(conf.address) as url:
         client = tq.get_client()
         client.put(rows(30, "x"), partition_id="train")
         with waiting_task(client, ["x", "reward"]):
             looked_at("starved", url, tmp_path, look)
+
+
+@pytest.mark.programs
+@needs_browser
+def test_tasks_may_be_called_as_other_series_are_or_as_what_every_object_of_the_browser_has(tmp_path):
+    names = ("put", "puts", "constructor", "__proto__")
+
+    async def look(page: Page) -> None:
+        for name in names:
+            await page.shows(f"task {name}")
+        expected = ["put 0 samples/s", *(f"task {name} 0 samples/s" for name in names)]
+        await page.shows(*expected)
+        legend = "[...document.querySelectorAll('#chart-throughput .legend li')].map(item => item.innerText.trim())"
+        assert await page.evaluate(legend) == expected
+        assert "NaN" not in await page.text()
+
+    with queue() as conf, page_of(conf.address) as url:
+        client = tq.get_client()
+        client.put(rows(8, "x"), partition_id="train")
+        for name in names:
+            client.get_meta(["x"], 2, "train", task_name=name)
+        looked_at("names", url, tmp_path, look)
+
+
+@pytest.mark.programs
+@needs_browser
+def test_the_token_is_taken_from_the_printed_address_and_kept(tmp_path):
+    async def run(url: str) -> None:
+        plain, _, _ = url.partition("#")
+        async with chromium(tmp_path / "profile") as page:
+            await page.open(plain)
+            assert "unit0" not in await page.shows("open this page by its whole address")
+            await page.open(url)  # in the same tab: only what is behind "#" differs
+            await page.shows("live,", "unit0")
+            assert await page.evaluate("location.href") == plain
+            await page.open(plain)
+            await page.shows("live,", "unit0")
+
+    with queue() as conf, page_of(conf.address) as url:
+        asyncio.run(run(url))
 
 
 def put_and_die(address: str) -> None:
@@ -218,29 +258,30 @@ def asked(url: str, **headers: str) -> tuple[int, str, dict[str, str]]:
     return asyncio.run(ask())
 
 
-def test_on_this_host_only_this_hosts_names_lead_to_it():
-    with queue() as conf, page_of(conf.address) as url:
-        status, text, headers = asked(url)
-        assert (status, "<title>Queue</title>" in text) == (200, True)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_nobody_sees_anything_without_the_token(host):
+    with queue() as conf, page_of(conf.address, "--host", host) as url:
+        plain, _, token = url.replace("0.0.0.0", "127.0.0.1").partition("#token=")
+        for wrong in ("", "Bearer ", f"Bearer {token[1:]}", f"Bearer {token}x", token, "Bearer \xe9"):
+            assert asked(f"{plain}state", Authorization=wrong)[0] == 403
+        assert asked(f"{plain}state?token={token}")[0] == 403, "it belongs into no address"
+        assert asked(f"{plain}state", Authorization=f"Bearer {token}")[0] == 200
+        status, text, headers = asked(plain)
+        assert (status, "<title>Queue</title>" in text, conf.address in text) == (200, True, False)
         assert headers["Content-Security-Policy"].startswith("default-src 'none'; connect-src 'self'")
+
+
+def test_without_a_token_only_this_hosts_names_lead_to_it():
+    with queue() as conf, page_of(conf.address, "--no-token") as url:
+        assert url.endswith("/")
         assert asked(f"{url}state", Host="localhost:1")[0] == 200
         assert asked(f"{url}state", Host="evil.example:80")[0] == 403
 
 
-def test_elsewhere_nobody_sees_anything_without_the_token():
-    with queue() as conf, page_of(conf.address, "--host", "0.0.0.0") as url:
-        plain, _, token = url.replace("0.0.0.0", "127.0.0.1").partition("?token=")
-        for wrong in (plain, f"{plain}state", f"{plain}state?token={token[1:]}"):
-            assert asked(wrong)[0] == 403
-        status, _, headers = asked(f"{plain}?token={token}")
-        cookie = headers["Set-Cookie"]
-        assert (status, headers["Location"], "HttpOnly" in cookie, "SameSite=Strict" in cookie) == (
-            303,
-            "/",
-            True,
-            True,
-        )
-        assert asked(f"{plain}state", Cookie=cookie.split(";")[0])[0] == 200
+def test_a_page_for_other_hosts_is_not_without_a_token(capsys):
+    with queue() as conf:
+        assert main(["dashboard", "--no-token", "--host", "0.0.0.0", conf.address]) == 2
+        assert "omit --no-token, or --host" in capsys.readouterr().err
 
 
 def test_the_page_asks_nobody_else():
@@ -253,7 +294,7 @@ def test_the_page_asks_nobody_else():
 
 def test_a_port_in_use_is_an_error(capsys):
     with queue() as conf, page_of(conf.address) as url:
-        port = url.rstrip("/").rpartition(":")[2]
+        port = url.partition("/#")[0].rpartition(":")[2]
         assert main(["dashboard", "--port", port, conf.address]) == 2
         assert f"can't listen at 127.0.0.1, port {port}" in capsys.readouterr().err
         tq.init()  # the command joined and left
@@ -267,7 +308,8 @@ def test_a_run_serves_the_page_beside_it_and_ends_it(capfd):
         while "Dashboard: " not in said:
             said += capfd.readouterr().out
             ends.wait(0.05)
-        url = said.split("Dashboard: ")[1].split()[0]
-        assert (asked(f"{url}state")[0], data.address in asked(f"{url}state")[1]) == (200, True)
+        url, _, token = said.split("Dashboard: ")[1].split()[0].partition("#token=")
+        status, text, _ = asked(f"{url}state", Authorization=f"Bearer {token}")
+        assert (status, data.address in text) == (200, True)
     with pytest.raises(aiohttp.ClientConnectionError):
         asked(url)

@@ -46,9 +46,17 @@ def test_a_point_adds_up_partitions_and_shows_the_longest_wait_of_each_task():
     history = QueueHistory()
     history.add(report(waiting=[waiting(1.0), waiting(3.0), waiting(2.0, task=None, writer=True)]), now=50.0)
     assert list(history.points) == [
-        {"n": 1, "t": 50.0, "put": 4.0, "got": {"learn": 6.0}, "waits": {"learn": 3.0, "puts": 2.0},
+        {"n": 1, "t": 50.0, "put": 4.0, "got": {"learn": 6.0}, "waits": {"learn": 3.0}, "other_waits": {"puts": 2.0},
          "held": {"unit0": 7}, "versions": {}, "age_s": {}},
     ]  # fmt: skip
+
+
+def test_a_task_that_is_called_as_another_series_is_apart_from_it():
+    history = QueueHistory()
+    mine, put = waiting(3.0, task="puts"), waiting(2.0, task=None, writer=True)
+    history.add(report(tasks={"puts": task()}, waiting=[mine, put]), now=50.0)
+    [point] = history.points
+    assert (point["waits"], point["other_waits"]) == ({"puts": 3.0}, {"puts": 2.0})
 
 
 def test_points_are_bounded_and_told_once():
@@ -83,8 +91,33 @@ def test_a_task_that_waits_long_is_a_warning_that_says_what_it_lacks_and_problem
     history.add(report(waiting=[waiting(12.0, lacking={"reward": 3})], lost_units=["unit1"]), 7.0)
     assert [problem["text"] for problem in history.problems] == [
         "Storage unit 'unit1' ended, and its values with it.",
-        "Task 'learn' waits for samples of 'train': 3 samples lack 'reward'.",
+        "Task 'learn' waits for samples of 'train': 3 samples lack field 'reward'.",
     ]
+
+
+def test_a_problem_is_the_same_one_while_only_the_numbers_in_its_text_change():
+    history, seen = QueueHistory(), []
+    for second in range(3):
+        alarm = {"number": 4, "what": "MySampler", "held_s": 2.0 + second, "seen_s_ago": 0.4 * second}
+        history.add(report(lost={"x": 9 - second}, alarms=[alarm]), float(second))
+        seen.append([(problem["id"], problem["text"]) for problem in history.problems])
+    assert len({text for problems in seen for _, text in problems}) == 6
+    assert [len({id_ for id_, _ in column}) for column in zip(*seen, strict=True)] == [1, 1]
+    assert len(history.events) == 2, "each began once"
+
+
+def test_two_alarms_of_the_same_sampler_are_two_problems():
+    history = QueueHistory()
+    alarms = [{"number": n, "what": "MySampler", "held_s": 2.0, "seen_s_ago": 1.0} for n in (1, 2)]
+    history.add(report(alarms=alarms), 0.0)
+    assert len({problem["id"] for problem in history.problems}) == 2
+
+
+def test_problems_of_names_that_read_alike_are_apart():
+    history = QueueHistory()
+    alike = [waiting(12.0, task="a b", partition="c"), waiting(12.0, task="a", partition="b c")]
+    history.add(report(waiting=alike, lost_units=["unit1", "unit1"]), 0.0)
+    assert len(history.problems) == len({problem["id"] for problem in history.problems}) == 4
 
 
 def test_a_queue_that_does_not_answer_is_a_problem_until_it_does():
@@ -93,3 +126,13 @@ def test_a_queue_that_does_not_answer_is_a_problem_until_it_does():
     history.unreachable("gone", 2.0)
     history.add(report(), 3.0)
     assert told(history) == [("bad", "gone"), ("good", "over: gone")]
+
+
+def test_what_was_wrong_is_not_over_because_the_queue_does_not_answer():
+    history = QueueHistory()
+    history.add(report(lost_units=["unit1"]), 1.0)
+    history.unreachable("gone", 2.0)
+    history.add(report(lost_units=["unit1"]), 3.0)
+    lost = "Storage unit 'unit1' ended, and its values with it."
+    assert told(history) == [("bad", lost), ("bad", "gone"), ("good", "over: gone")]
+    assert [problem["text"] for problem in history.problems] == [lost]

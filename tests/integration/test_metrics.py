@@ -84,7 +84,7 @@ def test_the_metrics_tell_what_happened_in_the_queue():
         'tq_partition_production_progress{partition_id="train",task_name="all"}': 1.0,
         'tq_partition_consumption_progress{partition_id="train",task_name="learn"}': 14 / 15,
         'tq_partition_in_flight_samples{partition_id="train",task_name="learn"}': 14.0,
-        'tq_samples_dropped_total{reason="tail",task_name="learn"}': 1.0,
+        'tq_dropped_samples{reason="tail",task_name="learn"}': 1.0,
         'tq_storage_request_samples_total{op_type="PUT",storage_unit_id="unit0"}': 15.0,
         'tq_controller_request_samples_total{op_type="GET_META"}': 14.0,
         'tq_sample_staleness_versions_count{task_name="learn"}': 6.0,

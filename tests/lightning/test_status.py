@@ -27,10 +27,10 @@ from lightning_tq.cli.queue_report import QueueSnapshot, make_report, tables
 
 pytestmark = pytest.mark.timeout(120)
 
-TASK = {"ready": {"x": 6}, "consumed": 4, "in_flight": 1, "settled": 0, "ended": None, "dropped": 0}
+TASK = {"ready": {"x": 6}, "consumed": 4, "done_total": 8, "in_flight": 1, "settled": 0, "ended": None, "dropped": 0}
 PARTITION = {
-    "samples": 10, "published": 14, "held": 0, "sealed": False, "num_samples": None, "keys": 0, "fields": ["x"],
-    "tasks": {"learn": TASK}, "abandoned": None,
+    "samples": 10, "published": 14, "put_total": 14, "held": 0, "sealed": False, "num_samples": None, "keys": 0,
+    "fields": ["x"], "tasks": {"learn": TASK}, "abandoned": None,
 }  # fmt: skip
 STATS: dict[str, Any] = {"partitions": {}, "waiting": [], "capacity": None, "clients": {}, "alarms": []}
 HOLDINGS = {
@@ -56,19 +56,20 @@ def rates(now: QueueSnapshot, before: QueueSnapshot | None) -> tuple[Any, Any]:
 
 
 def test_rates_compare_two_snapshots() -> None:
-    before = snapshot(10.0, {"published": 10, "samples": 10}, consumed=0)
-    assert rates(snapshot(12.0, {"published": 14, "samples": 14}, consumed=8), before) == (2.0, 4.0)
+    before = snapshot(10.0, {"put_total": 10}, done_total=0)
+    assert rates(snapshot(12.0, {"put_total": 14}, done_total=8), before) == (2.0, 4.0)
     assert rates(snapshot(12.0, {}), None) == (None, None)
 
 
-def test_clearing_what_was_consumed_does_not_lower_the_rate() -> None:
-    before = snapshot(10.0, {"published": 10, "samples": 10}, consumed=4)
-    assert rates(snapshot(12.0, {"published": 10, "samples": 2}, consumed=0), before) == (0.0, 2.0)
+def test_clears_cancelled_puts_and_resets_do_not_lower_the_rates() -> None:
+    before = snapshot(10.0, {"put_total": 10, "published": 10, "samples": 10}, consumed=4, done_total=4)
+    now = snapshot(12.0, {"put_total": 12, "published": 9, "samples": 2}, consumed=0, done_total=8)
+    assert rates(now, before) == (1.0, 2.0)
 
 
 def test_a_new_partition_with_the_same_name_has_no_rate() -> None:
-    before = snapshot(10.0, {"published": 10, "samples": 10}, consumed=4)
-    assert rates(snapshot(12.0, {"published": 3, "samples": 3}, consumed=0), before) == (None, None)
+    before = snapshot(10.0, {"put_total": 10}, done_total=4)
+    assert rates(snapshot(12.0, {"put_total": 3}, done_total=0), before) == (None, None)
 
 
 def drawn(report_: dict[str, Any]) -> list[str]:
@@ -184,7 +185,7 @@ def test_json_holds_the_statistics_of_the_queue(queue: TQDataModule) -> None:
     assert (report["address"], train["samples"], train["put_per_s"]) == (queue.address, 10, 0.0)
     assert train["tasks"]["score"] == {
         "ready": {"x,reward": 0}, "consumed": 0, "in_flight": 0, "in_flight_samples": 0, "settled": 0, "ended": None,
-        "dropped": 0, "consumed_per_s": 0.0,
+        "dropped": 0, "done_total": 0, "consumed_per_s": 0.0,
     }  # fmt: skip
     (waiting,) = report["waiting"]
     assert (waiting["task"], waiting["wanted"], waiting["lacking"]) == ("score", 4, {"reward": 10})

@@ -141,8 +141,9 @@ class Partitions(Keys):
     async def async_get_stats(self) -> dict[str, Any]:
         """Numbers of the whole queue, by partition and task, and what waiting fetches lack.
 
-        ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are samplers
-        that held the server. ``metrics`` are latencies and ages as counts below the bounds in ``metrics["bounds"]``.
+        ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are the
+        latest samplers that held the server, numbered from 1. ``metrics`` are latencies and ages as counts below the
+        bounds in ``metrics["bounds"]``.
         """
         return await self.session.stats()
 

@@ -48,7 +48,8 @@ class Consumer:
     """Status columns and ready sets of one task. "given" is the number of the ledger entry, 0 for undrawn samples.
 
     ``num_undrawn`` and ``num_unconsumed`` count live samples. They differ only after a reset of consumption: samples
-    in the ledger are then unconsumed, but not drawn into another batch.
+    in the ledger are then unconsumed, but not drawn into another batch. ``num_done`` counts samples that were consumed
+    or cleared, each time: it only grows.
     """
 
     def __init__(self, task: str, tokens: str, table: RowTable, schema: Schema, tags: TagStore) -> None:
@@ -63,7 +64,8 @@ class Consumer:
         self._consumed = f"consumed:{task}"
         table.add_column(self._given, np.int32)
         table.add_column(self._consumed, np.bool_)
-        self.num_undrawn = self.num_unconsumed = len(self._live())
+        self.num_undrawn = self._num_offered = len(self._live())
+        self.num_done = 0
         self._ready: dict[ReadyKey, ReadySet] = {}
         self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it
         self._over_at: int | None = None
@@ -77,6 +79,10 @@ class Consumer:
     @property
     def consumed(self) -> npt.NDArray[np.bool_]:
         return self._table.column(self._consumed)
+
+    @property
+    def num_unconsumed(self) -> int:
+        return self._num_offered - self.num_done
 
     @property
     def columns(self) -> tuple[str, str]:
@@ -125,7 +131,7 @@ class Consumer:
     def inserted(self, count: int) -> None:
         """Count new samples."""
         self.num_undrawn += count
-        self.num_unconsumed += count
+        self._num_offered += count
 
     def published(self, rows: Rows, news: Mapping[str, Rows]) -> None:
         """Live rows have these fields now. ``news``: by field, the rows that did not have it before, each once."""
@@ -164,7 +170,7 @@ class Consumer:
         fresh = rows[is_fresh]
         given[fresh] = number if isinstance(number, int) else number[is_fresh]
         self.num_undrawn -= len(fresh)
-        self.num_unconsumed -= int(np.count_nonzero(~self.consumed[rows]))
+        self.num_done += int(np.count_nonzero(~self.consumed[rows]))
         self.consumed[rows] = True
         self._drawn(fresh)
         return is_fresh
@@ -176,7 +182,7 @@ class Consumer:
             return
         self.given[back] = 0
         self.num_undrawn += len(back)
-        self.num_unconsumed += int(np.count_nonzero(self.consumed[back]))
+        self._num_offered += int(np.count_nonzero(self.consumed[back]))
         self.consumed[back] = False
         for (fields, _), ready in self._ready.items():
             ready.add(back[self._schema.complete(back, fields)])
@@ -190,7 +196,7 @@ class Consumer:
         given = self.given[live]
         undrawn = live[given == 0]
         self.num_undrawn -= len(undrawn)
-        self.num_unconsumed -= int(np.count_nonzero(~self.consumed[live]))
+        self.num_done += int(np.count_nonzero(~self.consumed[live]))
         self.ledger.samples_cleared(given)
         self.ledger.samples_changed()
         self._drawn(undrawn)
@@ -213,7 +219,7 @@ class Consumer:
         given[~np.isin(given, kept)] = 0
         self.consumed[:] = False
         live = self._live()
-        self.num_undrawn, self.num_unconsumed = int(np.count_nonzero(given[live] == 0)), len(live)
+        self.num_undrawn, self._num_offered = int(np.count_nonzero(given[live] == 0)), self.num_done + len(live)
         self._ended.clear()
         self._over_at, self._over_ranks = None, set()
         self._ends.clear()
@@ -298,7 +304,7 @@ class Consumer:
         if (consumed & (given == 0) & live).any():
             raise ValueError(f"task {self.task!r} has consumed what it wasn't given")
         self.num_undrawn -= int(np.count_nonzero(given[live]))
-        self.num_unconsumed -= int(np.count_nonzero(consumed[live]))
+        self._num_offered -= int(np.count_nonzero(consumed[live]))
         self.ledger.load(saved.ledger, shift)
         self._ended = {where: StreamEnd(reason, dropped) for where, reason, dropped in saved.ended_filters}
         if saved.ended is not None:

@@ -45,6 +45,8 @@ class Partition:
         self.last_published: float | None = None
         self.num_live = 0
         self.num_published = 0
+        self.num_withdrawn = 0
+        """Samples that were published and no longer count as such, because their put was cancelled."""
         self.num_rewrites = 0
         self.num_free = 0
         self.num_reserved = 0
@@ -215,8 +217,7 @@ class Partition:
         bare = ~self.tags.tagged(rows)
         for name in self.schema.written():
             bare &= ~self.schema.has(name)[rows]
-        self.num_published -= int(np.count_nonzero(bare))
-        self.clear(indexes[found][bare])
+        self._withdraw(indexes[found][bare])
 
     def take_back(self, indexes: Indexes, num_rewrites: int) -> bool:
         """Delete samples of a put that its caller cancelled. False: some were cleared, given to a task, or maybe
@@ -227,9 +228,13 @@ class Partition:
             return False
         if any(consumer.given[rows].any() for consumer in self.consumers.values()):
             return False
-        self.num_published -= len(indexes)
-        self.clear(indexes)
+        self._withdraw(indexes)
         return True
+
+    def _withdraw(self, indexes: Indexes) -> None:
+        self.num_published -= len(indexes)
+        self.num_withdrawn += len(indexes)
+        self.clear(indexes)
 
     def _release(self, rows: Rows) -> Indexes:
         """Release rows. Row numbers stay valid until the caller compacts."""

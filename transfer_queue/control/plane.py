@@ -196,6 +196,8 @@ class ControlPlane:
         assert len(np.unique(together)) == len(together), "an index belongs to one partition"
         for partition in self.state.partitions.values():
             partition.check_invariants()
+        serials = [partition.serial for partition in self.state.partitions.values()]
+        assert serials == sorted(serials), "pages of statistics go by these"
         used = sum(partition.num_used for partition in self.state.partitions.values())
         assert used == self.state.allocator.num_used, "samples and reservations are counted"
         assert not self.state.dirty, "every dirty partition was served"

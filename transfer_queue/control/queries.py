@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -139,13 +140,16 @@ def list_lost(state: PlaneState, request: p.ListLost) -> p.Reply:
 def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     """Statistics of every partition, task and client, and the waiting requests with what they wait for.
 
-    ``abandoned``: a field of the partition with lost producers. ``dropped``: samples by task and reason.
+    ``abandoned``: a field of the partition with lost producers. ``dropped``: samples by task and reason. ``put_total``
+    and ``done_total`` only grow: samples put, and samples that the task got or that were cleared, each time.
     """
-    names = list(islice(state.partitions, request.first, request.first + MOST_PARTITIONS))
-    page: dict[str, Any] = {"partitions": {name: _partition_stats(state, name, now) for name in names}}
-    if request.first + len(names) < len(state.partitions):
-        page["more"] = request.first + len(names)
-    if request.first:
+    partitions = list(state.partitions.values())  # in the order of their serial numbers
+    start = bisect_right(partitions, request.after, key=attrgetter("serial"))
+    told = partitions[start : start + MOST_PARTITIONS]
+    page: dict[str, Any] = {"partitions": {each.name: _partition_stats(state, each, now) for each in told}}
+    if start + len(told) < len(partitions):
+        page["more"] = told[-1].serial
+    if request.after:
         return p.Done(request.id, page)
     alike: dict[object, dict[str, Any]] = {}
     waiting = [
@@ -227,13 +231,14 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
     }  # fmt: skip
 
 
-def _partition_stats(state: PlaneState, name: str, now: float) -> dict[str, Any]:
-    partition, tasks = state.partitions[name], {}
+def _partition_stats(state: PlaneState, partition: Partition, now: float) -> dict[str, Any]:
+    tasks = {}
     for task, consumer in partition.consumers.items():
         end = consumer.end_of(None)
         tasks[task] = {
             "ready": consumer.ready_counts(),
             "consumed": partition.num_live - consumer.num_unconsumed,
+            "done_total": consumer.num_done,
             "in_flight": len(consumer.ledger),
             "in_flight_samples": consumer.ledger.num_open_samples(),
             "settled": consumer.ledger.first_open(),
@@ -241,7 +246,8 @@ def _partition_stats(state: PlaneState, name: str, now: float) -> dict[str, Any]
             "dropped": 0 if end is None else end.dropped,
         }
     return {
-        "samples": partition.num_live, "published": partition.num_published, "held": partition.num_reserved,
+        "samples": partition.num_live, "published": partition.num_published,
+        "put_total": partition.num_published + partition.num_withdrawn, "held": partition.num_reserved,
         "sealed": partition.sealed, "num_samples": partition.num_samples, "keys": len(partition.keys),
         "fields": partition.schema.names, "produced": dict(partition.schema.counts), "tasks": tasks,
         "lost": {name: len(indexes) for name, indexes in partition.lost().items()},

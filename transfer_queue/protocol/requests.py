@@ -360,12 +360,13 @@ class ForgetTask(Request, frozen=True):
 
 
 class GetStats(Request, frozen=True):
-    """Statistics of everything, in pages of partitions: ``first`` says how many were told already.
+    """Statistics of everything, in pages of partitions in the order in which they were made.
 
-    A page with others behind it says how many were told with it (``more``). All else comes with the first page.
+    A page with others behind it says which was its last one (``more``), and the next page begins ``after`` that. So a
+    partition that stays is told once, whatever others come and go. All else comes with the first page (``after`` 0).
     """
 
-    first: Size = 0
+    after: Size = 0
 
 
 class EvictClient(Request, frozen=True):

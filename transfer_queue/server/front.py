@@ -189,8 +189,6 @@ class Front:
         """Let the part that knows this request handle it."""
         request = step.request
         if self.unit is not None and self.unit.serves(request):
-            if isinstance(request, Write):
-                self.meter.writes(request, step.frames)
             return answers_of(self.unit.handle(client, request, step.frames, now))
         if self.plane is None or isinstance(request, UnitRequest):
             raise ProtocolError(f"this server does not serve {type(request).__name__}: it is of another kind.")
@@ -229,12 +227,12 @@ class Front:
             if not work:
                 return outgoing
             answer = work.popleft()
-            if isinstance(answer.reply, Rows):
-                self.meter.reads(answer.reply, answer.frames)
             key = (answer.client, answer.reply.id)
             call = self._calls.get(key)
             if call is None:  # it was cancelled, or expects no answer
                 continue
+            if isinstance(answer.reply, Rows):
+                self.meter.reads(answer.reply, answer.frames)
             if call.steps is not None:
                 final = self._next_step(answer, call.steps, work, now)
                 if final is None:
@@ -417,7 +415,7 @@ class Front:
         assert self.plane is not None
         answers = answers_of(self.plane.handle(client, request, now))
         for answer in answers:
-            if answer.reply.id == request.id and isinstance(answer.reply, p.Done) and not request.first:
+            if answer.reply.id == request.id and isinstance(answer.reply, p.Done) and not request.after:
                 answer.reply.value.update(alarms=self.alarms(), asked_by=client, metrics=self.meter.of_controller())
                 answer.reply.value["waiting"] += [] if self.unit is None else self.unit.waiting(now)
                 clients = answer.reply.value["clients"]
@@ -428,10 +426,13 @@ class Front:
         return answers
 
     def _unit_stats(self, client: str, request: AskUnitStats, now: float) -> Iterable[Answer]:
+        answers = self._ask(client, Step(request), now)
+        assert self.unit is not None, "it has answered"
+        metrics = self.meter.of_unit(self.unit.put_nbytes)
         return [
-            Answer(own, msgspec.structs.replace(reply, metrics=self.meter.of_unit()), frames)
+            Answer(own, msgspec.structs.replace(reply, metrics=metrics), frames)
             if isinstance(reply, UnitStats) else Answer(own, reply, frames)
-            for own, reply, frames in self._ask(client, Step(request), now)
+            for own, reply, frames in answers
         ]  # fmt: skip
 
 

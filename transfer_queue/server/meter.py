@@ -3,25 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.storage.shm.messages import (
-    ColumnHeader,
-    Columns,
-    Delete,
-    Read,
-    Rows,
-    UnitRequest,
-    Write,
-    unpack_indexes,
-)
+from transfer_queue.storage.shm.messages import ColumnHeader, Delete, Read, Rows, UnitRequest, Write, unpack_indexes
 
 REQUEST_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 LOOP_BOUNDS_S = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
@@ -42,6 +34,9 @@ _MOST_TASKS = 100
 _OTHERS = "(others)"
 _MOST_MARKS = 4096
 _FIRST_RESOLUTION_S = 0.01
+_LATELY_S = 60.0
+_OLDEST = -(2**63)
+"""No int of a message is less."""
 
 
 class Histogram:
@@ -104,6 +99,25 @@ class _Ages:
         return now - self._times[at - 1] if at else None
 
 
+class _Newest:
+    """The newest version that was put lately: in the present minute with puts, or in the one before it.
+
+    So a run that begins again at version 0, or one wrong version, is not measured by what was long ago.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._this_minute = _OLDEST
+        self._ends = -math.inf
+        self.version: int | None = None
+        """None: no version was put."""
+
+    def put(self, version: int, now: float) -> None:
+        if now >= self._ends:
+            self._before, self._this_minute, self._ends = self._this_minute, version, now + _LATELY_S
+        self._this_minute = max(self._this_minute, version)
+        self.version = max(self._before, self._this_minute)
+
+
 class Meter:
     """Every answer passes it, so it does little: some integers per request, and nothing in proportion to samples,
     except to those with a version tag.
@@ -113,11 +127,11 @@ class Meter:
         self._clock = clock
         self._verbs: dict[type[p.Request], _Verb] = {}
         self._loop = Histogram(LOOP_BOUNDS_S)
-        self._bytes = {"put": {"message": 0, "memory": 0}, "get": {"message": 0, "memory": 0}}
+        self._got = {"message": 0, "memory": 0}
         self._ages = _Ages()
         self._age_s: dict[str, Histogram] = {}
         self._versions: dict[str, Histogram] = {}
-        self._newest: int | None = None
+        self._newest = _Newest()
 
     # ---- what happens ----
 
@@ -136,7 +150,7 @@ class Meter:
             verb.errors += 1
             return
         if kind is p.Put or kind is p.Publish:
-            self._put(request.tags)  # type: ignore[attr-defined]
+            self._put(request.tags, now)  # type: ignore[attr-defined]
         indexes = getattr(reply, "indexes", None) or getattr(request, "indexes", None)
         if not indexes:
             return
@@ -151,34 +165,27 @@ class Meter:
         new = _Verb(kind)
         return next((verb for verb in self._verbs.values() if verb.name == new.name), new)
 
-    def _put(self, tags: dict[int, p.Tags]) -> None:
-        for version in _versions(tags.values()) if tags else ():
-            if self._newest is None or version > self._newest:
-                self._newest = version
+    def _put(self, tags: dict[int, p.Tags], now: float) -> None:
+        versions = _versions(tags.values()) if tags else []
+        if versions:
+            self._newest.put(max(versions), now)
 
     def _handed_out(self, task: str, batch: p.Batch, now: float) -> None:
         oldest = _first(batch.indexes) if len(batch.indexes) == 8 else int(unpack_indexes(batch.indexes).min())
         age_s = self._ages.of(oldest, now)
         if age_s is not None:
             _of(self._age_s, task, AGE_BOUNDS_S).add(age_s)
-        if batch.tags and self._newest is not None:
+        newest = self._newest.version
+        if batch.tags and newest is not None:
             histogram = _of(self._versions, task, VERSION_BOUNDS)
             for version in _versions(batch.tags.values()):
-                histogram.add(max(0, self._newest - version))
-
-    def writes(self, write: Write, frames: Sequence[memoryview]) -> None:
-        """Values come to the storage unit."""
-        put = self._bytes["put"]
-        put["message"] += sum([frame.nbytes for frame in frames])
-        if write.columns.lease:
-            put["memory"] += _in_arena(write.columns)
+                histogram.add(max(0, newest - version))
 
     def reads(self, rows: Rows, frames: Sequence[Any]) -> None:
         """Values go to a reader."""
-        get = self._bytes["get"]
-        get["message"] += sum([memoryview(frame).nbytes for frame in frames])
+        self._got["message"] += sum([memoryview(frame).nbytes for frame in frames])
         if rows.pinned:
-            get["memory"] += _pinned(rows.headers, frames)
+            self._got["memory"] += _pinned(rows.headers, frames)
 
     # ---- what came of it ----
 
@@ -194,9 +201,12 @@ class Meter:
             "versions": {task: histogram.plain() for task, histogram in self._versions.items()},
         }
 
-    def of_unit(self) -> dict[str, Any]:
-        """``requests`` as above; ``bytes`` of values in messages, and in memory that client and unit share."""
-        return {"requests": self._requests(of_unit=True), "bytes": self._bytes}
+    def of_unit(self, put_nbytes: Mapping[str, int]) -> dict[str, Any]:
+        """``requests`` as above; ``bytes`` of values in messages, and in memory that client and unit share.
+
+        ``put_nbytes``: those that the unit has committed.
+        """
+        return {"requests": self._requests(of_unit=True), "bytes": {"put": put_nbytes, "get": self._got}}
 
     def _requests(self, of_unit: bool) -> dict[str, Any]:
         return {verb.name: verb.plain() for verb in self._verbs.values() if verb.of_unit is of_unit}
@@ -217,10 +227,6 @@ def _of(histograms: dict[str, Histogram], task: str, bounds: Sequence[float]) ->
         name = task if len(histograms) < _MOST_TASKS else _OTHERS
         found = histograms.setdefault(name, Histogram(bounds))
     return found
-
-
-def _in_arena(columns: Columns) -> int:
-    return sum(header.nbytes for header in columns.headers if header.offset >= 0)
 
 
 def _pinned(headers: Sequence[ColumnHeader], frames: Sequence[Any]) -> int:

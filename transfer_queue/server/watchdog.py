@@ -23,6 +23,7 @@ class Alarms:
     def __init__(self, held_s: float = HELD_S) -> None:
         self._held_s = held_s
         self._alarms: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._count = 0
         self._last: str | None = None
         self._since = 0.0
         self._current: dict[str, Any] | None = None
@@ -34,19 +35,23 @@ class Alarms:
             return False
         if now - self._since < self._held_s:
             return False
-        is_new, alarm = self._current is None, self._current or {"what": running}
+        is_new, alarm = self._current is None, self._current or {"number": self._count + 1, "what": running}
         alarm.update(held_s=now - self._since, at=now)
         if is_new:
+            self._count += 1
             self._alarms.append(alarm)
         self._current = alarm
         return is_new
 
     def latest(self, now: float) -> list[dict[str, Any]]:
-        """What held the server, for how long, and how long ago that was noticed last."""
+        """What held the server, for how long, and how long ago that was noticed last; numbered from 1."""
         return [
-            {"what": alarm["what"], "held_s": alarm["held_s"], "seen_s_ago": now - alarm["at"]}
+            {
+                "number": alarm["number"], "what": alarm["what"], "held_s": alarm["held_s"],
+                "seen_s_ago": now - alarm["at"],
+            }
             for alarm in list(self._alarms)
-        ]
+        ]  # fmt: skip
 
 
 class Watchdog:

@@ -193,11 +193,11 @@ class Session:
     async def stats(self) -> dict[str, Any]:
         """Numbers of the whole queue: see ``TransferQueueClient.get_stats``."""
         stats: dict[str, Any] = (await self.ask(p.GetStats, p.Done)).value
-        first = stats.pop("more", None)
-        while first is not None:  # in pages, so that many partitions hold up no other client
-            page = (await self.ask(p.GetStats, p.Done, first)).value
+        after = stats.pop("more", None)
+        while after is not None:  # in pages, so that many partitions hold up no other client
+            page = (await self.ask(p.GetStats, p.Done, after)).value
             stats["partitions"].update(page["partitions"])
-            first = page.get("more")
+            after = page.get("more")
         return stats
 
     def read(self, answer: bytes, request: p.Request, expected: type[R]) -> R:

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from tests.unit.control.control_kit import ACTOR, ask, batch, clear, fetch, put, register, seal
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
+from transfer_queue.control.state import PlaneConfig
 
 
 def dropped(plane: ControlPlane) -> Any:
@@ -54,10 +58,41 @@ def test_producers_and_the_age_of_their_fields_are_told(plane):
 def test_statistics_of_many_partitions_come_in_pages(plane):
     for number in range(250):
         ask(plane, ACTOR, p.CreatePartition, f"p{number}")
-    pages, first = [], 0
-    while first is not None:
-        pages.append(ask(plane, ACTOR, p.GetStats, first).value)
-        first = pages[-1].get("more")
+    pages, after = [], 0
+    while after is not None:
+        pages.append(ask(plane, ACTOR, p.GetStats, after).value)
+        after = pages[-1].get("more")
     assert [len(page["partitions"]) for page in pages] == [100, 100, 50]
     assert ["clients" in page for page in pages] == [True, False, False]
     assert [name for page in pages for name in page["partitions"]] == [f"p{number}" for number in range(250)]
+
+
+names = st.integers(0, 349).map("p{}".format)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.lists(names, max_size=120), st.lists(names, max_size=120)), min_size=3, max_size=3))
+def test_a_partition_that_stays_is_told_once_while_others_come_and_go(changes):
+    plane = ControlPlane(PlaneConfig())
+    for number in range(250):
+        ask(plane, ACTOR, p.CreatePartition, f"p{number}")
+    stays = set(plane.state.partitions)
+    told: list[str] = []
+    after: int | None = 0
+    for gone, made in changes:
+        page = ask(plane, ACTOR, p.GetStats, after).value
+        told += page["partitions"]
+        after = page.get("more")
+        for name in gone:
+            ask(plane, ACTOR, p.ClearPartition, name)
+        stays -= set(gone)
+        for name in set(made) - set(plane.state.partitions):
+            ask(plane, ACTOR, p.CreatePartition, name)
+        plane.check_invariants()
+        if after is None:
+            break
+    while after is not None:
+        page = ask(plane, ACTOR, p.GetStats, after).value
+        told += page["partitions"]
+        after = page.get("more")
+    assert {name: told.count(name) for name in stays} == dict.fromkeys(stays, 1)

@@ -211,14 +211,14 @@ def test_statistics_tell_who_waits_and_what_each_task_has(make_plane):
     assert ask(plane, REWARDER, p.Reserve, "q", 1, now=11.0) is None
     stats = ask(plane, CRITIC, p.GetStats, now=12.0).value
     task = {
-        "ready": {"x": 2}, "consumed": 1, "in_flight": 1, "in_flight_samples": 1, "settled": 0, "ended": None,
-        "dropped": 0,
+        "ready": {"x": 2}, "consumed": 1, "done_total": 1, "in_flight": 1, "in_flight_samples": 1, "settled": 0,
+        "ended": None, "dropped": 0,
     }  # fmt: skip
     assert stats["capacity"] == 4
     assert stats["partitions"] == {
         "p": {
-            "samples": 3, "published": 3, "held": 1, "sealed": False, "num_samples": 9, "keys": 0, "fields": ["x"],
-            "produced": {"x": 3}, "tasks": {"train": task}, "abandoned": None, "lost": {},
+            "samples": 3, "published": 3, "put_total": 3, "held": 1, "sealed": False, "num_samples": 9, "keys": 0,
+            "fields": ["x"], "produced": {"x": 3}, "tasks": {"train": task}, "abandoned": None, "lost": {},
         }
     }  # fmt: skip
     assert [(each["client"], each["waited_s"], each["writer"]) for each in stats["waiting"]] == [

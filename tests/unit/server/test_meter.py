@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.server.front_kit import NBYTES, Client, front_of
+from tests.unit.server.front_kit import NBYTES, PAGE, Client, failed, front_of
 from transfer_queue import protocol as p
 from transfer_queue.server.meter import AGE_BOUNDS_S, BOUNDS, REQUEST_BOUNDS_S, VERSION_BOUNDS, Meter
-from transfer_queue.storage.shm.messages import AskUnitStats, ColumnHeader, Columns, Rows, Write
+from transfer_queue.storage.shm.messages import Abort, AskUnitStats, ColumnHeader, Columns, Commit, Rows, Write
 from transfer_queue.storage.wire_columns import dense_layout, ragged_layout
 
 
@@ -49,14 +49,14 @@ def test_a_request_is_timed_from_its_arrival_to_its_answer_and_its_samples_and_e
     meter.answered(p.Fetch(2, "p", "t", ["x"], 3), 10.0, p.Failed(2, "", ""))
     expected = {"seconds": counted(REQUEST_BOUNDS_S, 0.25, 0.25), "errors": 1, "samples": 3}
     assert meter.of_controller()["requests"] == {"GET_META": expected}
-    assert meter.of_unit()["requests"] == {}
+    assert meter.of_unit({})["requests"] == {}
 
 
 def test_the_two_forms_of_a_put_share_a_name():
     meter, _ = metered()
     meter.answered(p.Put(1, p.Reserve(1, "p", 2)), 0.0, reserved(0, 2))
     meter.answered(Write(2, p.pack_indexes(np.arange(3)), Columns([])), 0.0, p.Done(2))
-    assert {name: verb["samples"] for name, verb in meter.of_unit()["requests"].items()} == {"PUT": 5}
+    assert {name: verb["samples"] for name, verb in meter.of_unit({})["requests"].items()} == {"PUT": 5}
 
 
 def test_the_age_of_a_batch_is_that_of_its_oldest_sample():
@@ -90,6 +90,25 @@ def test_staleness_is_how_many_versions_a_sample_is_behind_the_newest_one():
     assert meter.of_controller()["versions"] == {"t": counted(VERSION_BOUNDS, 0, 3)}
 
 
+def test_the_newest_version_is_forgotten_after_two_minutes_with_other_puts():
+    meter, clock = metered()
+
+    def put(version: int) -> None:
+        meter.answered(p.Put(1, p.Reserve(1, "p", 1), tags={0: {"policy_version": version}}), 0.0, reserved(0, 1))
+
+    def behind(version: int) -> float:
+        before = meter.of_controller()["versions"].get("t", {"sum": 0})["sum"]
+        got = batch(0, tags={0: {"policy_version": version}})
+        meter.answered(p.Fetch(2, "p", "t", ["x"], 1), 0.0, got)
+        return float(meter.of_controller()["versions"]["t"]["sum"] - before)
+
+    found = []
+    for clock.now, version in ((0.0, 900), (1.0, 5), (61.0, 5), (100.0, 6), (122.0, 7), (5000.0, 8), (5001.0, 0)):
+        put(version)
+        found.append(behind(4))
+    assert found == [896, 896, 896, 896, 3, 4, 4]
+
+
 def test_the_number_of_tasks_with_a_histogram_is_bounded():
     meter, _ = metered()
     meter.answered(p.Reserve(1, "p", 10), 0.0, reserved(0, 10))
@@ -111,7 +130,7 @@ def test_rows_in_the_arena_count_without_the_other_rows_of_their_block():
     meter, _ = metered()
     frames = [memoryview(np.array([3, 4])).cast("B"), memoryview(bytes(40))]
     meter.reads(Rows(1, headers, [], True), frames)
-    assert meter.of_unit()["bytes"]["get"] == {"message": 16 + 40, "memory": 200 + 80 + 7 * 8}
+    assert meter.of_unit({})["bytes"]["get"] == {"message": 16 + 40, "memory": 200 + 80 + 7 * 8}
 
 
 def test_a_front_counts_what_it_answers_and_the_bytes_of_values():
@@ -131,3 +150,36 @@ def test_a_front_counts_what_it_answers_and_the_bytes_of_values():
         "put": {"message": 2 * NBYTES, "memory": 0},
         "get": {"message": 2 * NBYTES, "memory": 0},
     }
+
+
+def moved(front: Any) -> dict[str, dict[str, int]]:
+    client = Client(front, "who asks")
+    found: dict[str, dict[str, int]] = client.one(AskUnitStats(client.number())).metrics["bytes"]
+    return found
+
+
+def test_bytes_count_once_they_are_committed():
+    front = front_of(pages=4)
+    writer = Client(front, "writer")
+    reserved_ = writer.one(writer.reserve(2))
+    layout = dense_layout("uint8", 1, (NBYTES,))
+    write = Write(writer.number(), reserved_.indexes, Columns([ColumnHeader("x", layout, 2)]))
+    writer.one(write, [bytes(2 * NBYTES)])
+    assert moved(front)["put"] == {"message": 0, "memory": 0}
+    writer.one(Commit(writer.number(), [write.id]))
+    assert moved(front)["put"] == {"message": 2 * NBYTES, "memory": 0}
+    writer.one(writer.put_leased([1, 2]))
+    assert moved(front)["put"] == {"message": 2 * NBYTES, "memory": 2 * PAGE}
+
+
+def test_bytes_of_refused_and_aborted_writes_do_not_count():
+    front = front_of(capacity_bytes=3 * NBYTES)
+    writer = Client(front, "writer")
+    reserved_ = writer.one(writer.reserve(1))
+    layout = dense_layout("uint8", 1, (NBYTES,))
+    write = Write(writer.number(), reserved_.indexes, Columns([ColumnHeader("x", layout, 1)]))
+    writer.one(write, [bytes(NBYTES)])
+    writer.tell(Abort(writer.number(), [write.id]))
+    failed(writer.put([1, 2, 3, 4])[0], "StorageFullError")
+    failed(writer.put([1], begin=writer.check([77]))[0], "SampleClearedError")
+    assert moved(front)["put"] == {"message": 0, "memory": 0}

@@ -15,7 +15,7 @@ def test_what_runs_for_too_long_is_an_alarm_that_grows_while_it_runs():
     alarms = Alarms(held_s=2.0)
     looks = [alarms.look("MySampler", now) for now in (10.0, 11.9, 12.0, 13.0)]
     assert looks == [False, False, True, False]
-    assert alarms.latest(14.5) == [{"what": "MySampler", "held_s": 3.0, "seen_s_ago": 1.5}]
+    assert alarms.latest(14.5) == [{"number": 1, "what": "MySampler", "held_s": 3.0, "seen_s_ago": 1.5}]
 
 
 def test_what_ends_in_time_is_none():
@@ -44,7 +44,9 @@ def test_the_latest_sixteen_are_remembered():
     for n in range(20):
         alarms.look(f"s{n}", 2.0 * n)
         alarms.look(f"s{n}", 2.0 * n + 1.0)
-    assert [alarm["what"] for alarm in alarms.latest(50.0)] == [f"s{n}" for n in range(4, 20)]
+    assert [(alarm["number"], alarm["what"]) for alarm in alarms.latest(50.0)] == [
+        (n + 1, f"s{n}") for n in range(4, 20)
+    ]
 
 
 # ---- the thread ----

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.storage.shm.arena import Arena
 from transfer_queue.storage.shm.messages import FieldColumns
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn, as_run, cut
 
@@ -77,14 +78,23 @@ _REMEMBERED = 1024
 
 
 class UncommittedWrite(NamedTuple):
-    """Rows for these indexes, as received."""
+    """Rows for these indexes, as received. ``leased``: some columns lie in memory that was leased for them."""
 
     indexes: IntArray
     columns: FieldColumns
+    leased: bool = False
 
     @property
     def nbytes(self) -> int:
         return sum(column.nbytes for _, _, column in self.columns)
+
+    def count_into(self, totals: dict[str, int], arena: Arena | None) -> None:
+        """Add its bytes to those that came in messages (``message``) and in leased memory of the arena (``memory``)."""
+        memory = 0
+        if arena is not None and self.leased:
+            memory = sum(each.data.nbytes for _, _, each in self.columns if arena.offset_of(each.data) >= 0)
+        totals["memory"] += memory
+        totals["message"] += self.nbytes - memory
 
     def holds(self, values: Mapping[str, IntArray]) -> bool:
         """Return whether it has one of these values. ``values``: indexes by field."""
@@ -96,7 +106,7 @@ class UncommittedWrite(NamedTuple):
         """The same write without the rows of these indexes."""
         kept = ~np.isin(self.indexes, indexes)
         columns = [(name, where, rest) for name, at, column in self.columns for where, rest in _kept(at, column, kept)]
-        return UncommittedWrite(self.indexes, columns)
+        return self._replace(columns=columns)
 
 
 def _kept(at: Positions, column: WireColumn, kept: NDArray[np.bool_]) -> list[tuple[Positions, WireColumn]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,8 +55,6 @@ from transfer_queue.utils.wait_queue import WaitQueue
 
 INLINE_NBYTES = 64 * 1024
 """Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
-
-
 _QUARANTINE_S = 60.0
 
 
@@ -115,6 +113,8 @@ class StorageUnit:
         self._waiting: WaitQueue[_Parked] = WaitQueue()
         self._warming: deque[tuple[str, Read, Warming]] = deque()
         self._now = -math.inf
+        self.put_nbytes = {"message": 0, "memory": 0}
+        """Bytes of values committed so far: those that came in messages, and those in leased memory."""
         self._verbs: dict[type[Request], Callable[[str, Any, list[memoryview]], list[UnitReply]]] = {
             Lease: self._lease,
             Write: self._write,
@@ -248,8 +248,7 @@ class StorageUnit:
             published = self._uncommitted.take_holding(self._store.lacking(indexes, fields))
             if not published:
                 raise
-            for write in published:
-                self._store.write(*write)
+            self._store_all(published)
             return self._rows_or_wait(client, request, indexes, fields)
 
     def _rows_or_wait(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> list[UnitReply]:
@@ -354,7 +353,7 @@ class StorageUnit:
             raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if not columns.lease else self._carved(columns, lease)
         stored = unpack_columns(columns.headers, columns.tables, frames, len(indexes), view)
-        return UncommittedWrite(indexes, stored)
+        return UncommittedWrite(indexes, stored, view is not None)
 
     def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
         """Carve the columns' memory out of the lease."""
@@ -370,12 +369,16 @@ class StorageUnit:
         return lambda offset, nbytes: extents.pop((offset, nbytes))
 
     def _commit(self, client: str, request: Commit, frames: list[memoryview]) -> list[UnitReply]:
-        for call in request.writes:
-            write = self._uncommitted.take(client, call)
-            if write is not None:  # otherwise a reader has committed it
-                self._store.write(*write)
+        found = [self._uncommitted.take(client, call) for call in request.writes]
+        self._store_all(write for write in found if write is not None)  # a reader has committed the others
         self._squeeze()
         return [UnitReply(client, Done(request.id)), *self._admit()]
+
+    def _store_all(self, writes: Iterable[UncommittedWrite]) -> None:
+        """Make these writes readable."""
+        for write in writes:
+            self._store.write(write.indexes, write.columns)
+            write.count_into(self.put_nbytes, self._arena)
 
     def _abort(self, client: str, request: Abort, frames: list[memoryview]) -> list[UnitReply]:
         for call in request.writes:
@@ -386,13 +389,12 @@ class StorageUnit:
     def _end_write(self, client: str, request: EndWrite, frames: list[memoryview]) -> list[UnitReply]:
         write = self._uncommitted.take(request.client, request.call)
         if write is not None and request.published:
-            self._store.write(*write)
+            self._store_all([write])
             self._squeeze()
         return [UnitReply(client, Done(request.id)), *self._admit()]
 
     def _end_session(self, client: str, request: EndSession, frames: list[memoryview]) -> list[UnitReply]:
-        for write in self._uncommitted.end(request.client, request.published):
-            self._store.write(*write)
+        self._store_all(self._uncommitted.end(request.client, request.published))
         return [UnitReply(client, Done(request.id)), *self.client_gone(request.client, self._now)]
 
     def _delete(self, client: str, request: Delete, frames: list[memoryview]) -> list[UnitReply]:
