@@ -44,6 +44,7 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
         conf: Configuration over the defaults of config.yaml, or the address of a running queue. A queue is joined
             if an address is given or TQ_ADDRESS is set. In a process that uses Ray, the cluster's queue is joined if
             there is one. The rest of ``conf`` is then ignored, as it is if this process has already joined a queue.
+            If its client was closed by hand, this process joins that queue again.
     Returns:
         The running queue's configuration, server addresses included.
     Raises:
@@ -54,7 +55,7 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
     with _lock:
         if any(isinstance(queue, on_ray.RayQueue) and not queue.is_current for queue in _started):
             close()  # Ray may reuse a process, so the cluster may have a later queue
-        if _TQ_CLIENT is None or _TQ_CONFIG is None:
+        if _TQ_CLIENT is None or _TQ_CONFIG is None or _TQ_CLIENT.session.is_closed:
             _start_or_join(merge({"address": conf} if isinstance(conf, str) else conf))
         running: DictConfig = _TQ_CONFIG
         return running
@@ -267,7 +268,7 @@ async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[
     """Values of the keys and fields that a put or a list returned.
 
     Raises:
-        ValueError: as ``kv_batch_get``, or none of ``select_fields`` is a field of the metadata ("not found").
+        ValueError: as ``kv_batch_get``, or one of ``select_fields`` is no field of the metadata ("not found").
     """
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 
