@@ -12,7 +12,7 @@ from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, connect, kv
 from transfer_queue.client.key_watch import KeyWatch
 from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
-from transfer_queue.errors import NotInitializedError
+from transfer_queue.errors import NotInitializedError, ProtocolError
 from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
@@ -103,7 +103,10 @@ def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClien
 
 def _own_socket(client: TransferQueueClient) -> str | None:
     """The controller's socket for programs of its own host, if this is one: values take shared memory there."""
-    units = run_blocking(client.session.ask(p.ListUnits, p.Units)).units
+    try:
+        units = run_blocking(client.session.ask(p.ListUnits, p.Units)).units
+    except ProtocolError:
+        return None  # a server that joined the queue: it only says where the controller is
     own = next((reachable(unit) for unit in units if unit.number == 0), "")
     return own if own.startswith("ipc://") else None
 
