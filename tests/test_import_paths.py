@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 from importlib import import_module
 from importlib.resources import files
+from inspect import signature
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -58,9 +60,56 @@ NAMES = {
 }
 
 
+PARAMETERS = {
+    "transfer_queue": {
+        "init": "conf",
+        "kv_put": "key partition_id fields tag data_parser",
+        "kv_batch_put": "keys partition_id fields tags data_parser",
+        "kv_batch_get": "keys partition_id select_fields",
+        "kv_batch_get_by_meta": "meta select_fields",
+        "kv_list": "partition_id",
+        "kv_clear": "keys partition_id",
+        "save_checkpoint": "checkpoint_dir include_storage metadata",
+        "load_checkpoint": "checkpoint_dir",
+        "TransferQueueClient.put": "data metadata partition_id data_parser",
+        "TransferQueueClient.get_meta": "data_fields batch_size partition_id mode task_name sampling_config",
+        "TransferQueueClient.get_data": "metadata",
+        "TransferQueueClient.clear_samples": "metadata",
+        "TransferQueueClient.check_production_status": "data_fields partition_id",
+        "TransferQueueClient.check_consumption_status": "task_name partition_id",
+        "TransferQueueClient.reset_consumption": "partition_id task_name",
+        "TransferQueueClient.kv_retrieve_meta": "keys partition_id create",
+        "TransferQueueClient.kv_retrieve_keys": "global_indexes partition_id",
+        "BatchMeta.add_fields": "tensor_dict set_all_ready",
+        "BatchMeta.reorder": "indices",
+        "BatchMeta.select_fields": "field_names",
+        "BatchMeta.select_samples": "sample_indices",
+        "KVBatchMeta.reorder": "indexes",
+        "KVBatchMeta.select_keys": "keys_to_select",
+        "StreamingDataset": (
+            "config batch_size micro_batch_size data_fields partition_id task_name dp_rank "
+            "should_check_consumption_status fetch_batch_fn process_batch_fn"
+        ),
+    },
+    "transfer_queue.storage.managers": {"StorageManagerFactory.register": "manager_type"},
+    "transfer_queue.storage.clients": {
+        "StorageClientFactory.register": "client_type",
+        "StorageClientFactory.create": "client_type config",
+    },
+    "transfer_queue.utils.common": {"get_env_bool": "env_key default"},
+}
+
+
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module in NAMES for name in NAMES[module].split()])
 def test_promised_name_is_importable(module: str, name: str) -> None:
     assert hasattr(import_module(module), name)
+
+
+@pytest.mark.parametrize(("module", "path"), [(module, path) for module in PARAMETERS for path in PARAMETERS[module]])
+def test_parameters_have_the_names_and_the_order_that_programs_use(module: str, path: str) -> None:
+    names = [name for name in signature(attrgetter(path)(import_module(module))).parameters if name != "self"]
+    promised = PARAMETERS[module][path].split()
+    assert names[: len(promised)] == promised
 
 
 def test_every_public_name_resolves() -> None:

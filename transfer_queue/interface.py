@@ -12,7 +12,7 @@ from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, connect, kv
 from transfer_queue.client.key_watch import KeyWatch
 from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
-from transfer_queue.errors import NotInitializedError
+from transfer_queue.errors import NotInitializedError, ProtocolError
 from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
@@ -44,6 +44,7 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
         conf: Configuration over the defaults of config.yaml, or the address of a running queue. A queue is joined
             if an address is given or TQ_ADDRESS is set. In a process that uses Ray, the cluster's queue is joined if
             there is one. The rest of ``conf`` is then ignored, as it is if this process has already joined a queue.
+            If its client was closed by hand, this process joins that queue again.
     Returns:
         The running queue's configuration, server addresses included.
     Raises:
@@ -54,7 +55,7 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
     with _lock:
         if any(isinstance(queue, on_ray.RayQueue) and not queue.is_current for queue in _started):
             close()  # Ray may reuse a process, so the cluster may have a later queue
-        if _TQ_CLIENT is None or _TQ_CONFIG is None:
+        if _TQ_CLIENT is None or _TQ_CONFIG is None or _TQ_CLIENT.session.is_closed:
             _start_or_join(merge({"address": conf} if isinstance(conf, str) else conf))
         running: DictConfig = _TQ_CONFIG
         return running
@@ -102,7 +103,10 @@ def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClien
 
 def _own_socket(client: TransferQueueClient) -> str | None:
     """The controller's socket for programs of its own host, if this is one: values take shared memory there."""
-    units = run_blocking(client.session.ask(p.ListUnits, p.Units)).units
+    try:
+        units = run_blocking(client.session.ask(p.ListUnits, p.Units)).units
+    except ProtocolError:
+        return None  # a server that joined the queue: it only says where the controller is
     own = next((reachable(unit) for unit in units if unit.number == 0), "")
     return own if own.startswith("ipc://") else None
 
@@ -267,7 +271,7 @@ async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[
     """Values of the keys and fields that a put or a list returned.
 
     Raises:
-        ValueError: as ``kv_batch_get``, or none of ``select_fields`` is a field of the metadata ("not found").
+        ValueError: as ``kv_batch_get``, or one of ``select_fields`` is no field of the metadata ("not found").
     """
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 

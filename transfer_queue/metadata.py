@@ -220,9 +220,9 @@ class BatchMeta(Annotations):
             positions.setdefault(partition, []).append(position)
         return [self._take(rows) for rows in positions.values()]
 
-    def reorder(self, indexes: Iterable[int]) -> None:
+    def reorder(self, indices: Iterable[int]) -> None:
         """Reorder the rows in place; ValueError unless every position is named once."""
-        positions = as_ints(indexes)
+        positions = as_ints(indices)
         check_permutation(positions, self.size)
         self._adopt(self._take(positions))
 

@@ -13,7 +13,7 @@ import torch
 from tests.contract.storage_kit import until
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages
 from transfer_queue import TransferQueueClient
-from transfer_queue.errors import BatchTimeoutError, SampleClearedError, UnitLostError
+from transfer_queue.errors import BatchTimeoutError, QueueUnreachableError, SampleClearedError, UnitLostError
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
@@ -163,6 +163,23 @@ def test_a_put_whose_unit_ends_between_publish_and_commit_has_one_effect_and_its
         intact = client.get_meta(["x"], survived, "p", task_name="t")
         chosen = [meta.global_indexes.index(index) for index in intact.global_indexes]
         assert column(client, intact).equal(pages(count)["x"][chosen])
+
+
+@pytest.mark.parametrize("count", [10, 60])
+def test_a_put_whose_commit_reaches_no_unit_before_the_controller_misses_it_has_succeeded_too(
+    queue, monkeypatch, count
+):
+    client = queue.start(ROOM, ROOM, ROOM).client()
+    manager = manager_of(client)
+
+    async def unreachable(*_: Any) -> Any:
+        raise QueueUnreachableError("the unit has ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "_ask_units", unreachable)
+        meta = client.put(pages(count), partition_id="p")
+    assert meta.size == count
+    assert client.get_stats()["partitions"]["p"]["samples"] == count, "else it would be put again, and come twice"
 
 
 def test_a_put_into_a_queue_without_units_is_refused_and_reserves_nothing(queue):

@@ -210,6 +210,29 @@ def test_answers_of_a_strange_server_are_not_taken_for_ours(drive):
     context.term()
 
 
+@DRIVES
+def test_a_server_of_another_version_is_told_as_such(drive):
+    context = zmq.Context()
+    other = context.socket(zmq.ROUTER)
+    other.bind("tcp://127.0.0.1:0")
+
+    def answer() -> None:
+        route, *_ = other.recv_multipart()
+        other.send_multipart([route, BYE])  # as every version answers a greeting that is not its own
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    caller = SocketCaller("me")
+    with pytest.raises(
+        QueueUnreachableError, match=r"other at tcp:\S+ refused this connection: it is of another version"
+    ):
+        drive(caller.call_many([Call(Peer("other", other.last_endpoint.decode()), b"echo")], 10.0))
+    thread.join(JOIN_S)
+    caller.close()
+    other.close(linger=0)
+    context.term()
+
+
 # ---- addresses ----
 
 
@@ -359,9 +382,10 @@ def parked_process(peer: Peer) -> Iterator[tuple[Any, Any]]:
     ready.close()
 
 
-def test_a_killed_client_is_gone_when_its_lease_has_ended(tmp_path):
+def test_a_killed_client_is_gone_with_the_next_heartbeat_long_before_its_lease_has_ended(tmp_path):
     served = Desk()
-    with served_by_thread(tmp_path, served, "tcp", **SHORT) as (peer, server), parked_process(peer) as (process, _):
+    never = {**SHORT, "lease_s": 1e6}
+    with served_by_thread(tmp_path, served, "tcp", **never) as (peer, server), parked_process(peer) as (process, _):
         assert server.clients() == {"mortal": 1}
         process.kill()
         until(lambda: served.gone == ["mortal"])

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+
+from tests.own_processes import SLOW
 
 ROW = 8192 * 8
 SLACK = 200_000
@@ -32,6 +36,30 @@ def test_by_the_first_host_s_address_too_values_take_shared_memory_on_their_own_
         own = program(host, first.remote)
         own.do(f"put('{host.name}', 64)")
         assert list(own.do("units()").values())[at] == (64, "arena")
+
+
+def test_the_address_of_a_server_that_joined_leads_to_the_queue_from_both_hosts(hosts, program):
+    a, b = hosts
+    second = b.serve(a.serve().remote)
+    for host in hosts:
+        own = program(host, second.remote)
+        own.do(f"put('{host.name}', 8)")
+        assert own.do(f"get('{host.name}', 8)") == (list(range(8)))
+    assert sorted(samples for samples, _ in own.do("units()").values()) == [8, 8], "values stay where they were put"
+
+
+def test_values_of_a_host_whose_server_is_killed_are_missed_within_seconds(hosts, two_programs):
+    near, far, second = two_programs
+    far.do("put('p', 4)")
+    second.process.kill()
+    near.begin("get('p', 4, timeout_s=30.0)")
+    kind, text = near.result()
+    assert kind in ("UnitLostError", "QueueUnreachableError"), text
+    waiting = "[time.sleep(0.1) for _ in iter(lambda: bool(client.get_lost_samples('p')), True)]"
+    started = time.monotonic()
+    near.do(f"(lambda time: {waiting})(__import__('time'))")
+    assert time.monotonic() - started < 10.0 * SLOW, "a lease of 15 s is for those that are silent"
+    assert near.do("client.get_lost_samples('p')") == {"x": [0, 1, 2, 3]}
 
 
 def test_fields_of_one_sample_lie_where_each_was_produced_and_are_read_together(two_programs):

@@ -116,6 +116,16 @@ def test_after_close_the_old_client_says_so(start):
         tq.get_client()
 
 
+def test_after_its_client_was_closed_by_hand_init_joins_the_same_queue_again(start):
+    conf = start()
+    tq.kv_put("k", "p", {"x": torch.tensor(1)})
+    tq.get_client().close()
+    assert tq.init().address == conf.address
+    assert tq.kv_batch_get("k", "p")["x"].tolist() == [1]
+    tq.close()
+    assert servers() == [], "it still is the owner's process"
+
+
 def test_one_process_has_one_address_for_all_and_one_unit(start):
     conf = start({"server_processes": "one", "backend": {"SimpleStorage": {"num_data_storage_units": 3}}})
     (unit,) = conf.backend.SimpleStorage.zmq_info.values()

@@ -17,7 +17,9 @@ import transfer_queue as tq
 from tests.on_ray.conftest import NODES, WAIT_S, on
 from tests.own_processes import own_processes
 from transfer_queue import interface
+from transfer_queue.client import connect
 from transfer_queue.errors import SamplerError
+from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 ray = pytest.importorskip("ray")
 
@@ -56,15 +58,22 @@ def attach() -> None:
     tq.init()
 
 
+def server_at(socket: str, conf: Any) -> ZMQServerInfo:
+    """The controller's server, at its address for other hosts."""
+    return ZMQServerInfo("controller", "controller", ports={socket: conf.listen}, key_file=conf.key_file)
+
+
 @ray.remote
 def put(partition: str, start: int, conf: Any) -> list[int]:
     """As from another host: the units, which are all on this machine, take turns."""
-    tq.close()
-    tq.init({"address": conf.listen, "key_file": conf.key_file})
-    client = tq.get_client()
-    indexes = [client.put(rows(start + row, 1), partition_id=partition).global_indexes[0] for row in range(ROWS)]
-    tq.close()  # this process will have other tasks
-    return indexes
+    conf = conf.copy()
+    conf.controller.zmq_info = server_at("request_handle_socket", conf)
+    conf.backend.SimpleStorage.zmq_info = {"unit0": server_at("put_get_socket", conf)}
+    client = connect("writer", conf)
+    try:
+        return [client.put(rows(start + row, 1), partition_id=partition).global_indexes[0] for row in range(ROWS)]
+    finally:
+        client.close()
 
 
 @ray.remote

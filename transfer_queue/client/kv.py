@@ -219,14 +219,15 @@ def _warn_of(partial: set[str]) -> None:
 async def batch_get_by_meta(
     client: AsyncTransferQueueClient, meta: KVBatchMeta, select: Sequence[str] | str | None
 ) -> TensorDict:
-    """``batch_get`` with the keys and fields of the metadata; one of the selected fields must be among these."""
+    """``batch_get`` with the keys and fields of the metadata; every selected field must be among these."""
     if meta.partition_id is None:
         raise InvalidRequestError("the KVBatchMeta has no partition_id; set it to the partition of its keys.")
     if select is None:
         return await batch_get(client, meta.keys, meta.partition_id, meta.fields)
     wanted = [select] if isinstance(select, str) else list(select)
-    if not set(wanted) & set(meta.fields or []):
-        raise InvalidRequestError(f"select_fields {wanted} not found in the metadata's fields {meta.fields}.")
+    unknown = [name for name in wanted if name not in (meta.fields or [])]
+    if unknown:
+        raise InvalidRequestError(f"select_fields {unknown} not found in the metadata's fields {meta.fields}.")
     return await batch_get(client, meta.keys, meta.partition_id, wanted)
 
 

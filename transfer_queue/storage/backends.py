@@ -26,8 +26,8 @@ _backends: dict[str, str | type[StorageManager]] = {
 _OF_UNITS = ("SimpleStorage", "AsyncSimpleStorageManager")
 
 
-def register(name: str) -> Callable[[Manager], Manager]:
-    """Class decorator: make a ``StorageManager`` available as ``backend.storage_backend: name``.
+def register(manager_type: str) -> Callable[[Manager], Manager]:
+    """Class decorator: make a ``StorageManager`` available as ``backend.storage_backend: manager_type``.
 
     Raises:
         TypeError: the class is not a ``StorageManager``.
@@ -36,9 +36,9 @@ def register(name: str) -> Callable[[Manager], Manager]:
     def add(cls: Manager) -> Manager:
         if not (isinstance(cls, type) and issubclass(cls, StorageManager)):
             raise TypeError(
-                f"{cls!r} can't be registered as storage backend {name!r}: it is no StorageManager subclass"
+                f"{cls!r} can't be registered as storage backend {manager_type!r}: it is no StorageManager subclass"
             )
-        _backends[name] = cls
+        _backends[manager_type] = cls
         return cls
 
     return add

@@ -66,6 +66,11 @@ class Session:
         self._copying: set[object] = set()
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called in this process."""
+        return self._closed
+
     # ---- calls ----
 
     def number(self) -> int:

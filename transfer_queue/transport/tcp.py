@@ -144,6 +144,7 @@ class _Link:
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
         self._silent_beats = 0
+        self._is_welcome = False
         self._reader = PartsReader()
         self.dealer: Any = None
         self.monitor: Any = None
@@ -176,6 +177,12 @@ class _Link:
     def _handle(self, parts: Sequence[zmq.Frame]) -> None:
         self._silent_beats = 0
         kind = parts[0].bytes
+        if kind == BYE and not self._is_welcome:
+            self.fail(
+                f"{self.peer.name} at {self.peer.address} refused this connection: it is of another version, or is no "
+                f"server of a queue. Use the same version of lightning-tq on both sides."
+            )
+        self._is_welcome = True
         if kind == BYE:
             self.fail(
                 f"{self.peer.name} at {self.peer.address} has ended this connection: it was asked to, or heard nothing "

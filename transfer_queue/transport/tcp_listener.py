@@ -48,7 +48,10 @@ class TcpRoute:
 
 
 class TcpListener:
-    """See ``Listener``. A client is gone when it says so, and after ``lease_s`` without a message."""
+    """See ``Listener``. A client is gone when it says so, and after ``lease_s`` without a message.
+
+    If its process ends without a word, that is noticed with the next heartbeat.
+    """
 
     def __init__(
         self,
@@ -139,8 +142,15 @@ class TcpListener:
             self._server.left(route.client, route)
 
     def send(self, address: bytes, parts: Sequence[Any]) -> None:
-        """Send to a client; dropped if it has gone."""
-        self._router.send_multipart([address, *parts], copy=False)
+        """Send to a client. Dropped if its connection has ended; then the client is counted as gone, too."""
+        try:
+            self._router.send_multipart([address, *parts], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            if address in self._routes:
+                self._routes[address].disconnect()
+            return
         if not self._is_taking and self._router.events & zmq.POLLIN:
             os.eventfd_write(self._again, 1)
 
@@ -182,6 +192,7 @@ class TcpListener:
 def _bound(context: zmq.Context[Any], address: str, keys: ServerKeys | None) -> Any:
     router: Any = context.socket(zmq.ROUTER)
     router.set_hwm(0)  # nothing is ever dropped, and a send never blocks
+    router.router_mandatory = True  # a send to a client whose connection has ended is an error
     if keys is not None:
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = keys.public.encode(), keys.secret.encode()

@@ -15,9 +15,9 @@ _TRUE = frozenset({"true", "1", "yes", "y", "on"})
 _log = get_logger(__name__)
 
 
-def get_env_bool(key: str, default: bool = False) -> bool:
+def get_env_bool(env_key: str, default: bool = False) -> bool:
     """Whether a variable is true, 1, yes, y or on, in any case; ``default`` if it is unset or empty."""
-    return environment_text(key, str(default)).strip().lower() in _TRUE
+    return environment_text(env_key, str(default)).strip().lower() in _TRUE
 
 
 @contextmanager

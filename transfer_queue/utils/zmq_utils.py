@@ -61,7 +61,8 @@ class ZMQServerInfo:
 
     def peer(self) -> Peer:
         """The server's first socket as the transport's ``Peer``."""
-        return Peer(f"{self.role} {self.id}", next(iter(self.ports.values())))
+        name = self.id if self.id == self.role else f"{self.role} {self.id}"
+        return Peer(name, next(iter(self.ports.values())))
 
 
 def local_server(role: str, server_id: str, socket_name: str, address: str, pid: int) -> ZMQServerInfo:

@@ -66,7 +66,7 @@ class StorageClientFactory:
     }
 
     @classmethod
-    def register(cls, name: str) -> Callable[[Client], Client]:
+    def register(cls, client_type: str) -> Callable[[Client], Client]:
         """Class decorator: make a client available under this name.
 
         Raises:
@@ -75,22 +75,26 @@ class StorageClientFactory:
 
         def add(client: Client) -> Client:
             if not (isinstance(client, type) and issubclass(client, StorageKVClient)):
-                raise TypeError(f"{client!r} can't be registered as client {name!r}: it is no StorageKVClient subclass")
-            cls._clients[name] = client
+                raise TypeError(
+                    f"{client!r} can't be registered as client {client_type!r}: it is no StorageKVClient subclass"
+                )
+            cls._clients[client_type] = client
             return client
 
         return add
 
     @classmethod
-    def create(cls, name: str, config: Mapping[str, Any]) -> StorageKVClient:
+    def create(cls, client_type: str, config: Mapping[str, Any]) -> StorageKVClient:
         """Create the client of this name.
 
         Raises:
             UnknownBackendError: no client has this name; a ValueError, too.
         """
-        found = cls._clients.get(name)
+        found = cls._clients.get(client_type)
         if found is None:
-            raise UnknownBackendError(f"Unknown StorageClient {name!r}. Known: {', '.join(sorted(cls._clients))}.")
+            raise UnknownBackendError(
+                f"Unknown StorageClient {client_type!r}. Known: {', '.join(sorted(cls._clients))}."
+            )
         if isinstance(found, str):
             module, _, attribute = found.partition(":")
             client: StorageKVClient = getattr(import_module(module), attribute)(config)
