@@ -249,7 +249,7 @@ class ControlPlane:
             return key_waits.too_late(self.state, request, now - parked.since)
         may_draw = self.state.waiters.is_first(parked.queue, line_of(request), parked.rank)
         reply = self._answer(parked.client, request, now, may_draw, waited=True)
-        return reply or (None if may_draw and self._is_comparing(request) else self._not_ready(request, now))
+        return reply or (None if self._is_comparing(request) else self._not_ready(request, now))
 
     # ---- consumers ----
 
@@ -272,7 +272,7 @@ class ControlPlane:
             state.mark_dirty(queue, task)
         if reply is not None:
             return reply
-        if due and not (may_draw and self._is_comparing(fetch)):
+        if due and not self._is_comparing(fetch):
             reply = self._not_ready(fetch, now)
         else:
             state.waiters.park(client, fetch, now, deadline, queue, order, line)
@@ -357,7 +357,9 @@ class ControlPlane:
 
     def _is_comparing(self, fetch: p.Fetch) -> bool:
         partition = self.state.partitions.get(fetch.partition)
-        return partition is not None and fetch.where is not None and self._served(fetch, partition).is_comparing
+        return (
+            partition is not None and fetch.where is not None and not self._served(fetch, partition).finish_comparing()
+        )
 
     def _producers_lost(self, fetch: p.Fetch, now: float) -> p.Failed | None:
         missing = self.state.producers.missing(fetch.fields, now)

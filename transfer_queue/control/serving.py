@@ -177,11 +177,9 @@ class ServedFetch:
     def _ready(self) -> ReadySet:
         return self._consumer.ready(tuple(self._fetch.fields), self._fetch.where)
 
-    @property
-    def is_comparing(self) -> bool:
-        """Whether some ready samples are still to be compared with the filter, so that a draw isn't decided."""
-        ready = self._ready()
-        return isinstance(ready, FilteredSet) and ready.num_unchecked > 0
+    def finish_comparing(self) -> bool:
+        """Compare ready samples with the filter as far as this turn allows. False: some are left; nothing is decided."""
+        return self._budget.finish(self._ready(), self._partition.name)
 
     def _num_unmatched(self, ready: ReadySet) -> int:
         """Samples that would be ready without the filter."""

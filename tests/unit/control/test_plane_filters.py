@@ -120,6 +120,15 @@ def test_a_put_of_the_same_field_again_changes_nothing(plane):
     assert batch(plane, 2, where=MATH) == [0, 1]
 
 
+def test_a_fetch_behind_one_that_lacks_a_field_is_told_how_many_match(plane):
+    put_tagged(plane, "math")
+    assert batch(plane, 1, 0, 0, where=MATH) == [0]
+    park(plane, 1, 0, 0, names=("x", "y"), where=MATH)
+    put_tagged(plane, "math", "code", "math", names=("x", "y"))
+    reply = fetch(plane, 3, 0, 1, names=("x", "y"), where=MATH)
+    assert (not_ready(reply)[:2], reply.unmatched) == ((3, 2), 1)
+
+
 def test_what_a_cancelled_fetch_took_is_drawn_again(plane):
     put_tagged(plane, "code", "math")
     taken = fetch(plane, 1, where=MATH)
