@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-_SECTION = re.compile(r"(?<!\n)\n(?=[ ]*(?:Args|Returns|Yields|Raises):\n)")
+_SECTION = re.compile(r"(?<!\n)\n(?=[ ]*(?:Args|Returns|Yields|Raises|Examples):\n)")
 
 
 class Sections(griffe.Extension):

@@ -49,6 +49,14 @@ class BatchMeta(Annotations):
 
     Row attributes are aligned: position ``i`` of each belongs to sample ``global_indexes[i]``.
     Row operations return new objects; what they share with the original is never written in place.
+
+    Examples:
+        >>> meta = client.put({"x": torch.arange(6), "y": torch.arange(6)}, partition_id="train")
+        >>> first, second = meta.select_fields("x").chunk(2)
+        >>> client.get_data(second)["x"]
+        tensor([3, 4, 5])
+        >>> tq.BatchMeta.concat([second, first]).size
+        6
     """
 
     __slots__ = (

@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import sys
 
-DESCRIPTION = """Show a running queue as a web page that follows it: partitions and tasks as they fill and drain, who
-waits and what is missing, throughput and waits over time, memory, clients, alarms. It changes nothing in the queue.
-Elsewhere than on this host, the page's address has a token, without which nobody sees anything."""
+DESCRIPTION = """Show a running queue as a web page that follows it: partitions and tasks as they fill and drain,
+waiting fetches and what they lack, throughput and waits over time, memory, clients, alarms. It changes nothing in the
+queue. Elsewhere than on this host, the page's address has a token, without which the page shows nothing."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=host)
     port = "Default: 8766, or a free one if that is in use. 0: a free one."
     parser.add_argument("--port", type=int, metavar="PORT", help=port)
-    # Of a dashboard beside a run: it ends with the process that holds the other end of its input.
+    # For the dashboard of a run: it ends with the process that holds the other end of its input.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dashboard beside a run: a process of its own, which ends with the process that started it."""
+"""The dashboard of a run: a process of its own, which ends with the process that started it."""
 
 from __future__ import annotations
 

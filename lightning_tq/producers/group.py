@@ -158,7 +158,13 @@ class ProducerProcess:
 
 
 class ProducerGroup:
-    """All producers of a run. They start and end together."""
+    """All producers of a run. They start and end together.
+
+    Examples:
+        >>> group = ProducerGroup([Producer(target=["echo", "hello"])])
+        >>> group.start(tq.init().address)
+        >>> group.end()
+    """
 
     def __init__(self, producers: Sequence[Producer]) -> None:
         self._producers = list(producers)

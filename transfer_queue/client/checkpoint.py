@@ -38,13 +38,16 @@ class Checkpoints(ClientBase):
 
         Args:
             checkpoint_dir: Made, parents included; a checkpoint that is there is replaced once the new one is whole.
-                A URL that fsspec knows (``s3://...``, ``gs://...``) is a place, too: the files are written to a
+                A URL that fsspec knows (``s3://...``, ``gs://...``) is a place, too. The files are written to a
                 temporary local directory while the queue goes on, and copied from there.
             include_storage: The storage units hold values in memory only, so False changes nothing there.
             metadata: Of your own, as JSON in ``metadata.json``.
         Raises:
             CheckpointError: it could not be written; nothing new is left, and an earlier checkpoint is as it was.
             ConfigError: fsspec has no file system for this URL, or a package for it is missing.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.save_checkpoint("runs/queue", metadata={"step": 100})
         """
         if is_url(checkpoint_dir):
             remote = RemoteCheckpoint(os.fspath(checkpoint_dir))
@@ -76,6 +79,13 @@ class Checkpoints(ClientBase):
             CheckpointError: foreign, damaged, of a newer version. The queue is as it was.
             StorageFullError: it doesn't fit next to what the queue holds. The queue is as it was.
             ConfigError: fsspec has no file system for this URL, or a package for it is missing.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.save_checkpoint("runs/queue")
+            >>> client.clear_partition("train")
+            >>> client.load_checkpoint("runs/queue")
+            >>> client.get_meta(["x"], 4, "train", task_name="update_actor").size
+            4
         """
         if is_url(checkpoint_dir):
             remote = RemoteCheckpoint(os.fspath(checkpoint_dir))

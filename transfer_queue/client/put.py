@@ -28,7 +28,7 @@ _TRIES = 3
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
 _log = get_logger(__name__)
 _warned: set[str] = set()
-"""Fields of several dtypes that were told."""
+"""Fields of several dtypes that a warning has named."""
 
 
 class WriteTransaction:
@@ -163,6 +163,11 @@ class Puts(ClientBase):
             ValueError: rows and metadata disagree, no rows, or a dtype that differs from what the field holds.
             SampleClearedError: some of the samples were cleared.
             StorageFullError: there was no room in time.
+        Examples:
+            >>> meta = client.put({"prompt": torch.arange(8)}, partition_id="train", tags=[{"env": "math"}] * 8)
+            >>> meta = client.put({"reward": torch.rand(8)}, metadata=meta)  # another field of the same samples
+            >>> meta.field_names
+            ['prompt', 'reward']
         """
         rows = as_tensordict(data)
         count = int(rows.batch_size[0])

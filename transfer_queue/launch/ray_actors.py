@@ -34,7 +34,7 @@ Keys = tuple[str, str] | None
 class ControllerActor(ControllerVerbs):
     """Hosts the server with the controller, and with the storage unit of its node.
 
-    A start that fails is told to everyone who asks for the connection.
+    If the start fails, every request for the connection raises its error.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ControllerActor(ControllerVerbs):
         try:
             self._queue = LocalQueue(_with_defaults(conf, sampler, polling_mode), hosts=self._hosts)
             self._config = self._queue.conf
-        except Exception as error:  # the guard of the start: whoever asks for the connection gets the error
+        except Exception as error:  # the guard of the start: a request for the connection raises it
             self._failed = to_wire(error)
 
     @property

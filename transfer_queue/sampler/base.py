@@ -42,6 +42,14 @@ class BaseSampler(ABC):
 
     Subclasses call ``super().__init__()`` and keep their state in ``_states[partition][task][dp_rank][batch_index]``.
     ``has_cached_result``, ``forget``, ``clear_cache`` and checkpoints then work without further code.
+
+    Examples:
+        >>> class NewestFirst(tq.BaseSampler):
+        ...     def sample(self, ready_indexes, batch_size, *args, **kwargs):
+        ...         newest = list(ready_indexes)[-batch_size:]
+        ...         return newest, list(newest)
+        >>> NewestFirst()([3, 5, 8], 2)
+        ([5, 8], [5, 8])
     """
 
     dp_size: int | None = None
