@@ -276,7 +276,7 @@ async def async_kv_put(
         tag: Plain data; it merges into what the key has.
         data_parser: As for ``put``.
     Raises:
-        ValueError: neither fields nor a tag, more than one row, or a dtype that differs from what the field holds.
+        ValueError: neither fields nor a tag, more than one row, or a value that the field's declaration excludes.
         StorageFullError: there was no room in time.
     Examples:
         >>> meta = tq.kv_put("q7", "train", fields={"ids": torch.arange(3), "text": "a b c"}, tag={"done": False})
@@ -316,9 +316,10 @@ async def async_kv_batch_put(
 async def async_kv_batch_get(
     keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
 ) -> TensorDict:
-    """Values by key, rows in the order of the keys; without ``select_fields``, every field that all of them have.
+    """Values by key, a TensorDict of batch size [len(keys)] with rows in the order of the keys.
 
-    Selected fields that one of the samples lacks are left out; a warning names those that others have.
+    Without ``select_fields``, every field that all of the keys have. Selected fields that one of the samples lacks are
+    left out; a warning names those that others have.
 
     Raises:
         ValueError: a key is unknown ("not found"), or no field is left ("not ready").
@@ -331,7 +332,7 @@ async def async_kv_batch_get(
 
 
 async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
-    """Values of the keys and fields that a put or a list returned.
+    """Values of the keys and fields that a put or a list returned, a TensorDict of batch size [len(meta.keys)].
 
     Raises:
         ValueError: as ``kv_batch_get``, or none of ``select_fields`` is a field of the metadata ("not found").
@@ -377,6 +378,8 @@ async def async_kv_wait_keys(
 def async_kv_watch(partition_id: str, where: str | None = None, timeout_s: float | None = None) -> KeyWatch:
     """Follow the keys of a partition and their tags, without polling; see ``TransferQueueClient.kv_watch``.
 
+    Raises:
+        InvalidRequestError: ``timeout_s`` is NaN. An invalid ``where`` is an error of the first answer.
     Examples:
         >>> meta = tq.kv_put("q1", "train", tag={"done": True})
         >>> next(tq.kv_watch("train", where="done == true", timeout_s=5.0)).changed
@@ -388,6 +391,8 @@ def async_kv_watch(partition_id: str, where: str | None = None, timeout_s: float
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
     """Delete samples by key, including their values; unknown keys are ignored.
 
+    Raises:
+        InvalidRequestError: no key is given.
     Examples:
         >>> meta = tq.kv_batch_put(["q1", "q2"], "train", {"x": torch.arange(2)})
         >>> tq.kv_clear("q1", "train")

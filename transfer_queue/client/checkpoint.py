@@ -98,18 +98,31 @@ class Checkpoints(ClientBase):
             await self._load(opened.data, opened.state, opened.values)
 
     async def async_save_controller_checkpoint(self, path: AnyPath) -> None:
-        """Save the state of the queue alone, without values, to a file."""
+        """Save the state of the queue alone, without values, to a file.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         async with self._frozen() as state:
             await off_loop(replace_bytes, Path(path), state)
 
     async def async_load_controller_checkpoint(self, path: AnyPath) -> None:
-        """Replace the state of the queue by a saved one, whose values ``load_storage_checkpoint`` has stored."""
+        """Replace the state of the queue by a saved one, whose values ``load_storage_checkpoint`` has stored.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            CheckpointError: it is damaged, of a newer version, or its values were not stored by this client.
+        """
         with reading(path):
             data = await off_loop(read_state, Path(path))
         await self._restore(data)
 
     async def async_save_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
-        """Save the values of the samples whose state is saved in this directory, or else of all there are now."""
+        """Save the values of the samples whose state is saved in this directory, or else of all there are now.
+
+        Raises:
+            CheckpointError: they could not be written.
+        """
         directory = Path(checkpoint_dir)
         if (directory / CONTROLLER).exists():
             saved = decode(await off_loop(read_state, directory / CONTROLLER))
@@ -120,7 +133,13 @@ class Checkpoints(ClientBase):
             await save_values(self.storage_manager, decode(state), directory / STORAGE)
 
     async def async_load_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
-        """Store the values of a checkpoint; ``load_controller_checkpoint`` of the same client makes them visible."""
+        """Store the values of a checkpoint; ``load_controller_checkpoint`` of the same client makes them visible.
+
+        Raises:
+            CheckpointNotFoundError: a file of the checkpoint is missing.
+            CheckpointError: they are damaged.
+            StorageFullError: they don't fit next to what the queue holds.
+        """
         directory = Path(checkpoint_dir)
         with reading(directory):
             saved = decode(await off_loop(read_state, directory / CONTROLLER))

@@ -227,8 +227,11 @@ class Gets(ClientBase):
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
 
         Args:
+            metadata: Of N samples, as ``put`` and ``get_meta`` return it; also a selection or a concatenation.
             layout: "jagged": tensors of at least one dim per sample come back nested, as in TransferQueue. "dense": as
                 dense tensors, where all samples have the same shape. None: ``client.layout`` of the configuration.
+        Returns:
+            A TensorDict of batch size [N].
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
             SchemaConflictError: some samples of a field are tensors, and others are objects; the text names both.

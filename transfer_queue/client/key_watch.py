@@ -139,6 +139,7 @@ class KeyWaits(ClientBase):
         Raises:
             KeysTimeoutError: fewer matched for ``timeout_s`` seconds; says how many, and how many keys there are.
             EndOfPartitionError: the partition was cleared meanwhile.
+            InvalidRequestError: ``where`` is no filter, ``count`` is below 1, or ``timeout_s`` is NaN.
         Examples:
             >>> meta = tq.kv_batch_put(["q1", "q2"], "train", tags=[{"done": True}, {"done": True}])
             >>> list(client.wait_keys("train", where="done == true", count=2, timeout_s=5.0))
@@ -160,7 +161,7 @@ class KeyWaits(ClientBase):
             where: Only keys whose tags match; one that matches no more counts as removed.
             timeout_s: Longest wait for one answer, then KeysTimeoutError; None: no limit.
         Raises:
-            InvalidRequestError: ``timeout_s`` is NaN, or ``where`` is no filter.
+            InvalidRequestError: ``timeout_s`` is NaN. An invalid ``where`` is an error of the first answer.
         Examples:
             >>> meta = tq.kv_put("q1", "train", tag={"done": True})
             >>> for changes in client.kv_watch("train", where="done == true"):

@@ -71,10 +71,10 @@ class Keys(Puts):
         return reply
 
     async def async_kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
-        """Keys of samples, None for one without.
+        """Keys of samples, None for one without, or for one that was cleared.
 
         Raises:
-            SampleClearedError: some of the samples were cleared.
+            UnknownPartitionError: there is no such partition.
         Examples:
             >>> meta = client.kv_retrieve_meta(["q1", "q2"], "train", create=True)
             >>> client.kv_retrieve_keys(meta.global_indexes, "train")
@@ -90,7 +90,7 @@ class Keys(Puts):
     async def async_kv_list(
         self, partition_id: str | None = None, where: str | None = None
     ) -> dict[str, dict[str, dict[str, Any]]]:
-        """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}.
+        """{partition: {key: tag}}, keys in order of insertion. An unknown partition gives {}.
 
         Args:
             where: Only keys whose tags match, such as ``"done == true"``; docs/semantics.md has the grammar.

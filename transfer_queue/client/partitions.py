@@ -41,6 +41,7 @@ class Partitions(Keys):
                 as in ``("int64", [None])``, and a shape of None any shape.
         Raises:
             SchemaConflictError: a field was declared otherwise, or has samples of another dtype.
+            InvalidRequestError: ``num_samples`` below 1, or another number than before.
         Examples:
             >>> fields = {"ids": ("int64", [None]), "reward": (torch.float32, [])}
             >>> client.create_partition("train", num_samples=1000, fields=fields)
@@ -50,7 +51,7 @@ class Partitions(Keys):
         return bool((await self.session.ask(p.CreatePartition, p.Done, partition_id, num_samples, declared)).value)
 
     async def async_seal_partition(self, partition_id: str) -> None:
-        """Say that no more samples will be put: the end of the stream.
+        """Say that no more samples will be put: the end of the stream. An unused partition is created.
 
         Examples:
             >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
@@ -340,8 +341,7 @@ class Partitions(Keys):
         """Replace the controller's tags of these samples by the metadata's.
 
         Raises:
-            SampleClearedError: some of the samples were cleared.
-            UnsupportedValueError: a tag is not plain data.
+            UnsupportedValueError: a tag is not plain data. Samples that were cleared are no error.
         Examples:
             >>> meta = client.put({"x": torch.arange(2)}, partition_id="train")
             >>> meta.update_custom_meta([{"score": 0.5}, {"score": 1.0}])

@@ -153,14 +153,19 @@ class Puts(ClientBase):
         """Store fields of samples and make them visible; they are when this returns.
 
         Args:
-            data: One row per sample.
+            data: ``{field: [N, ...]}``, or a TensorDict of batch size [N]: one row per sample. A column is a dense or
+                nested tensor, or a list of plain objects.
             metadata: The samples to write to, which is then updated in place and returned. None: new samples.
                 Rows that only fill a padded batch are skipped.
             partition_id: Where new samples go.
             data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
             tags: One mapping per row, visible together with the values; merges into what a sample has.
+        Returns:
+            Metadata of the samples, [N], in the order of the rows.
         Raises:
-            ValueError: rows and metadata disagree, no rows, or a dtype that differs from what the field holds.
+            InvalidRequestError: rows and metadata disagree, no rows, or a sealed partition; it is a ValueError.
+            SchemaConflictError: a dtype or shape that differs from the field's declaration; it is a ValueError.
+            UnsupportedValueError: a value or a tag that can't be stored as configured.
             SampleClearedError: some of the samples were cleared.
             StorageFullError: there was no room in time.
         Examples:

@@ -19,6 +19,9 @@ Pair = tuple[TensorDict, BatchMeta]
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Pair]:
     """Cut consecutive micro-batches of ``micro_batch_size`` rows; the last one may be shorter.
 
+    Args:
+        td: Values, of batch size [N].
+        batch_meta: Metadata of the same N samples.
     Raises:
         TypeError: ``td`` is not a TensorDict.
         ValueError: the size is not a positive int or exceeds the batch, or there is no batch dimension.

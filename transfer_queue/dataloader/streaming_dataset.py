@@ -52,6 +52,9 @@ class StreamingDataset(IterableDataset[Any]):
     Batches are read from storage each time; none are kept.
     With workers use a StreamingDataLoader: worker w of W takes batches w, w + W, …
 
+    Raises:
+        BatchTimeoutError: while iterating, no batch came for ``timeout_s`` seconds.
+        ProducersGoneError: while iterating, every producer of a field has died.
     Examples:
         >>> meta = client.put({"x": torch.arange(8)}, partition_id="train")
         >>> client.seal_partition("train")
