@@ -17,7 +17,7 @@ class DashboardProcess:
     def __init__(self, address: str) -> None:
         """
         Args:
-            address: Of the queue.
+            address: Address of the queue.
         Raises:
             LaunchError: the program can't be started.
         """

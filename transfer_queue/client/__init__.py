@@ -32,7 +32,7 @@ class AsyncTransferQueueClient(Gets, Partitions, KeyWaits, Checkpoints):
 
 
 class TransferQueueClient(AsyncTransferQueueClient):
-    """The blocking client; each method waits in the calling thread. May be called inside a running event loop.
+    """The blocking client; each method waits in the calling thread, which may run an event loop.
 
     Examples:
         >>> client = tq.get_client()

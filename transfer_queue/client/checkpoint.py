@@ -37,11 +37,11 @@ class Checkpoints(ClientBase):
         """Save the whole queue: partitions, tasks, the batches that each task was given, and the values.
 
         Args:
-            checkpoint_dir: Made, parents included; a checkpoint that is there is replaced once the new one is whole.
-                A URL that fsspec knows (``s3://...``, ``gs://...``) is a place, too. The files are written to a
-                temporary local directory while the queue goes on, and copied from there.
+            checkpoint_dir: A directory, which is made with its parents. A checkpoint that is there is replaced once the
+                new one is whole. It may be a URL that fsspec knows (``s3://...``, ``gs://...``). The files are then
+                written to a temporary local directory while the queue goes on, and copied from there.
             include_storage: The storage units hold values in memory only, so False changes nothing there.
-            metadata: Of your own, as JSON in ``metadata.json``.
+            metadata: Your own data, which ``metadata.json`` keeps.
         Raises:
             CheckpointError: it could not be written; nothing new is left, and an earlier checkpoint is as it was.
             ConfigError: fsspec has no file system for this URL, or a package for it is missing.

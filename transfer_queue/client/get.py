@@ -227,7 +227,7 @@ class Gets(ClientBase):
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
 
         Args:
-            metadata: Of N samples, as ``put`` and ``get_meta`` return it; also a selection or a concatenation.
+            metadata: Metadata of N samples, from ``put`` or ``get_meta``, or a selection or concatenation of such.
             layout: "jagged": tensors of at least one dim per sample come back nested, as in TransferQueue. "dense": as
                 dense tensors, where all samples have the same shape. None: ``client.layout`` of the configuration.
         Returns:

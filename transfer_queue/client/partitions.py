@@ -228,7 +228,7 @@ class Partitions(Keys):
         """Be a member of a run: processes, on any host, that can't go on without each other.
 
         Args:
-            name: By which the other members learn that this process is lost. None: it is a member already.
+            name: A name for this process, which the others get if it is lost. None: it is a member already.
             opens: The run begins with this member.
             timeout_s: How long to wait until a member is lost.
         Returns:

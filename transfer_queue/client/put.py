@@ -43,7 +43,7 @@ class WriteTransaction:
         Args:
             columns: As the storage prepared them; None writes tags alone.
             num_rows: Rows of ``columns``.
-            tags: By row.
+            tags: Tags by row.
         """
         self._session = session
         self._begin = begin

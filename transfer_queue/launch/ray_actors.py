@@ -190,7 +190,7 @@ class UnitActor:
         """
         Args:
             conf: The configuration, as for ``init``.
-            name: Of the unit.
+            name: Name of the unit.
             join: Address of the controller.
             keys: The queue's public and secret key.
             hosts: Number of nodes that get a storage unit, this one included.

@@ -409,7 +409,7 @@ class WatchRun(Request, frozen=True):
     """This process is a member of a run. Parked until the run has lost a member, up to ``wait_s`` seconds.
 
     A member is in the run from its first request to LeaveRun or the end of its session, also between its requests.
-    Done names the lost member, or None. ``name``: by which the others learn that this one is lost; None: it is a member
+    Done names the lost member, or None. ``name``: the others get it if this member is lost; None: it is a member
     already. ``opens``: the run begins with this member; to others an unknown run is an error.
     """
 
