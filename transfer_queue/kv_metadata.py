@@ -49,6 +49,7 @@ class KVBatchMeta:
 
     @property
     def size(self) -> int:
+        """Number of keys."""
         return len(self.keys)
 
     def __len__(self) -> int:

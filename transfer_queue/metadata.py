@@ -124,16 +124,19 @@ class BatchMeta(Annotations):
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
+        """Metadata of no samples, which means "not yet" in polling mode."""
         return cls(extra_info=extra_info)
 
     # --- contents ---
 
     @property
     def size(self) -> int:
+        """Number of rows."""
         return len(self.global_indexes)
 
     @property
     def field_names(self) -> list[str]:
+        """Names of the fields that it describes, sorted."""
         return sorted(self.field_schema)
 
     @property
@@ -158,6 +161,7 @@ class BatchMeta(Annotations):
 
     @property
     def batch_index(self) -> int | None:
+        """Position of the batch in its consumer's stream; None where it has none, or was joined from several."""
         return self._batch_index
 
     def get_dtypes(self, field_name: str) -> list[Any]:

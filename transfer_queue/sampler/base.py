@@ -130,9 +130,11 @@ class BaseSampler(ABC):
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
+        """What the sampler remembers, as plain data."""
         return {"_states": copy.deepcopy(self._states)}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Remember what ``save_checkpoint`` returned, and nothing else."""
         self._states = copy.deepcopy(state.get("_states", {}))
 
     def spec(self) -> dict[str, Any]:
