@@ -37,7 +37,7 @@ class VllmEngine:
         sampling = self._vllm.SamplingParams(n=group, temperature=1.0, max_tokens=self._max_tokens, logprobs=0)
         results = self._llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
         outputs = [output for result in results for output in result.outputs]
-        tokens = [torch.tensor(output.token_ids) for output in outputs]
+        tokens = [torch.tensor(list(output.token_ids)) for output in outputs]
         return Answers(tokens, [_log_probs_of(output) for output in outputs])
 
 
