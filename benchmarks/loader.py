@@ -84,7 +84,7 @@ def read(conf: Any, partition: str, workers: int, batches: int, clear: bool, add
 
 
 def stream(conf: Any, workers: int, batches: int, clear: bool = True, add_up: bool = False) -> dict[str, Any]:
-    """This process fills a partition, then a fresh one reads it: who fed it is no part of its memory."""
+    """This process fills a partition, then a fresh one reads it: the producer is no part of its memory."""
     partition, client = f"loader-{workers}", tq.get_client()
     produce(client, partition, batches)
     found: dict[str, Any] = in_fresh_process(

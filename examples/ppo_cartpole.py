@@ -2,7 +2,7 @@
 """PPO with players in processes of their own, and a trainer on Fabric: python -m examples.ppo_cartpole
 
 Players and trainer know only the queue. A player puts what it played as samples. The trainer puts each new version of
-the agent as one sample of the partition ``agent``, which every player reads as a task of its own.
+the agent as one sample of the partition ``agent``. Every player reads it as a task of its own.
 """
 
 from __future__ import annotations

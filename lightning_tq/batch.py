@@ -98,6 +98,12 @@ class TQBatch:
 
     It is deliberately not a tuple, mapping or dataclass. Lightning's precision plugins walk into those, treat a
     TensorDict as a dict and lose its batch size, strings and dtypes. Moving a batch leaves its metadata alone.
+
+    Examples:
+        >>> meta = client.get_meta(["x"], 4, "train", task_name="evaluation")
+        >>> data, meta = TQBatch(client.get_data(meta), meta)
+        >>> TQBatch(data, meta).select([0, 2]).size
+        2
     """
 
     __slots__ = ("data", "meta", "position")

@@ -56,6 +56,13 @@ class TQDataModule(LightningDataModule):
 
     A checkpoint holds the position after the last trained batch, not after what Lightning fetched ahead. Lightning
     saves rank 0's state only. That is enough, since a batch exists for all ranks or for none.
+
+    Examples:
+        >>> dm = TQDataModule(train=Stream(partition="train", task="sft", fields=["x"], batch_size=4))
+        >>> trainer = L.Trainer(max_epochs=1)
+        >>> trainer.fit(Model(), dm)
+        >>> trainer.global_step
+        4
     """
 
     def __init__(
@@ -76,13 +83,13 @@ class TQDataModule(LightningDataModule):
             val: What validation reads: one stream, or several with a loader each.
             test: What testing reads: one stream or several.
             predict: What prediction reads: one stream or several.
-            queue: How to start the queue, or where to join it: a QueueConfig, a mapping of its fields, the path of a
+            queue: How to start the queue, or where to join it. A QueueConfig, a mapping of its fields, the path of a
                 YAML file, or an address. Default: the queue at TQ_ADDRESS, else a new one on this host.
             producers: Processes that run during a fit (or their own stages), on the first rank.
             dp_rank: Data-parallel rank, or a function of the Trainer that returns it. Default: from the strategy.
             dp_size: Data-parallel groups, for strategies that count every process as a group.
             keep_alive: Keep the queue between fit, validate, test and predict. False: it ends with each of them.
-            ack: When a trained batch is acknowledged, so that the queue may delete it: once a checkpoint holds its
+            ack: When a trained batch is acknowledged, so that the queue may delete it. Once a checkpoint holds its
                 optimizer step ("checkpoint"), after that step ("step"), or "never". "auto" means "checkpoint" where
                 the Trainer saves checkpoints or resumed from one, else "step".
         Raises:

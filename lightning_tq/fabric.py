@@ -39,6 +39,14 @@ class FabricLoader:
     ``{epoch}`` in the stream's partition is the number of the pass. ``fabric.save(path, {"loader": loader, ...})``
     stores its position. Use it as a context manager: on exit, once all ranks are there, it ends the producers, and the
     queue if it started it. It needs no ``setup_dataloaders``.
+
+    Examples:
+        >>> fabric = L.Fabric(accelerator="cpu", devices=1)
+        >>> fabric.launch()
+        >>> stream = Stream(partition="train", task="sft", fields=["x"], batch_size=4)
+        >>> with FabricLoader(fabric, stream) as loader:
+        ...     print([meta.size for data, meta in loader])
+        [4, 4, 4, 4]
     """
 
     def __init__(
@@ -59,7 +67,7 @@ class FabricLoader:
             producers: Processes that run until the loader is closed, on the first rank.
             dp_rank: Data-parallel rank, or a function of the Fabric that returns it. Default: from the strategy.
             dp_size: Data-parallel groups, for strategies that count every process as a group.
-            ack: When a batch is acknowledged, so that the queue may delete it: when the loop asks for the next one
+            ack: When a batch is acknowledged, so that the queue may delete it. When the loop asks for the next one
                 ("step"), once a ``state_dict`` holds it ("checkpoint"), or "never". "auto" means "step" until the
                 first ``state_dict`` or ``load_state_dict``, then "checkpoint".
         Raises:

@@ -27,7 +27,14 @@ _OTHER_BACKENDS = {"MooncakeStore", "RayStore", "Yuanrong"}
 
 @dataclass(frozen=True, kw_only=True)
 class QueueConfig:
-    """Either the address of a queue to join, or the settings of a new one on this host."""
+    """Either the address of a queue to join, or the settings of a new one on this host.
+
+    Raises:
+        ConfigError: an impossible value, or an unknown key of ``options``; the text names the nearest known one.
+    Examples:
+        >>> queue = QueueConfig(units=1, memory="4GiB", total_storage_size=10_000)
+        >>> dm = TQDataModule(train=Stream(partition="train", task="sft", fields=["x"], batch_size=4), queue=queue)
+    """
 
     address: str | None = None
     """Join the queue at this address instead of starting one. The environment variable TQ_ADDRESS does the same."""

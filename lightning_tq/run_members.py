@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on several hosts: all ranks find the first one's queue, and are told through it if one of them is lost."""
+"""A run on several hosts: all ranks find the first one's queue, and learn through it that one of them is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EVERYWHERE = ("0.0.0.0", "*", "[::]", "::")
 
 @dataclass(frozen=True, slots=True)
 class SharedQueue:
-    """What the first rank tells the others about the queue that it has opened."""
+    """The first rank's description of the queue that it has opened, for the others."""
 
     address: str
     """For processes of its own host."""

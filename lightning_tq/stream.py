@@ -23,7 +23,15 @@ _START_METHODS = ("fork", "spawn", "forkserver", None)
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Batches for one task, from the partitions that a template names."""
+    """Batches for one task, from the partitions that a template names.
+
+    Raises:
+        InvalidRequestError: an impossible value; the text names the option. It is a ValueError.
+    Examples:
+        >>> stream = Stream(partition="{stage}@{epoch}", task="sft", fields=["x"], batch_size=32, micro_batch_size=8)
+        >>> stream.partition_at(epoch=2, global_step=100, stage="train")
+        'train@2'
+    """
 
     partition: str
     """Partition, or a template such as "train@{epoch}". Variables: {epoch}, {global_step}, {policy_version} (of the

@@ -22,6 +22,12 @@ class Topology:
     """Ranks of one data-parallel group (tensor, pipeline or context peers) have the same ``dp_rank``.
 
     ``is_reader``: true for one rank per group, which acknowledges what the group has read.
+
+    Raises:
+        InvalidRequestError: ``dp_size`` below 1, or ``dp_rank`` outside 0 ... dp_size - 1.
+    Examples:
+        >>> Topology(dp_rank=1, dp_size=4)
+        Topology(dp_rank=1, dp_size=4, is_reader=True)
     """
 
     dp_rank: int = 0
@@ -45,6 +51,9 @@ def trainer_topology(trainer: Trainer, dp_rank: Rank | None = None, dp_size: int
         dp_size: Without dp_rank, neighbouring ranks form a group: rank r is in group r // (world_size / dp_size).
     Raises:
         InvalidRequestError: numbers that don't fit the world's size.
+    Examples:
+        >>> trainer_topology(L.Trainer(accelerator="cpu", devices=1))
+        Topology(dp_rank=0, dp_size=1, is_reader=True)
     """
     return _topology(trainer, dp_rank, dp_size)
 
@@ -54,6 +63,11 @@ def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | 
 
     Raises:
         InvalidRequestError: numbers that don't fit the world's size, or ``launch()`` was not called.
+    Examples:
+        >>> fabric = L.Fabric(accelerator="cpu", devices=1)
+        >>> fabric.launch()
+        >>> fabric_topology(fabric)
+        Topology(dp_rank=0, dp_size=1, is_reader=True)
     """
     if fabric.world_size > 1 and not fabric._launched:
         raise InvalidRequestError(
@@ -73,8 +87,8 @@ def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], R]) -> R:
     received: tuple[Any, Any] = owner.strategy.broadcast((None, None), src=0)
     if received[1] is not None:
         raise from_wire(*received[1])
-    told: R = received[0]
-    return told
+    answer: R = received[0]
+    return answer
 
 
 def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], None]) -> None:

@@ -48,6 +48,7 @@ class Annotations:
         ]
 
     def clear_custom_meta(self) -> None:
+        """Remove the tags of all rows here; the queue keeps its own."""
         self.custom_meta = [{} for _ in range(len(self.custom_meta))]
 
     def changed_custom_meta(self) -> dict[int, Tags]:
@@ -79,12 +80,15 @@ class Annotations:
     # --- extra_info ---
 
     def get_extra_info(self, key: str, default: Any = None) -> Any:
+        """The value of ``key``, or ``default``. ``extra_info`` is about the whole batch; the queue never gets it."""
         return self.extra_info.get(key, default)
 
     def set_extra_info(self, key: str, value: Any) -> None:
+        """Set one value of ``extra_info``."""
         self.extra_info[key] = value
 
     def has_extra_info(self, key: str) -> bool:
+        """Whether ``extra_info`` has this key."""
         return key in self.extra_info
 
     def remove_extra_info(self, key: str) -> Any:
@@ -92,9 +96,11 @@ class Annotations:
         return self.extra_info.pop(key, None)
 
     def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
+        """Set several values of ``extra_info``."""
         self.extra_info.update(info_dict)
 
     def clear_extra_info(self) -> None:
+        """Remove all values of ``extra_info``."""
         self.extra_info.clear()
 
     def get_all_extra_info(self) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class FullConfig:
     one. None: no other host can join.
     """
     encryption: Literal["curve", "none"] = "curve"
-    """Of connections between hosts. none: whoever reaches the address can read and change everything."""
+    """Of connections between hosts. none: any program that reaches the address can read and change everything."""
     launch: Literal["auto", "local", "ray"] = "auto"
     """How the servers are started. "local": as child processes of this one. "ray": as actors of the Ray cluster, where
     every process finds them. "auto": "ray" in a process that uses Ray, otherwise "local".

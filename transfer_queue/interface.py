@@ -51,6 +51,11 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
         ConfigError: unknown key, with the nearest known one.
         QueueUnreachableError: no server answers at the address.
         LaunchError: a server process did not start.
+    Examples:
+        >>> tq.close()  # the queue of this process, if it has one
+        >>> conf = tq.init({"backend": {"SimpleStorage": {"memory": "1GiB"}}})
+        >>> conf.backend.SimpleStorage.memory
+        '1GiB'
     """
     with _lock:
         if any(isinstance(queue, on_ray.RayQueue) and not queue.is_current for queue in _started):
@@ -169,7 +174,11 @@ def _can_reach(info: ZMQServerInfo) -> bool:
 
 
 def close() -> None:
-    """Leave the queue; the process that started it also ends it. Idempotent, never raises; init() may follow."""
+    """Leave the queue; the process that started it also ends it. Idempotent, never raises; init() may follow.
+
+    Examples:
+        >>> tq.close()
+    """
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
     with _lock:
         client, own = _TQ_CLIENT, [queue for queue in _started if queue.is_owner]  # a fork also has its parent's queues
@@ -189,6 +198,10 @@ def get_client() -> TransferQueueClient:
 
     Raises:
         NotInitializedError: neither ``init`` nor TQ_ADDRESS nor a queue on Ray; an AssertionError, too.
+    Examples:
+        >>> client = tq.get_client()
+        >>> client.get_partition_list()
+        []
     """
     if any(isinstance(queue, on_ray.RayQueue) and not queue.check() for queue in _started):
         close()
@@ -208,12 +221,27 @@ def save_checkpoint(
 
     Raises:
         NotInitializedError: neither ``init`` nor TQ_ADDRESS; a RuntimeError, too.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> tq.save_checkpoint("runs/queue", metadata={"step": 100})
     """
     _client_of_queue().save_checkpoint(checkpoint_dir, include_storage=include_storage, metadata=metadata)
 
 
 def load_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Replace the whole queue by a saved one; see ``TransferQueueClient.load_checkpoint``."""
+    """Replace the whole queue by a saved one; see ``TransferQueueClient.load_checkpoint``.
+
+    Raises:
+        CheckpointError: it is damaged, foreign or of a newer version. The queue is as it was.
+        NotInitializedError: neither ``init`` nor TQ_ADDRESS; a RuntimeError, too.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> tq.save_checkpoint("runs/queue")
+        >>> client.clear_partition("train")
+        >>> tq.load_checkpoint("runs/queue")
+        >>> client.get_partition_list()
+        ['train']
+    """
     _client_of_queue().load_checkpoint(checkpoint_dir)
 
 
@@ -224,7 +252,14 @@ def _client_of_queue() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """ "host:port" of the queue's metrics; None without metrics, or if this process has joined no queue."""
+    """ "host:port" of the queue's metrics; None without metrics, or if this process has joined no queue.
+
+    Examples:
+        >>> tq.close()
+        >>> conf = tq.init({"metrics": {"enabled": False}})
+        >>> tq.get_metrics_endpoint() is None
+        True
+    """
     if _TQ_CONFIG is None:
         return None
     endpoint = _TQ_CONFIG["metrics"].get("endpoint")
@@ -238,7 +273,21 @@ async def async_kv_put(
     tag: Tag | None = None,
     data_parser: DataParser | None = None,
 ) -> KVBatchMeta:
-    """Put fields of one sample by its key, and merge the tag into existing ones. The key's other fields stay."""
+    """Put fields of one sample by its key, and merge the tag into existing ones. The key's other fields stay.
+
+    Args:
+        fields: ``{name: value}`` without a batch dimension, or a TensorDict of one row, [1, ...]. None: only the tag.
+        tag: Plain data; it merges into what the key has.
+        data_parser: As for ``put``.
+    Raises:
+        ValueError: neither fields nor a tag, more than one row, or a value that the field's declaration excludes.
+        StorageFullError: there was no room in time.
+    Examples:
+        >>> meta = tq.kv_put("q7", "train", fields={"ids": torch.arange(3), "text": "a b c"}, tag={"done": False})
+        >>> meta = tq.kv_put("q7", "train", fields={"reward": torch.tensor(1.0)}, tag={"done": True})
+        >>> tq.kv_list("train")
+        {'train': {'q7': {'done': True}}}
+    """
     tags = None if tag is None else [tag]
     return await kv.batch_put(get_client(), [key], partition_id, kv.one_row(fields), tags, data_parser)
 
@@ -250,28 +299,51 @@ async def async_kv_batch_put(
     tags: Sequence[Tag] | None = None,
     data_parser: DataParser | None = None,
 ) -> KVBatchMeta:
-    """Put one row of ``fields`` and one tag per key; known keys get more fields, new ones become samples."""
+    """Put one row of ``fields`` and one tag per key; known keys get more fields, new ones become samples.
+
+    Args:
+        fields: One row per key, [len(keys), ...] each.
+        tags: One mapping per key.
+        data_parser: As for ``put``.
+    Raises:
+        ValueError: as ``kv_put``, or another number of rows or tags than of keys, or a key that is given twice.
+        StorageFullError: there was no room in time.
+    Examples:
+        >>> tags = [{"done": True}, {"done": False}]
+        >>> meta = tq.kv_batch_put(["q1", "q2"], "train", {"x": torch.arange(2)}, tags=tags)
+        >>> meta.keys
+        ['q1', 'q2']
+    """
     return await kv.batch_put(get_client(), keys, partition_id, fields, tags, data_parser)
 
 
 async def async_kv_batch_get(
     keys: Sequence[str] | str, partition_id: str, select_fields: Sequence[str] | str | None = None
 ) -> TensorDict:
-    """Values by key, rows in the order of the keys; without ``select_fields``, every field that all of them have.
+    """Values by key, a TensorDict of batch size [len(keys)] with rows in the order of the keys.
 
-    Selected fields that one of the samples lacks are left out; a warning names those that others have.
+    Without ``select_fields``, every field that all of the keys have. Selected fields that one of the samples lacks are
+    left out; a warning names those that others have.
 
     Raises:
         ValueError: a key is unknown ("not found"), or no field is left ("not ready").
+    Examples:
+        >>> meta = tq.kv_batch_put(["q1", "q2"], "train", {"x": torch.arange(2), "y": torch.arange(2)})
+        >>> tq.kv_batch_get(["q2", "q1"], "train", select_fields="x")["x"]
+        tensor([1, 0])
     """
     return await kv.batch_get(get_client(), keys, partition_id, select_fields)
 
 
 async def async_kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str | None = None) -> TensorDict:
-    """Values of the keys and fields that a put or a list returned.
+    """Values of the keys and fields that a put or a list returned, a TensorDict of batch size [len(meta.keys)].
 
     Raises:
         ValueError: as ``kv_batch_get``, or one of ``select_fields`` is no field of the metadata ("not found").
+    Examples:
+        >>> meta = tq.kv_batch_put(["q1", "q2"], "train", {"x": torch.arange(2)})
+        >>> tq.kv_batch_get_by_meta(meta.select_keys(["q2"]))["x"]
+        tensor([1])
     """
     return await kv.batch_get_by_meta(get_client(), meta, select_fields)
 
@@ -281,6 +353,12 @@ async def async_kv_list(partition_id: str | None = None, where: str | None = Non
 
     Args:
         where: Only keys whose tags match, such as ``"done == true"``.
+    Raises:
+        InvalidRequestError: ``where`` is no filter; says at which character.
+    Examples:
+        >>> meta = tq.kv_batch_put(["q1", "q2"], "train", tags=[{"done": True}, {"done": False}])
+        >>> tq.kv_list("train", where="done == true")
+        {'train': {'q1': {'done': True}}}
     """
     return await get_client().async_kv_list(partition_id, where)
 
@@ -293,17 +371,38 @@ async def async_kv_wait_keys(
     Raises:
         KeysTimeoutError: fewer matched for ``timeout_s`` seconds.
         EndOfPartitionError: the partition was cleared meanwhile.
+    Examples:
+        >>> meta = tq.kv_batch_put(["q1", "q2"], "train", tags=[{"done": True}, {"done": True}])
+        >>> list(tq.kv_wait_keys("train", where="done == true", count=2, timeout_s=5.0))
+        ['q1', 'q2']
     """
     return await get_client().async_wait_keys(partition_id, where, count, timeout_s)
 
 
 def async_kv_watch(partition_id: str, where: str | None = None, timeout_s: float | None = None) -> KeyWatch:
-    """Follow the keys of a partition and their tags, without polling; see ``TransferQueueClient.kv_watch``."""
+    """Follow the keys of a partition and their tags, without polling; see ``TransferQueueClient.kv_watch``.
+
+    Raises:
+        InvalidRequestError: ``timeout_s`` is NaN. An invalid ``where`` is an error of the first answer.
+    Examples:
+        >>> meta = tq.kv_put("q1", "train", tag={"done": True})
+        >>> next(tq.kv_watch("train", where="done == true", timeout_s=5.0)).changed
+        {'q1': {'done': True}}
+    """
     return get_client().async_kv_watch(partition_id, where, timeout_s)
 
 
 async def async_kv_clear(keys: Sequence[str] | str, partition_id: str) -> None:
-    """Delete samples by key, including their values; unknown keys are ignored."""
+    """Delete samples by key, including their values; unknown keys are ignored.
+
+    Raises:
+        InvalidRequestError: no key is given.
+    Examples:
+        >>> meta = tq.kv_batch_put(["q1", "q2"], "train", {"x": torch.arange(2)})
+        >>> tq.kv_clear("q1", "train")
+        >>> list(tq.kv_list("train")["train"])
+        ['q2']
+    """
     await kv.clear(get_client(), keys, partition_id)
 
 

@@ -20,6 +20,11 @@ class KVBatchMeta:
 
     Raises:
         ValueError: keys and tags differ in number, or a key or field is named twice.
+    Examples:
+        >>> meta = tq.kv_batch_put(["q1", "q2"], "train", {"x": torch.arange(2)})
+        >>> second = meta.select_keys(["q2"])
+        >>> tq.kv_batch_get_by_meta(second)["x"]
+        tensor([1])
     """
 
     keys: list[str] = field(default_factory=list)
@@ -44,6 +49,7 @@ class KVBatchMeta:
 
     @property
     def size(self) -> int:
+        """Number of keys."""
         return len(self.keys)
 
     def __len__(self) -> int:

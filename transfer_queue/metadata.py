@@ -49,6 +49,14 @@ class BatchMeta(Annotations):
 
     Row attributes are aligned: position ``i`` of each belongs to sample ``global_indexes[i]``.
     Row operations return new objects; what they share with the original is never written in place.
+
+    Examples:
+        >>> meta = client.put({"x": torch.arange(6), "y": torch.arange(6)}, partition_id="train")
+        >>> first, second = meta.select_fields("x").chunk(2)
+        >>> client.get_data(second)["x"]
+        tensor([3, 4, 5])
+        >>> tq.BatchMeta.concat([second, first]).size
+        6
     """
 
     __slots__ = (
@@ -116,16 +124,19 @@ class BatchMeta(Annotations):
 
     @classmethod
     def empty(cls, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
+        """Metadata of no samples, which means "not yet" in polling mode."""
         return cls(extra_info=extra_info)
 
     # --- contents ---
 
     @property
     def size(self) -> int:
+        """Number of rows."""
         return len(self.global_indexes)
 
     @property
     def field_names(self) -> list[str]:
+        """Names of the fields that it describes, sorted."""
         return sorted(self.field_schema)
 
     @property
@@ -150,6 +161,7 @@ class BatchMeta(Annotations):
 
     @property
     def batch_index(self) -> int | None:
+        """Position of the batch in its consumer's stream; None where it has none, or was joined from several."""
         return self._batch_index
 
     def get_dtypes(self, field_name: str) -> list[Any]:

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
             row = ROWS[order["row"]]
             queue.set_up(row.streaming)
             _say(line, row.measure(tq.get_client(), queue.conf, order["quick"]))
-    except EOFError:  # whoever told us what to do is gone
+    except EOFError:  # the process that gives the orders is gone
         print("the other end of the pipe is gone", file=sys.stderr)
     finally:
         queue.close()

@@ -21,8 +21,8 @@ step::
 - **Validation** reads ``val`` again in every epoch; the teacher labels it once.
 
 Teacher and student are small language models over sixteen tokens (``models.py``). The teacher is wider, with fixed
-weights. Each epoch prints how often both predict the same next token: from a few percent to over ninety in less than a
-minute on two CPU cores.
+weights. Each epoch prints how often both predict the same next token. That share
+grows from a few percent to over ninety in less than a minute on two CPU cores.
 
 To distil your own models, replace ``models.py``. Logits over a real vocabulary are large, so put only the top k of them
 (two fields: values and token numbers).

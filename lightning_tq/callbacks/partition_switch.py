@@ -17,6 +17,15 @@ class PartitionSwitch(Callback):
 
     The name is fixed when an iterator starts. A partition is finished once its stream has moved on to another one.
     Without this callback, TQDataModule uses one that clears nothing.
+
+    Examples:
+        >>> for name in ("train@0", "train@1"):
+        ...     meta = client.put({"x": torch.randn(8, 1)}, partition_id=name)
+        ...     client.seal_partition(name)
+        >>> dm = TQDataModule(train=Stream(partition="train@{epoch}", task="sft", fields=["x"], batch_size=4))
+        >>> L.Trainer(max_epochs=2, callbacks=[PartitionSwitch()], enable_checkpointing=False).fit(Model(), dm)
+        >>> client.get_partition_list()
+        ['train', 'train@1']
     """
 
     def __init__(self, clear_finished: bool = True) -> None:

@@ -42,6 +42,13 @@ class PublishWeights(Callback):
     thread of the first rank puts the copy into the queue, and its errors end the training. The version is
     ``trainer.global_step``. At the end of training the partition is sealed, which ends the
     readers' waits.
+
+    Examples:
+        >>> trainer = L.Trainer(max_epochs=1, callbacks=[PublishWeights(module="layer")])
+        >>> trainer.fit(Model(), dm)
+        >>> weights = WeightsReader().latest(timeout_s=5.0)
+        >>> weights.version, list(weights.state_dict)
+        (4, ['weight', 'bias'])
     """
 
     def __init__(

@@ -48,11 +48,21 @@ class TQCheckpoint(Callback):
     ``trainer.fit(ckpt_path=...)`` restores the queue if the TQDataModule has started a new, empty one. A queue that is
     still alive is used unchanged.
 
-    Where checkpoints go to a URL (``s3://...``), so do their queues, through fsspec; a file that can't be copied is
+    Where checkpoints go to a URL (``s3://...``), so do their queues, through fsspec. A file that can't be copied is
     tried again, four times in all.
 
     During training, a queue that can't be saved is an error. After training has ended or failed, the checkpoint is
     then written without its queue, and the log says so.
+
+    Raises:
+        ConfigError: ``asynchronous`` with a strategy that writes a checkpoint on several ranks.
+        CheckpointError: during a fit, the queue can't be saved.
+    Examples:
+        >>> trainer = L.Trainer(max_epochs=1, callbacks=[TQCheckpoint()], default_root_dir="runs")
+        >>> trainer.fit(Model(), dm)
+        >>> trainer.save_checkpoint("runs/last.ckpt")
+        >>> tq.describe_checkpoint("runs/last.ckpt.tq")["metadata"]
+        {'global_step': 4, 'epoch': 1}
     """
 
     def __init__(self, asynchronous: bool = False) -> None:

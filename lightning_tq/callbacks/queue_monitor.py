@@ -31,6 +31,12 @@ class QueueMonitor(Callback):
 
     The progress bar shows three of them: ``ready``, ``wait_s`` and ``stale``. Long waits with nothing ready mean that
     generation is slow. Ready samples and no waits mean that training is slow.
+
+    Examples:
+        >>> trainer = L.Trainer(max_epochs=1, callbacks=[QueueMonitor(every_n_steps=2)])
+        >>> trainer.fit(Model(), dm)
+        >>> sorted(name for name in trainer.logged_metrics if name.startswith("queue/"))
+        ['queue/in_flight', 'queue/ready', 'queue/staleness', 'queue/starved', 'queue/wait_s']
     """
 
     def __init__(self, every_n_steps: int = 1, plot: str | Path | None = None, tag: str = "policy_version") -> None:

@@ -39,6 +39,12 @@ class StalenessGuard(Callback):
 
     Logs ``staleness/mean`` and ``staleness/max`` of the first rank's batches, and ``staleness/dropped``, the samples
     dropped so far on all ranks.
+
+    Examples:
+        >>> trainer = L.Trainer(max_epochs=1, callbacks=[StalenessGuard(max_staleness=3, drop=True)])
+        >>> trainer.fit(Model(), dm)
+        >>> trainer.global_step  # steps 0 to 3 train samples of version 0
+        4
     """
 
     def __init__(

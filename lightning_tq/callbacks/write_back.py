@@ -43,6 +43,12 @@ class WriteBack(Callback):
 
     A queue with a memory limit needs space for the new fields, because training must write them before it can free
     anything. ``total_storage_size`` samples with all of their fields should fit into ``memory``.
+
+    Examples:
+        >>> dm = TQDataModule(predict=Stream(partition="train", task="scoring", fields=["x"], batch_size=4))
+        >>> predictions = L.Trainer(callbacks=[WriteBack(["score"])]).predict(Model(), dm)
+        >>> client.get_meta(["x", "score"], 16, "train", task_name="ranking").size
+        16
     """
 
     # Not in a thread: a put takes milliseconds (benchmarks/callbacks.py), and a failed put must fail this step.
@@ -148,11 +154,16 @@ def put_back(client: TransferQueueClient, meta: BatchMeta, values: Mapping[str, 
     """Store values as fields of these samples. They are readable when this returns.
 
     Args:
-        values: Per field, one row per sample: a tensor on any device, a nested tensor, an array, or a list of objects
-            or of tensors of any sizes. Gradient graphs are detached. Padding rows are skipped.
+        values: {field: [N, ...]}, one row per sample. Rows are a tensor on any device, a nested tensor, an array, or a
+            list of objects or tensors of any sizes. Gradient graphs are detached. Padding rows are skipped.
     Raises:
         InvalidRequestError: a field has a different number of rows than there are samples. Nothing is written.
         SampleClearedError: the samples were cleared in the meantime.
+    Examples:
+        >>> meta = client.get_meta(["x"], 4, "train", task_name="evaluation")
+        >>> put_back(client, meta, {"score": torch.rand(4)})
+        >>> client.get_meta(["x", "score"], 4, "train", task_name="ranking").size
+        4
     """
     rows = {name: _rows(name, value, meta.size) for name, value in values.items()}
     real = [position for position, is_padding in enumerate(meta.padding_mask) if not is_padding]

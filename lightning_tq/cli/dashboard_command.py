@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import sys
 
-DESCRIPTION = """Show a running queue as a web page that follows it: partitions and tasks as they fill and drain, who
-waits and what is missing, throughput and waits over time, memory, clients, alarms. It changes nothing in the queue.
-The printed address has a token, without which nobody sees anything, other users of this host included."""
+DESCRIPTION = """Show a running queue as a web page that follows it: partitions and tasks as they fill and drain,
+waiting fetches and what they lack, throughput and waits over time, memory, clients, alarms. It changes nothing in the
+queue. The printed address has a token, without which the page shows nothing, also to other users of this host."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="PORT", help=port)
     no_token = "Let every user of this host read the page. Only without --host."
     parser.add_argument("--no-token", action="store_true", help=no_token)
-    # Of a dashboard beside a run: it ends with the process that holds the other end of its input.
+    # For the dashboard of a run: it ends with the process that holds the other end of its input.
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -25,7 +25,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--join", metavar="ADDRESS", help="Join the queue that listens there.")
     keys = "The queue's keys. The first server makes the file; copy it to the other hosts, readable by you alone."
     parser.add_argument("--key-file", metavar="FILE", help=keys)
-    plain = "Serve other hosts without keys: whoever reaches the address can read and change everything."
+    plain = "Serve other hosts without keys: any program that reaches the address can read and change everything."
     parser.add_argument("--no-encryption", action="store_true", help=plain)
     memory = "Most bytes of values on this host, e.g. 4GiB. Default: half of the machine's memory."
     parser.add_argument("--memory", metavar="SIZE", help=memory)

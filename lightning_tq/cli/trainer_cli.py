@@ -83,7 +83,15 @@ class TQArgumentParser(LightningArgumentParser):
 
 
 class TQCLI(LightningCLI):
-    """LightningCLI with a TQDataModule, or the subclass that data.class_path of the configuration names."""
+    """LightningCLI with a TQDataModule, or the subclass that data.class_path of the configuration names.
+
+    Examples:
+        >>> stream = ["--data.train.partition=train", "--data.train.task=sft", "--data.train.fields=[x]"]
+        >>> args = ["fit", *stream, "--data.train.batch_size=4", "--trainer.max_epochs=1"]
+        >>> cli = TQCLI(Model, args=args)  # without args: those of the command line
+        >>> cli.trainer.global_step
+        4
+    """
 
     def __init__(self, model_class: type[LightningModule] | None = None, **options: Any) -> None:
         """Args:
@@ -168,7 +176,7 @@ def run(args: Sequence[str] | None) -> int:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # a configuration may name modules of the current directory
     try:
-        sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those beside it
+        sys.path.extend(str(path.parent.resolve()) for path, _ in _config_files(sys.argv[1:]))  # or those next to it
         cli = TQCLI()
     except (ConfigError, SamplerError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dashboard beside a run: a process of its own, which ends with the process that started it."""
+"""The dashboard of a run: a process of its own, which ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DashboardProcess:
     def __init__(self, address: str) -> None:
         """
         Args:
-            address: Of the queue.
+            address: Address of the queue.
         Raises:
             LaunchError: the program can't be started.
         """

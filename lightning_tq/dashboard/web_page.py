@@ -100,14 +100,14 @@ class Dashboard:
                 before = now
             except TransferQueueError as error:
                 self._history.unreachable(f"The queue does not answer: {error}", time.time())
-            except Exception as error:  # a server of another version; the page must outlive whatever it is told
+            except Exception as error:  # a server of another version; the page must outlive any answer
                 self._history.unreachable(f"The queue's answer can't be shown: {error!r}", time.time())
             await asyncio.sleep(_EVERY_S)
 
     # ---- answers ----
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Only those who may, and nothing that another site could use."""
+        """Answer requests with the token only, and with nothing that another site could use."""
         if self._token is None:
             name = request.host.rpartition(":")[0] or request.host
             if name.strip("[]") not in _LOCAL:  # a foreign name that leads here, by which a foreign page could read

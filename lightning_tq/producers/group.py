@@ -35,6 +35,9 @@ class Producer:
 
     ``transfer_queue.get_client()`` finds the queue there by TQ_ADDRESS. A process that fails ends the run; one that
     returns is done. All of them end with the run, even if the run is killed.
+
+    Raises:
+        InvalidRequestError: a target that another process can't import, or another impossible value.
     """
 
     target: str | list[str] | Callable[..., Any]
@@ -158,7 +161,13 @@ class ProducerProcess:
 
 
 class ProducerGroup:
-    """All producers of a run. They start and end together."""
+    """All producers of a run. They start and end together.
+
+    Examples:
+        >>> group = ProducerGroup([Producer(target=["echo", "hello"])])
+        >>> group.start(tq.init().address)
+        >>> group.end()
+    """
 
     def __init__(self, producers: Sequence[Producer]) -> None:
         self._producers = list(producers)
@@ -166,7 +175,11 @@ class ProducerGroup:
         self._finalizer: Finalize | None = None
 
     def start(self, address: str, stage: str = "fit", key_file: str | None = None) -> None:
-        """Start the producers of this entry point, with the queue's address and keys. Call ``end`` before another."""
+        """Start the producers of this entry point, with the queue's address and keys. Call ``end`` before another.
+
+        Raises:
+            InvalidRequestError: they are running already.
+        """
         if self._processes:
             raise InvalidRequestError("these producers are already running. Call end() before start().")
         self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)

@@ -25,7 +25,14 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One version of a model, in the reader's own memory."""
+    """One version of a model, in the reader's own memory.
+
+    Examples:
+        >>> L.Trainer(max_epochs=1, callbacks=[PublishWeights(module="layer")]).fit(Model(), dm)
+        >>> weights = WeightsReader().latest(timeout_s=5.0)
+        >>> torch.nn.Linear(1, 1).load_state_dict(weights.state_dict)
+        <All keys matched successfully>
+    """
 
     version: int
     """Number of optimizer steps that made it."""

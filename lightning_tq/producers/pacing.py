@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pacing: a trainer issues permits, one per sample, and producers wait for them before they generate."""
 
-# A permit is a sample of its own partition, so the queue's guarantees apply: each permit is given out once, requests
-# wait in the controller in order of arrival, and sealing the partition ends all waits.
+# A permit is a sample of its own partition, so the queue's guarantees apply. Each permit is given out once. Requests
+# wait in the controller in order of arrival. Sealing the partition ends all waits.
 
 from __future__ import annotations
 

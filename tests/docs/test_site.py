@@ -43,6 +43,13 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert [name for name in PUBLIC if tuple(name.split(".")) not in ends] == []
 
 
+def test_a_blocking_verb_is_shown_as_the_function_it_is(site: Path) -> None:
+    page = (site / "reference" / "transfer_queue" / "index.html").read_text()
+    for name in ("transfer_queue.interface.kv_put", "transfer_queue.client.TransferQueueClient.get_data"):
+        described = page[page.index(f'id="{name}"') :].split("<h4")[0].split("<h3")[0]
+        assert "Parameters:" in described, name
+
+
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
     found = {
         str(page.relative_to(site)): match[0]

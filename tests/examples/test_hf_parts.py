@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs pip install -e '.[hf]'")
 
+from examples.hf import vllm_rollout
 from examples.hf.models import TINY, load_model, load_tokenizer, token_log_probs
 from examples.hf.questions import encode_question, make_questions, reward_of
 from examples.hf.rollout import GenerateEngine
@@ -107,8 +110,26 @@ def test_the_reward_is_the_share_of_digits(answer: str, reward: float) -> None:
     assert reward_of(answer) == reward
 
 
-def test_the_vllm_rollout_refuses_adapters() -> None:
-    from examples.hf.vllm_rollout import rollout
+@pytest.mark.parametrize(
+    ("model", "lora", "said"), [(TINY, True, "whole weights"), (TINY, False, "of the hub or a folder, got 'tiny'")]
+)
+def test_the_vllm_rollout_refuses_what_vllm_can_not_load(model: str, lora: bool, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        vllm_rollout.rollout(model, lora=lora, prompts=1, group=2, max_tokens=2)
 
-    with pytest.raises(ValueError, match="whole weights"):
-        rollout(TINY, lora=True, prompts=1, group=2, max_tokens=2)
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_the_vllm_rollout_says_that_vllm_is_missing() -> None:
+    with pytest.raises(ImportError, match="needs vLLM, which can't be imported here"):
+        vllm_rollout.rollout("some/model", lora=False, prompts=1, group=2, max_tokens=2)
+
+
+def test_the_log_probs_of_an_answer_of_vllm_are_those_of_its_tokens() -> None:
+    output = SimpleNamespace(  # of vLLM: by position, the sampled token and maybe likelier ones
+        token_ids=[7, 3],
+        logprobs=[
+            {7: SimpleNamespace(logprob=-0.5)},
+            {9: SimpleNamespace(logprob=-0.1), 3: SimpleNamespace(logprob=-2.0)},
+        ],
+    )
+    assert vllm_rollout._log_probs_of(output).tolist() == [-0.5, -2.0]

@@ -73,7 +73,7 @@ class ValueFiles(msgspec.Struct, frozen=True):
 class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
     """``metadata.json``, written last: a directory that has it is complete.
 
-    ``directory``: the one beside it that has the other files; "": its own.
+    ``directory``: the one next to it that has the other files; "": its own.
     """
 
     format: int

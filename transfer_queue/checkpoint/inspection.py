@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds, told without a queue; and whether its files are still as they were written."""
+"""Describes a checkpoint without a queue, and checks that its files are still as they were written."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
         CheckpointNotFoundError: there is none, or a file of it is missing; the text names it.
         CheckpointError: it is foreign, damaged, or of a newer version.
         ConfigError: fsspec has no file system for this URL, or a package for it is missing.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> client.save_checkpoint("runs/queue")
+        >>> tq.describe_checkpoint("runs/queue", verify=True)["partitions"]["train"]["fields"]
+        {'x': {'samples': 4, 'dtype': 'int64', 'shape': (1,), 'nbytes': 160}}
     """
     with _opened(path) as opened:
         nbytes = {} if opened.values is None else opened.values.nbytes()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints at a URL such as ``s3://bucket/run/queue``, which fsspec opens: copied there and back as a whole.
 
-An object store can't rename. So the files of each save get a directory of their own, and ``metadata.json`` beside it
-names that directory. It is one object, written last: until then the earlier checkpoint is the one that is found.
+An object store can't rename. So the files of each save get a directory of their own, and ``metadata.json`` next to
+it names that directory. It is one object, written last: until then the earlier checkpoint is the one that is found.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RemoteCheckpoint:
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError if fsspec has no file system for this URL, or a package for it is missing."""
-        import fsspec  # 30 ms, for those who name a URL
+        import fsspec  # it takes 30 ms, and only URLs need it
 
         self.url = url.rstrip("/")
         try:
@@ -185,6 +185,9 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
     Raises:
         CheckpointError: it could not be removed.
+    Examples:
+        >>> client.save_checkpoint("runs/queue")
+        >>> tq.remove_checkpoint("runs/queue")
     """
     if is_url(path):
         RemoteCheckpoint(os.fspath(path)).remove()
@@ -201,6 +204,11 @@ def upload_checkpoint(directory: str | os.PathLike[str], url: str) -> None:
         CheckpointNotFoundError: there is no whole checkpoint in the directory.
         CheckpointError: it could not be copied, or something else lies at the URL. An earlier checkpoint stays.
         ConfigError: fsspec has no file system for this URL, or a package for it is missing.
+    Examples:
+        >>> client.save_checkpoint("runs/queue")
+        >>> tq.upload_checkpoint("runs/queue", "memory://bucket/queue")  # s3://..., gs://... likewise
+        >>> tq.describe_checkpoint("memory://bucket/queue")["partitions"]
+        {}
     """
     remote = RemoteCheckpoint(url)
     remote.check()

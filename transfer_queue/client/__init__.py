@@ -20,11 +20,27 @@ class AsyncTransferQueueClient(Gets, Partitions, KeyWaits, Checkpoints):
     """Talks to two parties: asks the controller what is where, moves values to and from the storage.
 
     A put starts in ``client/put.py``, a get in ``client/get.py``.
+
+    Examples:
+        >>> async def double(client: tq.AsyncTransferQueueClient) -> None:
+        ...     meta = await client.async_get_meta(["x"], 2, "train", task_name="doubling")
+        ...     data = await client.async_get_data(meta)
+        ...     await client.async_put({"doubled": 2 * data["x"]}, metadata=meta)
+        >>> meta = client.put({"x": torch.arange(2)}, partition_id="train")
+        >>> asyncio.run(double(client))
     """
 
 
 class TransferQueueClient(AsyncTransferQueueClient):
-    """The blocking client; each method waits in the calling thread. May be called inside a running event loop."""
+    """The blocking client; each method waits in the calling thread, which may run an event loop.
+
+    Examples:
+        >>> client = tq.get_client()
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> batch = client.get_meta(["x"], 4, "train", task_name="update_actor")
+        >>> client.get_data(batch)["x"]
+        tensor([0, 1, 2, 3])
+    """
 
     get_config = blocking(AsyncTransferQueueClient.async_get_config)
     put = blocking(AsyncTransferQueueClient.async_put)

@@ -80,7 +80,12 @@ class ClientBase:
         return not storage.is_in_front or await storage.others()
 
     async def async_get_config(self) -> dict[str, Any]:
-        """The running queue's configuration."""
+        """The running queue's configuration.
+
+        Examples:
+            >>> client.get_config()["backend"]["storage_backend"]
+            'SimpleStorage'
+        """
         return await self.session.config()
 
     async def put_timeout_s(self) -> float:
@@ -126,7 +131,15 @@ class ClientBase:
         return found
 
     def close(self) -> None:
-        """End the session; what was put stays, and so do values that were read. Idempotent."""
+        """End the session; what was put stays, and so do values that were read. Idempotent.
+
+        Examples:
+            >>> from transfer_queue.client import connect
+            >>> other = connect("evaluation", tq.init())  # another client of the same queue
+            >>> other.get_partition_list()
+            []
+            >>> other.close()
+        """
         if self._storage is not None:
             run_blocking(self._storage.close())
         self.session.close()
@@ -135,7 +148,7 @@ class ClientBase:
 async def _clear_by_field(
     storage: StorageManager, partition: str, indexes: Sequence[int], fields: Mapping[int, tuple[str, ...]]
 ) -> None:
-    """Delete the values of samples from a backend that has to be told which fields they have."""
+    """Delete the values of samples from a backend that doesn't know which fields they have."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for index in indexes:
         alike.setdefault(fields.get(index, ()), []).append(index)

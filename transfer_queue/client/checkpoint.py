@@ -37,14 +37,17 @@ class Checkpoints(ClientBase):
         """Save the whole queue: partitions, tasks, the batches that each task was given, and the values.
 
         Args:
-            checkpoint_dir: Made, parents included; a checkpoint that is there is replaced once the new one is whole.
-                A URL that fsspec knows (``s3://...``, ``gs://...``) is a place, too: the files are written to a
-                temporary local directory while the queue goes on, and copied from there.
+            checkpoint_dir: A directory, which is made with its parents. A checkpoint that is there is replaced once the
+                new one is whole. It may be a URL that fsspec knows (``s3://...``, ``gs://...``). The files are then
+                written to a temporary local directory while the queue goes on, and copied from there.
             include_storage: The storage units hold values in memory only, so False changes nothing there.
-            metadata: Of your own, as JSON in ``metadata.json``.
+            metadata: Your own data, which ``metadata.json`` keeps.
         Raises:
             CheckpointError: it could not be written; nothing new is left, and an earlier checkpoint is as it was.
             ConfigError: fsspec has no file system for this URL, or a package for it is missing.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.save_checkpoint("runs/queue", metadata={"step": 100})
         """
         if is_url(checkpoint_dir):
             remote = RemoteCheckpoint(os.fspath(checkpoint_dir))
@@ -76,6 +79,13 @@ class Checkpoints(ClientBase):
             CheckpointError: foreign, damaged, of a newer version. The queue is as it was.
             StorageFullError: it doesn't fit next to what the queue holds. The queue is as it was.
             ConfigError: fsspec has no file system for this URL, or a package for it is missing.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.save_checkpoint("runs/queue")
+            >>> client.clear_partition("train")
+            >>> client.load_checkpoint("runs/queue")
+            >>> client.get_meta(["x"], 4, "train", task_name="update_actor").size
+            4
         """
         if is_url(checkpoint_dir):
             remote = RemoteCheckpoint(os.fspath(checkpoint_dir))
@@ -88,18 +98,31 @@ class Checkpoints(ClientBase):
             await self._load(opened.data, opened.state, opened.values)
 
     async def async_save_controller_checkpoint(self, path: AnyPath) -> None:
-        """Save the state of the queue alone, without values, to a file."""
+        """Save the state of the queue alone, without values, to a file.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         async with self._frozen() as state:
             await off_loop(replace_bytes, Path(path), state)
 
     async def async_load_controller_checkpoint(self, path: AnyPath) -> None:
-        """Replace the state of the queue by a saved one, whose values ``load_storage_checkpoint`` has stored."""
+        """Replace the state of the queue by a saved one, whose values ``load_storage_checkpoint`` has stored.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            CheckpointError: it is damaged, of a newer version, or its values were not stored by this client.
+        """
         with reading(path):
             data = await off_loop(read_state, Path(path))
         await self._restore(data)
 
     async def async_save_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
-        """Save the values of the samples whose state is saved in this directory, or else of all there are now."""
+        """Save the values of the samples whose state is saved in this directory, or else of all there are now.
+
+        Raises:
+            CheckpointError: they could not be written.
+        """
         directory = Path(checkpoint_dir)
         if (directory / CONTROLLER).exists():
             saved = decode(await off_loop(read_state, directory / CONTROLLER))
@@ -110,7 +133,13 @@ class Checkpoints(ClientBase):
             await save_values(self.storage_manager, decode(state), directory / STORAGE)
 
     async def async_load_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
-        """Store the values of a checkpoint; ``load_controller_checkpoint`` of the same client makes them visible."""
+        """Store the values of a checkpoint; ``load_controller_checkpoint`` of the same client makes them visible.
+
+        Raises:
+            CheckpointNotFoundError: a file of the checkpoint is missing.
+            CheckpointError: they are damaged.
+            StorageFullError: they don't fit next to what the queue holds.
+        """
         directory = Path(checkpoint_dir)
         with reading(directory):
             saved = decode(await off_loop(read_state, directory / CONTROLLER))

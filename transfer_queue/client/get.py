@@ -101,6 +101,12 @@ class Gets(ClientBase):
             BatchTimeoutError: not enough ready samples in time; says which fields were missing.
             EndOfPartitionError: no batch will come any more.
             InvalidRequestError: ``where`` is no filter; says at which character.
+        Examples:
+            >>> tags = [{"policy_version": version} for version in (6, 7, 7, 8)]
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train", tags=tags)
+            >>> batch = client.get_meta(["x"], 2, "train", task_name="update_actor", where="policy_version == 7")
+            >>> client.get_data(batch)["x"]
+            tensor([1, 2])
         """
         if partition_id is None:
             raise InvalidRequestError("get_meta needs a partition_id.")
@@ -120,7 +126,7 @@ class Gets(ClientBase):
                 await self.session.ask(p.Insert, p.Batch, partition_id, batch_size, fields, wait_s, wait_s=wait_s)
             )
         if task_name is None:
-            raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name: who consumes the samples.")
+            raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name, which names the consumer.")
         polling = bool((await self.session.config())["controller"]["polling_mode"])
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s, where)
@@ -151,6 +157,12 @@ class Gets(ClientBase):
 
         Raises:
             EndOfPartitionError: no batch will come any more.
+        Examples:
+            >>> from transfer_queue.client.get import fetch_request
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> fetched = client.fetch_batch(fetch_request(["x"], 2, "train", "update_actor", None, wait_s=5.0))
+            >>> fetched.meta.size
+            2
         """
         await self.session.config()
         front = self.front
@@ -187,7 +199,17 @@ class Gets(ClientBase):
         return reply, frames
 
     async def async_take(self, batch: FetchedBatch) -> TensorDict:
-        """The values of a batch, as ``async_get_data`` gives them; once."""
+        """The values of a batch, as ``async_get_data`` gives them; once.
+
+        Raises:
+            InvalidRequestError: the batch was taken or closed before.
+        Examples:
+            >>> from transfer_queue.client.get import fetch_request
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> fetched = client.fetch_batch(fetch_request(["x"], 4, "train", "update_actor", None, wait_s=5.0))
+            >>> client.take(fetched)["x"]
+            tensor([0, 1, 2, 3])
+        """
         if batch.closed:
             raise InvalidRequestError(
                 "this batch was taken or closed; its values may be gone. Use get_data(batch.meta)."
@@ -205,11 +227,20 @@ class Gets(ClientBase):
         """Values of ``metadata.field_names``, rows in the metadata's order; writable memory of the caller's own.
 
         Args:
+            metadata: Metadata of N samples, from ``put`` or ``get_meta``, or a selection or concatenation of such.
             layout: "jagged": tensors of at least one dim per sample come back nested, as in TransferQueue. "dense": as
                 dense tensors, where all samples have the same shape. None: ``client.layout`` of the configuration.
+        Returns:
+            A TensorDict of batch size [N].
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
             SchemaConflictError: some samples of a field are tensors, and others are objects; the text names both.
+        Examples:
+            >>> rows = [torch.arange(2), torch.arange(3)]
+            >>> columns = {"ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged), "text": ["a b", "a b c"]}
+            >>> meta = client.put(columns, partition_id="train")
+            >>> client.get_data(meta)["ids"].offsets()
+            tensor([0, 2, 5])
         """
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
@@ -281,6 +312,12 @@ class Gets(ClientBase):
             earlier: Acknowledge all batches before it of the same data-parallel rank, too.
         Returns:
             How many batches this acknowledged.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> first = {"dp_rank": 0, "batch_index": 0}
+            >>> batch = client.get_meta(["x"], 2, "train", task_name="sft", sampling_config=first)
+            >>> client.ack(batch, "sft")
+            1
         """
         if metadata.token is None:
             return 0

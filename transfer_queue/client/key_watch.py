@@ -24,20 +24,26 @@ _SLICE_S = 30.0
 
 
 class KeyChanges(NamedTuple):
-    """What became of the keys that a watch follows since its last answer."""
+    """What became of the keys that a watch follows since its last answer.
+
+    Examples:
+        >>> meta = tq.kv_put("q1", "train", tag={"done": True})
+        >>> next(client.kv_watch("train"))
+        KeyChanges(changed={'q1': {'done': True}}, removed=[], fresh=True)
+    """
 
     changed: dict[str, dict[str, Any]]
     """New keys, and keys with new tags, each with all of its tags."""
     removed: list[str]
     """Keys that an earlier answer named, and that were cleared or match the filter no more."""
     fresh: bool = False
-    """``changed`` is the whole list: the first answer, or the watch was too far behind to be told each change."""
+    """``changed`` is the whole list: the first answer, or the watch was too far behind to get each change."""
 
 
 class KeyWatch:
     """An iterator of ``KeyChanges``, with ``for`` or ``async for``. It ends when the partition is cleared.
 
-    Each change is told once and in order; several changes of one key between two answers are told as one. So a dict
+    Each change comes once and in order; several changes of one key between two answers come as one. So a dict
     that drops ``removed`` and takes over ``changed`` always equals a ``kv_list``. One thread or task may iterate.
 
     Raises:
@@ -50,7 +56,7 @@ class KeyWatch:
         self._where = where
         self._timeout_s = timeout_s
         self._position: tuple[int, int, int] | None = None
-        self._told: dict[str, bytes] = {}  # key -> its tags, packed: what was yielded belongs to the caller
+        self._known: dict[str, bytes] = {}  # key -> its tags, packed: what was yielded belongs to the caller
         self._ended = False
 
     def __iter__(self) -> KeyWatch:
@@ -95,24 +101,24 @@ class KeyWatch:
         which = "" if self._where is None else f" that match {self._where!r}"
         text = f"no key of partition {self._partition!r}{which} has changed for {waited_s:.1f} s"
         if self._timeout_s is not None and waited_s >= self._timeout_s:
-            raise KeysTimeoutError(f"{text}; {len(self._told)} are known. Check the producers, or raise timeout_s.")
+            raise KeysTimeoutError(f"{text}; {len(self._known)} are known. Check the producers, or raise timeout_s.")
         _log.info("%s.", text)
 
     async def _changes(self, reply: p.ChangedKeys) -> KeyChanges:
-        """What the caller doesn't know yet. Nothing is taken for told if this fails or is cancelled."""
-        # What changes while a long list comes in pages is told next.
+        """What the caller doesn't know yet. If this fails or is cancelled, the caller still doesn't know it."""
+        # What changes while a long list comes in pages is in the next answer.
         keys = {**reply.keys, **await listed_after(self._session, self._partition, reply.last, self._where)}
         packed = {key: _encoder.encode(tags) for key, tags in keys.items()}
-        gone = [key for key in self._told if key not in keys] if reply.fresh else reply.removed
-        removed = [key for key in gone if key in self._told]
+        gone = [key for key in self._known if key not in keys] if reply.fresh else reply.removed
+        removed = [key for key in gone if key in self._known]
         if not reply.fresh:
-            keys = {key: tags for key, tags in keys.items() if self._told.get(key) != packed[key]}
-        told = {key: own for key, own in self._told.items() if key in packed} if reply.fresh else self._told
+            keys = {key: tags for key, tags in keys.items() if self._known.get(key) != packed[key]}
+        known = {key: own for key, own in self._known.items() if key in packed} if reply.fresh else self._known
         self._position = reply.position
-        self._told = told
-        told.update(packed)
+        self._known = known
+        known.update(packed)
         for key in removed:
-            told.pop(key, None)
+            known.pop(key, None)
         return KeyChanges(keys, removed, reply.fresh)
 
 
@@ -133,6 +139,11 @@ class KeyWaits(ClientBase):
         Raises:
             KeysTimeoutError: fewer matched for ``timeout_s`` seconds; says how many, and how many keys there are.
             EndOfPartitionError: the partition was cleared meanwhile.
+            InvalidRequestError: ``where`` is no filter, ``count`` is below 1, or ``timeout_s`` is NaN.
+        Examples:
+            >>> meta = tq.kv_batch_put(["q1", "q2"], "train", tags=[{"done": True}, {"done": True}])
+            >>> list(client.wait_keys("train", where="done == true", count=2, timeout_s=5.0))
+            ['q1', 'q2']
         """
         wait_s = checked_wait("wait_keys", timeout_s)
         reply = await self.session.ask(p.WaitKeys, p.Reply, partition_id, where, count, wait_s, wait_s=wait_s)
@@ -147,8 +158,16 @@ class KeyWaits(ClientBase):
         The first answer lists the keys there are, once there are any. The iterator ends when the partition is cleared.
 
         Args:
-            where: Only keys whose tags match; one that matches no more is told as removed.
+            where: Only keys whose tags match; one that matches no more counts as removed.
             timeout_s: Longest wait for one answer, then KeysTimeoutError; None: no limit.
+        Raises:
+            InvalidRequestError: ``timeout_s`` is NaN. An invalid ``where`` is an error of the first answer.
+        Examples:
+            >>> meta = tq.kv_put("q1", "train", tag={"done": True})
+            >>> for changes in client.kv_watch("train", where="done == true"):
+            ...     print(changes.changed, changes.removed)
+            ...     client.clear_partition("train")  # which ends the watch
+            {'q1': {'done': True}} []
         """
         if timeout_s is not None:
             checked_wait("kv_watch", timeout_s)

@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 Tag = dict[str, Any]
 _TRIES = 5
 _warned: set[str] = set()
-"""Fields of which a warning has told; one warning per field is enough."""
+"""Fields that a warning has named; one warning per field is enough."""
 
 
 class Keys(Puts):
@@ -33,7 +33,17 @@ class Keys(Puts):
     async def async_kv_retrieve_meta(
         self, keys: Sequence[str] | str, partition_id: str, create: bool = False
     ) -> BatchMeta:
-        """Samples of keys. Unknown ones are left out, or made with ``create``, in the order given."""
+        """Samples of keys. Unknown ones are left out, or made with ``create``, in the order given.
+
+        Raises:
+            InvalidRequestError: no key is given.
+            StorageFullError: there was no room in time for new samples.
+        Examples:
+            >>> meta = client.kv_retrieve_meta(["q1", "q2"], "train", create=True)
+            >>> meta = client.put({"x": torch.arange(2)}, metadata=meta)
+            >>> tq.kv_batch_get("q2", "train")["x"]
+            tensor([1])
+        """
         names = check_keys(keys)
         wait_s = await self.put_timeout_s()
         return to_meta(
@@ -61,7 +71,15 @@ class Keys(Puts):
         return reply
 
     async def async_kv_retrieve_keys(self, global_indexes: Sequence[int] | int, partition_id: str) -> list[str | None]:
-        """Keys of samples, None for one without."""
+        """Keys of samples, None for one without, or for one that was cleared.
+
+        Raises:
+            UnknownPartitionError: there is no such partition.
+        Examples:
+            >>> meta = client.kv_retrieve_meta(["q1", "q2"], "train", create=True)
+            >>> client.kv_retrieve_keys(meta.global_indexes, "train")
+            ['q1', 'q2']
+        """
         indexes = [global_indexes] if isinstance(global_indexes, int) else global_indexes
         if not isinstance(indexes, list) or not all(type(index) is int for index in indexes):
             raise TypeError(f"global_indexes must be an int or a list of int, got {global_indexes!r}.")
@@ -72,10 +90,16 @@ class Keys(Puts):
     async def async_kv_list(
         self, partition_id: str | None = None, where: str | None = None
     ) -> dict[str, dict[str, dict[str, Any]]]:
-        """{partition: {key: tag}}, keys in order of insertion; unknown partition: {}.
+        """{partition: {key: tag}}, keys in order of insertion. An unknown partition gives {}.
 
         Args:
             where: Only keys whose tags match, such as ``"done == true"``; docs/semantics.md has the grammar.
+        Raises:
+            InvalidRequestError: ``where`` is no filter; says at which character.
+        Examples:
+            >>> meta = tq.kv_batch_put(["q1", "q2"], "train", tags=[{"done": True}, {"done": False}])
+            >>> client.kv_list("train", where="done == true")
+            {'train': {'q1': {'done': True}}}
         """
         names = [partition_id] if partition_id is not None else await self._partitions()
         found: dict[str, dict[str, dict[str, Any]]] = {}

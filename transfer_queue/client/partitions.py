@@ -41,12 +41,24 @@ class Partitions(Keys):
                 as in ``("int64", [None])``, and a shape of None any shape.
         Raises:
             SchemaConflictError: a field was declared otherwise, or has samples of another dtype.
+            InvalidRequestError: ``num_samples`` below 1, or another number than before.
+        Examples:
+            >>> fields = {"ids": ("int64", [None]), "reward": (torch.float32, [])}
+            >>> client.create_partition("train", num_samples=1000, fields=fields)
+            True
         """
         declared = {name: _declared(name, *of_field) for name, of_field in (fields or {}).items()}
         return bool((await self.session.ask(p.CreatePartition, p.Done, partition_id, num_samples, declared)).value)
 
     async def async_seal_partition(self, partition_id: str) -> None:
-        """Say that no more samples will be put: the end of the stream."""
+        """Say that no more samples will be put: the end of the stream. An unused partition is created.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.seal_partition("train")
+            >>> client.get_stats()["partitions"]["train"]["sealed"]
+            True
+        """
         await self.session.ask(p.SealPartition, p.Done, partition_id)
 
     async def async_register_task(
@@ -62,13 +74,25 @@ class Partitions(Keys):
             sampler: An instance, a built-in's name, or ``"module:Class"`` of an allowed module.
             dp_size: Number of data-parallel ranks: batches are then drawn for all of them or none.
             tail: What happens to samples that can't fill a last round: "drop", "pad" or "uneven_ok".
+        Raises:
+            SamplerError: there is no such sampler, or its module is not allowed.
+            InvalidRequestError: ``dp_size`` below 1, or an unknown ``tail``.
+        Examples:
+            >>> client.register_task("grpo", sampler=tq.GRPOGroupNSampler(4), dp_size=2, tail="drop")
         """
         spec: Any = sampler.spec() if isinstance(sampler, BaseSampler) else sampler
         spec = dict(spec) if isinstance(spec, Mapping) else spec
         await self.session.ask(p.RegisterTask, p.Done, task_name, spec, dp_size, tail)
 
     async def async_clear_samples(self, metadata: BatchMeta) -> None:
-        """Delete these samples and their values; those already cleared are ignored."""
+        """Delete these samples and their values; those already cleared are ignored.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.clear_samples(meta.select_samples([0, 1]))
+            >>> client.get_meta(partition_id="train", mode="force_fetch").size
+            2
+        """
         for part in metadata.chunk_by_partition() if metadata.size else ():
             indexes = part.global_indexes
             for start in range(0, len(indexes), _PER_CLEAR):  # more at once would hold up other clients for too long
@@ -78,13 +102,18 @@ class Partitions(Keys):
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.
 
-        ``ack`` acknowledges a batch. One fetched without a rank or batch_index needs none: its samples stay until
-        ``get_data`` has returned all of them, or the client that fetched it has no metadata of it any more.
+        ``ack`` acknowledges a batch. A batch fetched without a rank or batch_index needs no ``ack``. Its
+        samples stay until ``get_data`` has returned all of them, or its client has no metadata of it any more.
 
         Args:
             task_names: Tasks that must be done with a sample, too, even if they have not fetched yet.
         Returns:
             How many samples were cleared.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> data = client.get_data(client.get_meta(["x"], 2, "train", task_name="update_actor"))
+            >>> client.clear_consumed("train", ["update_actor"])
+            2
         """
         count = 0
         while True:
@@ -107,6 +136,11 @@ class Partitions(Keys):
             because no task has fetched. ``readers`` are the clients that were given samples without a rank or
             batch_index, have not read all of them, and still have metadata of them; ``get_stats()["clients"]`` has the
             same names.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> data = client.get_data(client.get_meta(["x"], 1, "train", task_name="update_actor"))
+            >>> client.held_up_by("train", ["update_actor", "critic"])
+            {'tasks': {'update_actor': 3}, 'not_begun': ['critic'], 'unread': 0, 'readers': {}}
         """
         cleared = await self.session.ask(p.ClearConsumed, p.Cleared, partition_id, list(task_names), True)
         return {
@@ -115,11 +149,25 @@ class Partitions(Keys):
         }  # fmt: skip
 
     async def async_clear_partition(self, partition_id: str) -> None:
-        """Delete a partition and all it holds, if it exists. For consumers that wait, their stream has ended."""
+        """Delete a partition and all it holds, if it exists. For consumers that wait, their stream has ended.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.clear_partition("train")
+            >>> client.get_partition_list()
+            []
+        """
         await self.clear(p.ClearPartition, partition_id)
 
     async def async_get_partition_list(self) -> list[str]:
-        """Names of all partitions."""
+        """Names of all partitions.
+
+        Examples:
+            >>> client.create_partition("train@0")
+            True
+            >>> client.get_partition_list()
+            ['train@0']
+        """
         return [str(name) for name in (await self.session.ask(p.ListPartitions, p.Names)).names]
 
     async def async_forget_task(self, task_name: str) -> int:
@@ -127,6 +175,11 @@ class Partitions(Keys):
 
         Returns:
             How many partitions knew it. For its waiting fetches, their stream has ended.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> batch = client.get_meta(["x"], 2, "train", task_name="udpate_actor")
+            >>> client.forget_task("udpate_actor")
+            1
         """
         return int((await self.session.ask(p.ForgetTask, p.Done, task_name)).value)
 
@@ -135,6 +188,11 @@ class Partitions(Keys):
 
         Returns:
             Whether it held anything.
+        Raises:
+            InvalidRequestError: it is this client itself; ``close`` ends its session.
+        Examples:
+            >>> client.evict_client("rollout-7")  # there is no such client
+            False
         """
         return bool((await self.session.ask(p.EvictClient, p.Done, client)).value)
 
@@ -144,6 +202,11 @@ class Partitions(Keys):
         ``clients`` says by client what it holds; ``asked_by`` is this client's own name there. ``alarms`` are the
         latest samplers that held the server, numbered from 1. ``metrics`` are latencies and ages as counts below the
         bounds in ``metrics["bounds"]``.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.get_stats()["partitions"]["train"]["published"]
+            4
         """
         return await self.session.stats()
 
@@ -151,6 +214,11 @@ class Partitions(Keys):
         """Samples that lost values with a storage unit: {field: [global index, ...]}, without those put again.
 
         They count as not produced. Put the field again with their metadata, or clear them.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.get_lost_samples("train")
+            {}
         """
         lost = (await self.session.ask(p.ListLost, p.Done, partition_id)).value
         return {name: p.unpack_indexes(indexes).tolist() for name, indexes in lost.items()}
@@ -161,35 +229,56 @@ class Partitions(Keys):
         """Be a member of a run: processes, on any host, that can't go on without each other.
 
         Args:
-            name: What the other members are told if this process is lost. None: it is a member already.
+            name: A name for this process, which the others get if it is lost. None: it is a member already.
             opens: The run begins with this member.
             timeout_s: How long to wait until a member is lost.
         Returns:
             The name of a member that failed, or whose process ended; None if there is none, or this member has left.
         Raises:
             InvalidRequestError: this queue has no such run and ``opens`` is False, or this client is no member.
+        Examples:
+            >>> client.watch_run("run-1", name="rank 0", opens=True)
+            >>> client.watch_run("run-1", timeout_s=0.1)  # nobody is lost
+            >>> client.leave_run("run-1")
         """
         wait_s = checked_wait("watch_run", timeout_s)
         reply = await self.session.ask(p.WatchRun, p.Done, run, name, opens, wait_s, wait_s=wait_s)
         return None if reply.value is None else str(reply.value)
 
     async def async_leave_run(self, run: str, failed: bool = False) -> None:
-        """Leave a run; ``failed`` tells the others that they can't go on."""
+        """Leave a run; ``failed`` says that the others can't go on.
+
+        Examples:
+            >>> client.watch_run("run-1", name="rank 0", opens=True)
+            >>> client.leave_run("run-1", failed=True)
+        """
         await self.session.ask(p.LeaveRun, p.Done, run, failed)
 
     async def async_get_storage_stats(self) -> list[dict[str, Any]]:
         """Numbers of each storage unit: samples, bytes held and allowed, readers. Some backends have none.
 
-        ``path`` says which way this client's values go there: "arena" (memory that the unit and this process both
-        map; at most 64 KiB still travel in the message), "frames" (in messages: from another host, with
-        ``SimpleStorage.arena: false``, or where no mapping is to be had), or "undecided" until its first put or get
-        there, which decides it once, by trying.
+        ``path`` says how this client's values go there. "arena": through memory that the unit and this process both
+        map; at most 64 KiB still travel in the message. "frames": in messages, as from another host, or with
+        ``SimpleStorage.arena: false``, or where no memory can be mapped. "undecided": the first put or get decides.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> [unit["samples"] for unit in client.get_storage_stats()]
+            [4]
         """
         units = [msgspec.structs.asdict(unit) for unit in await self.storage_manager.stats()]
         return [{name: value for name, value in unit.items() if name != "id"} for unit in units]
 
     async def async_get_consumption_status(self, task_name: str, partition_id: str) -> Status:
-        """(indexes int64 [N], consumed int8 [N]), pre-allocated samples included; (None, None): unknown partition."""
+        """(indexes int64 [N], consumed int8 [N]), pre-allocated samples included; (None, None): unknown partition.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(3)}, partition_id="train")
+            >>> batch = client.get_meta(["x"], 2, "train", task_name="update_actor")
+            >>> indexes, consumed = client.get_consumption_status("update_actor", "train")
+            >>> consumed
+            tensor([1, 1, 0], dtype=torch.int8)
+        """
         pages = [await self.session.ask(p.ConsumptionStatus, p.Status, partition_id, task_name)]
         while pages[-1].more:  # in pages, so that a large partition holds up no other client
             after = _last_index(pages[-1])
@@ -197,7 +286,16 @@ class Partitions(Keys):
         return _status(pages)
 
     async def async_get_production_status(self, data_fields: Sequence[str], partition_id: str) -> Status:
-        """(indexes int64 [N], produced int8 [N, F]), columns as the fields were registered; (None, None) unknown."""
+        """(indexes int64 [N], produced int8 [N, F]), columns as the fields were registered; (None, None) unknown.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(2)}, partition_id="train")
+            >>> meta = client.put({"y": torch.arange(1)}, metadata=meta[0])
+            >>> indexes, produced = client.get_production_status(["x", "y"], "train")
+            >>> produced
+            tensor([[1, 1],
+                    [1, 0]], dtype=torch.int8)
+        """
         fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
         pages = [await self.session.ask(p.FieldStatus, p.Status, partition_id, fields)]
         while pages[-1].more:
@@ -206,20 +304,52 @@ class Partitions(Keys):
         return _status(pages, two_dim=True)
 
     async def async_check_consumption_status(self, task_name: str, partition_id: str) -> bool:
-        """Has the task consumed every sample? False for an empty or unknown partition."""
+        """Has the task consumed every sample? False for an empty or unknown partition.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(2)}, partition_id="train")
+            >>> batch = client.get_meta(["x"], 2, "train", task_name="update_actor")
+            >>> client.check_consumption_status("update_actor", "train")
+            True
+        """
         return bool((await self.session.ask(p.ConsumptionStatus, p.Done, partition_id, task_name, True)).value)
 
     async def async_check_production_status(self, data_fields: Sequence[str], partition_id: str) -> bool:
-        """Does every sample have all these fields? False for an unknown partition or field."""
+        """Does every sample have all these fields? False for an unknown partition or field.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(2)}, partition_id="train")
+            >>> client.check_production_status(["x"], "train")
+            True
+        """
         fields = [data_fields] if isinstance(data_fields, str) else list(data_fields)
         return bool((await self.session.ask(p.FieldStatus, p.Done, partition_id, fields, True)).value)
 
     async def async_reset_consumption(self, partition_id: str, task_name: str | None = None) -> bool:
-        """Make consumed samples available again; batches already given keep their answer. False: no such partition."""
+        """Make consumed samples available again; batches already given keep their answer. False: no such partition.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(2)}, partition_id="train")
+            >>> batch = client.get_meta(["x"], 2, "train", task_name="update_actor")
+            >>> client.reset_consumption("train", "update_actor")
+            True
+            >>> client.get_meta(["x"], 2, "train", task_name="update_actor").global_indexes == batch.global_indexes
+            True
+        """
         return bool((await self.session.ask(p.ResetConsumption, p.Done, partition_id, task_name)).value)
 
     async def async_set_custom_meta(self, metadata: BatchMeta) -> None:
-        """Replace the controller's tags of these samples by the metadata's."""
+        """Replace the controller's tags of these samples by the metadata's.
+
+        Raises:
+            UnsupportedValueError: a tag is not plain data. Samples that were cleared are no error.
+        Examples:
+            >>> meta = client.put({"x": torch.arange(2)}, partition_id="train")
+            >>> meta.update_custom_meta([{"score": 0.5}, {"score": 1.0}])
+            >>> client.set_custom_meta(meta)
+            >>> client.get_meta(["x"], 1, "train", task_name="best", where="score > 0.9").custom_meta
+            [{'score': 1.0}]
+        """
         tags: dict[str, dict[int, dict[str, Any]]] = {}
         rows = zip(metadata.partition_ids, metadata.global_indexes, metadata.custom_meta, strict=True)
         for partition, index, own in rows:

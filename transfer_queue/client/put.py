@@ -28,7 +28,7 @@ _TRIES = 3
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
 _log = get_logger(__name__)
 _warned: set[str] = set()
-"""Fields of several dtypes that were told."""
+"""Fields of several dtypes that a warning has named."""
 
 
 class WriteTransaction:
@@ -43,7 +43,7 @@ class WriteTransaction:
         Args:
             columns: As the storage prepared them; None writes tags alone.
             num_rows: Rows of ``columns``.
-            tags: By row.
+            tags: Tags by row.
         """
         self._session = session
         self._begin = begin
@@ -153,16 +153,26 @@ class Puts(ClientBase):
         """Store fields of samples and make them visible; they are when this returns.
 
         Args:
-            data: One row per sample.
+            data: ``{field: [N, ...]}``, or a TensorDict of batch size [N]: one row per sample. A column is a dense or
+                nested tensor, or a list of plain objects.
             metadata: The samples to write to, which is then updated in place and returned. None: new samples.
                 Rows that only fill a padded batch are skipped.
             partition_id: Where new samples go.
             data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
             tags: One mapping per row, visible together with the values; merges into what a sample has.
+        Returns:
+            Metadata of the samples, [N], in the order of the rows.
         Raises:
-            ValueError: rows and metadata disagree, no rows, or a dtype that differs from what the field holds.
+            InvalidRequestError: rows and metadata disagree, no rows, or a sealed partition; it is a ValueError.
+            SchemaConflictError: a dtype or shape that differs from the field's declaration; it is a ValueError.
+            UnsupportedValueError: a value or a tag that can't be stored as configured.
             SampleClearedError: some of the samples were cleared.
             StorageFullError: there was no room in time.
+        Examples:
+            >>> meta = client.put({"prompt": torch.arange(8)}, partition_id="train", tags=[{"env": "math"}] * 8)
+            >>> meta = client.put({"reward": torch.rand(8)}, metadata=meta)  # another field of the same samples
+            >>> meta.field_names
+            ['prompt', 'reward']
         """
         rows = as_tensordict(data)
         count = int(rows.batch_size[0])

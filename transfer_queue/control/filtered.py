@@ -27,8 +27,9 @@ _BYTES = 512
 
 
 class TurnBudget:
-    """How many samples this turn may still compare or list, and how many waiting requests it may still answer; and the
-    partitions where some are left for later turns.
+    """How many samples this turn may still compare or list, and how many waiting requests it may still answer.
+
+    It also has the partitions where some are left for later turns.
     """
 
     def __init__(self) -> None:

@@ -220,8 +220,10 @@ class Partition:
         self._withdraw(indexes[found][bare])
 
     def take_back(self, indexes: Indexes, num_rewrites: int) -> bool:
-        """Delete samples of a put that its caller cancelled. False: some were cleared, given to a task, or maybe
-        written to since (``num_rewrites``: as it was then); or the partition is sealed, whose end may have been told.
+        """Delete samples of a put that its caller cancelled.
+
+        False: some were cleared, given to a task, or maybe written to since (``num_rewrites``: as it was then). Or the
+        partition is sealed, and a reader may know its end.
         """
         rows, found = self.table.find(indexes)
         if self.sealed or self.num_rewrites != num_rewrites or not all_of(found):

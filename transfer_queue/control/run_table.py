@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs: processes that depend on each other, on any host. When one ends in the middle, the others are told."""
+"""Runs: processes that depend on each other, on any host. When one ends in the middle, the others get its name."""
 
 from __future__ import annotations
 

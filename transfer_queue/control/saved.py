@@ -5,8 +5,8 @@ Arrays are raw little-endian bytes, one entry per row. Checkpoints contain it: a
 or renumber.
 
 A slice is a saved queue of its own, small enough to be made or taken in one turn of a server. The first slice has the
-tasks and samplers. A partition that is cut goes on in the next slice under the same name: further rows, with their keys
-and tags, and further batches of its ledgers.
+tasks and samplers. A partition that is cut goes on in the next slice under the same name. That one has
+further rows, with their keys and tags, and further batches of its ledgers.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class ServedFetch:
         return self._consumer.ready(tuple(self._fetch.fields), self._fetch.where)
 
     def finish_comparing(self) -> bool:
-        """Compare ready samples with the filter as far as this turn allows. False: some are left; nothing is decided."""
+        """Compare ready samples with the filter, as far as this turn allows. False: some are left."""
         return self._budget.finish(self._ready(), self._partition.name)
 
     def _num_unmatched(self, ready: ReadySet) -> int:

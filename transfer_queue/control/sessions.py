@@ -21,8 +21,8 @@ class Record:
     """One answered call. ``reply`` None: it was received, and the record stays for what the call still holds."""
 
     holds: ClassVar[bool] = False
-    """Whether it stays after its answer was received: a reservation, a permit to replace values, a freeze, staged
-    samples, or a batch that is still to be read.
+    """Whether it stays after its answer was received. It is then a reservation, a permit to replace values, a freeze,
+    staged samples, or a batch that is still to be read.
     """
 
     __slots__ = ("kind", "reply")

@@ -105,7 +105,7 @@ _rank = attrgetter("rank")
 
 
 class _Pass(NamedTuple):
-    """A look at those who wait in a line: what it began with, how far it came, and whether it is to go on."""
+    """A pass over the requests of a line: what it began with, how far it came, and whether it is to go on."""
 
     stamp: object
     last: tuple[float, float]

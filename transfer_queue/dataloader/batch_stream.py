@@ -65,7 +65,7 @@ class BatchStream:
     """Yields (batch_index, data, metadata) for ``first``, ``first + stride``, …; ends with the partition.
 
     Everything runs in the reader's thread. The next batch is chosen and pinned by the queue while the reader is busy
-    with the current one; its values are copied when the reader takes it. Batches are requested one by one, because
+    with the current one. Its values are copied when the reader takes it. Batches are requested one by one, because
     the queue may answer two requests of one client in either order.
 
     Args:

@@ -63,6 +63,11 @@ def default_fetch_batch_fn(
 
     Raises:
         EndOfPartitionError: the stream has ended before this batch.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> data, meta = tq.default_fetch_batch_fn(client, ["x"], 2, "train", "sft", {"dp_rank": 0}, batch_index=0)
+        >>> data["x"]
+        tensor([0, 1])
     """
     config = {**sampling_config, "batch_index": batch_index, "partition_id": partition_id}
     try:

@@ -19,9 +19,18 @@ Pair = tuple[TensorDict, BatchMeta]
 def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Pair]:
     """Cut consecutive micro-batches of ``micro_batch_size`` rows; the last one may be shorter.
 
+    Args:
+        td: Values, of batch size [N].
+        batch_meta: Metadata of the same N samples.
     Raises:
         TypeError: ``td`` is not a TensorDict.
         ValueError: the size is not a positive int or exceeds the batch, or there is no batch dimension.
+    Returns:
+        (values, metadata) of each micro-batch, with the same rows.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(5)}, partition_id="train")
+        >>> [data["x"].tolist() for data, part in tq.chunk_batch_fn(client.get_data(meta), meta, 2)]
+        [[0, 1], [2, 3], [4]]
     """
     rows = _rows(td)
     if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
@@ -47,6 +56,14 @@ def token_budget_batch_fn(
         lengths: Name of the tag that holds a sample's tokens, or of a field: numbers [N], or a jagged column.
     Raises:
         ValueError: one sample alone exceeds the budget or has no length, or a budget or size is below 1.
+    Returns:
+        (values, metadata) of each micro-batch, with the same rows.
+    Examples:
+        >>> tags = [{"total_lengths": tokens} for tokens in (60, 30, 50)]
+        >>> meta = client.put({"x": torch.arange(3)}, partition_id="train", tags=tags)
+        >>> parts = tq.token_budget_batch_fn(client.get_data(meta), meta, max_tokens=100)
+        >>> [data["x"].tolist() for data, part in parts]
+        [[0, 1], [2]]
     """
     if max_tokens < 1 or (micro_batch_size is not None and micro_batch_size < 1):
         raise InvalidRequestError(

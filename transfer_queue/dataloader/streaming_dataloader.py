@@ -45,6 +45,15 @@ class StreamingDataLoader(DataLoader[Any]):
 
     The dataset holds all state: an iterator continues where the previous one stopped, even with a new loader over the
     same dataset. ``reset`` and ``step`` start elsewhere.
+
+    Examples:
+        >>> meta = client.put({"x": torch.arange(8)}, partition_id="train")
+        >>> client.seal_partition("train")
+        >>> dataset = tq.StreamingDataset(None, 4, 4, ["x"], "train", "update_actor", dp_rank=0)
+        >>> for data, meta in tq.StreamingDataLoader(dataset, num_workers=2):
+        ...     print(data["x"])
+        tensor([0, 1, 2, 3])
+        tensor([4, 5, 6, 7])
     """
 
     def __init__(

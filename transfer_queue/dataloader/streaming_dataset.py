@@ -51,6 +51,17 @@ class StreamingDataset(IterableDataset[Any]):
     ``load_state_dict`` affect the next iterator.
     Batches are read from storage each time; none are kept.
     With workers use a StreamingDataLoader: worker w of W takes batches w, w + W, …
+
+    Raises:
+        BatchTimeoutError: while iterating, no batch came for ``timeout_s`` seconds.
+        ProducersGoneError: while iterating, every producer of a field has died.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(8)}, partition_id="train")
+        >>> client.seal_partition("train")
+        >>> dataset = tq.StreamingDataset(None, 4, 2, ["x"], "train", "update_actor", dp_rank=0)
+        >>> [data["x"].tolist() for data, meta in dataset]
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+        >>> dataset.close()
     """
 
     def __init__(

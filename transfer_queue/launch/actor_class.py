@@ -20,7 +20,7 @@ class ActorClass:
     def __init__(self, path: str, at_once: Sequence[str] = (), **defaults: Any) -> None:
         """
         Args:
-            path: Of the class, as "module:Class".
+            path: Path of the class, as "module:Class".
             at_once: Methods that never wait for others.
             defaults: Options of the actors, as ``ray.remote`` takes them.
         """

@@ -196,7 +196,8 @@ def keys_for(config: FullConfig, directory: str) -> str | None:
     """The file of the queue's keys, created if it does not exist. None: without encryption."""
     if config.encryption == "none":
         _log.warning(
-            "encryption is off: whoever reaches %s can read and change all values (encryption: none)", config.listen
+            "encryption is off: any program that reaches %s can read and change all values (encryption: none)",
+            config.listen,
         )
         return None
     path = config.key_file or f"{directory}/keys"

@@ -25,11 +25,11 @@ class MemberServer:
         """
         Args:
             conf: The queue's configuration, as for ``init``.
-            name: Of the unit.
+            name: Name of the unit.
             join: Address of the controller.
             listen: Where other hosts read the values, as ``tcp://HOST:PORT``.
             keys: The queue's public and secret key; None: without encryption.
-            capacity_nbytes: Of its values; None: no limit.
+            capacity_nbytes: Most bytes of its values; None: no limit.
         Raises:
             LaunchError: the server did not start.
             QueueUnreachableError: no controller answers at ``join``.

@@ -34,7 +34,7 @@ Keys = tuple[str, str] | None
 class ControllerActor(ControllerVerbs):
     """Hosts the server with the controller, and with the storage unit of its node.
 
-    A start that fails is told to everyone who asks for the connection.
+    If the start fails, every request for the connection raises its error.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ControllerActor(ControllerVerbs):
         try:
             self._queue = LocalQueue(_with_defaults(conf, sampler, polling_mode), hosts=self._hosts)
             self._config = self._queue.conf
-        except Exception as error:  # the guard of the start: whoever asks for the connection gets the error
+        except Exception as error:  # the guard of the start: a request for the connection raises it
             self._failed = to_wire(error)
 
     @property
@@ -190,7 +190,7 @@ class UnitActor:
         """
         Args:
             conf: The configuration, as for ``init``.
-            name: Of the unit.
+            name: Name of the unit.
             join: Address of the controller.
             keys: The queue's public and secret key.
             hosts: Number of nodes that get a storage unit, this one included.

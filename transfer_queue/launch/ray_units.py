@@ -40,7 +40,7 @@ def eligible_nodes(resource: str | None) -> list[str]:
 
 
 def start_unit(number: int, node: str, arguments: dict[str, Any], deadline: float) -> Any:
-    """Start the actor of a storage unit on this node. ``failed`` of it tells whether the unit has started."""
+    """Start the actor of a storage unit on this node. Its ``failed`` says whether the unit has started."""
     name = _UNIT_NAME.format(number)
     actor_class = controller.SimpleStorageUnit.options(
         name=name, namespace=NAMESPACE, scheduling_strategy=at_node(node)

@@ -40,7 +40,7 @@ def serve(
     Args:
         conf: As for ``init``. ``listen`` and ``key_file`` say where other hosts may join.
         join: Address of the queue to which this host's memory is added. None: a queue of its own.
-        directory: Of the socket for programs of this host, which is made if necessary. None: a new private one.
+        directory: Directory of the socket for programs of this host. It is made if necessary. None: a new private one.
         ready: Called once the server answers.
     Raises:
         ConfigError: an unknown key, an impossible value, or a key file that can't be read.

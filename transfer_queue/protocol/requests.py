@@ -200,8 +200,8 @@ class Ack(Request, frozen=True):
 class Describe(Request, frozen=True):
     """Metadata of given samples, or of all: consumed or not, marks nothing (``get_meta`` in mode "force_fetch").
 
-    Of all it is given in pages: the samples that come ``after`` this index, ``limit`` at most (0: as many as a page
-    takes); the reply says whether there are more.
+    That of all comes in pages: the samples that come ``after`` this index, ``limit`` at most (0: as many as a page
+    takes). The reply says whether there are more.
     """
 
     partition: str
@@ -362,8 +362,8 @@ class ForgetTask(Request, frozen=True):
 class GetStats(Request, frozen=True):
     """Statistics of everything, in pages of partitions in the order in which they were made.
 
-    A page with others behind it says which was its last one (``more``), and the next page begins ``after`` that. So a
-    partition that stays is told once, whatever others come and go. All else comes with the first page (``after`` 0).
+    A page that others follow says which was its last one (``more``), and the next page begins ``after`` that. So a
+    partition that stays comes once, whatever others come and go. All else comes with the first page (``after`` 0).
     """
 
     after: Size = 0
@@ -389,7 +389,7 @@ class JoinUnit(Request, frozen=True):
 
 
 class ListLost(Request, frozen=True):
-    """The samples of a partition whose values were lost with a storage unit, and that nobody has put again.
+    """The samples of a partition whose values were lost with a storage unit, and that were not put again.
 
     Done with their packed indexes by field.
     """
@@ -410,7 +410,7 @@ class WatchRun(Request, frozen=True):
     """This process is a member of a run. Parked until the run has lost a member, up to ``wait_s`` seconds.
 
     A member is in the run from its first request to LeaveRun or the end of its session, also between its requests.
-    Done names the lost member, or None. ``name``: what the others are told if this one is lost; None: it is a member
+    Done names the lost member, or None. ``name``: the others get it if this member is lost; None: it is a member
     already. ``opens``: the run begins with this member; to others an unknown run is an error.
     """
 
@@ -421,7 +421,7 @@ class WatchRun(Request, frozen=True):
 
 
 class LeaveRun(Request, frozen=True):
-    """This process is a member no more. ``failed``: the others can't go on without it, and are told."""
+    """This process leaves the run. ``failed``: the others can't go on without it, and get its name."""
 
     run: str
     failed: bool = False
@@ -430,8 +430,8 @@ class LeaveRun(Request, frozen=True):
 class Freeze(Request, frozen=True):
     """The state of the whole queue at one moment, to be saved with the values that belong to it.
 
-    Until Thaw, a Cancel, or the end of the session these values stay: what is cleared is hidden but not deleted, and a
-    write that would replace one waits. Waits itself up to ``wait_s`` for writes that hold a permit to replace values.
+    Until Thaw, a Cancel, or the end of the session these values stay. What is cleared is hidden but not deleted, and a
+    write that would replace one waits. Freeze itself waits up to ``wait_s`` for writes with a permit to replace values.
     """
 
     wait_s: Seconds = 30.0

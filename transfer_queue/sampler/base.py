@@ -42,6 +42,14 @@ class BaseSampler(ABC):
 
     Subclasses call ``super().__init__()`` and keep their state in ``_states[partition][task][dp_rank][batch_index]``.
     ``has_cached_result``, ``forget``, ``clear_cache`` and checkpoints then work without further code.
+
+    Examples:
+        >>> class NewestFirst(tq.BaseSampler):
+        ...     def sample(self, ready_indexes, batch_size, *args, **kwargs):
+        ...         newest = list(ready_indexes)[-batch_size:]
+        ...         return newest, list(newest)
+        >>> NewestFirst()([3, 5, 8], 2)
+        ([5, 8], [5, 8])
     """
 
     dp_size: int | None = None
@@ -122,9 +130,11 @@ class BaseSampler(ABC):
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
+        """What the sampler remembers, as plain data."""
         return {"_states": copy.deepcopy(self._states)}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Remember what ``save_checkpoint`` returned, and nothing else."""
         self._states = copy.deepcopy(state.get("_states", {}))
 
     def spec(self) -> dict[str, Any]:

@@ -16,6 +16,14 @@ class GRPOGroupNSampler(BaseSampler):
 
     Args:
         n_samples_per_prompt: Responses per prompt. ``batch_size`` must be a multiple of it.
+    Raises:
+        SamplerError: ``n_samples_per_prompt`` is below 1, or ``batch_size`` no multiple of it.
+    Examples:
+        >>> client.register_task("pairs", sampler=tq.GRPOGroupNSampler(n_samples_per_prompt=2))
+        >>> meta = client.put({"x": torch.arange(6)}, partition_id="train")  # the answers to three prompts
+        >>> client.clear_samples(meta[0])
+        >>> client.get_data(client.get_meta(["x"], 4, "train", task_name="pairs"))["x"]
+        tensor([2, 3, 4, 5])
     """
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:

@@ -22,6 +22,15 @@ class RankAwareSampler(BaseSampler):
 
     Args:
         max_buffered_batches: Older form only: how many batches a rank may lag before the leader is refused.
+    Raises:
+        SamplerError: ``max_buffered_batches`` is below 1.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> client.register_task("pretrain", sampler=tq.RankAwareSampler(), dp_size=2)
+        >>> second = {"dp_rank": 1, "batch_index": 0}
+        >>> peers = [client.get_meta(["x"], 2, "train", task_name="pretrain", sampling_config=second) for _ in range(2)]
+        >>> [client.get_data(meta)["x"].tolist() for meta in peers]
+        [[2, 3], [2, 3]]
     """
 
     def __init__(self, max_buffered_batches: int = 1024) -> None:

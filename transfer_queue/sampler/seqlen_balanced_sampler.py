@@ -27,11 +27,20 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         dp_size: Data-parallel ranks. ``batch_size`` is per rank.
         weight: Tag with the tokens of a sample, or an importable function of its tags. A sample without the tag
             "total_lengths" counts as 1; one without a tag of another name is an error.
+    Raises:
+        SamplerError: a number below 1, ``batch_size`` no multiple of a group, or a sample without the tag.
+    Examples:
+        >>> client.register_task("balanced", sampler=tq.SeqlenBalancedSampler(dp_size=2), dp_size=2)
+        >>> tags = [{"total_lengths": tokens} for tokens in (40, 10, 30, 20)]
+        >>> meta = client.put({"x": torch.tensor([40, 10, 30, 20])}, partition_id="train", tags=tags)
+        >>> first = {"dp_rank": 0, "batch_index": 0}
+        >>> client.get_data(client.get_meta(["x"], 2, "train", task_name="balanced", sampling_config=first))["x"]
+        tensor([30, 20])
     """
 
     _unnumbered = 0
     _told = False
-    """Whether a warning has told that samples have no length."""
+    """Whether a warning has said that samples have no length."""
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, weight: Weight = _LENGTHS) -> None:
         super().__init__(n_samples_per_prompt)

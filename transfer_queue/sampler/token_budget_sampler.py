@@ -26,6 +26,14 @@ class TokenBudgetSampler(BaseSampler):
         max_tokens: Upper bound of a rank's batch.
         weight: Tag with the tokens of a sample, or an importable function of its tags.
         dp_size: Data-parallel ranks; None: as the task was registered, else every rank draws for itself.
+    Raises:
+        SamplerError: a number that is not positive, or a sample that weighs more than ``max_tokens`` or has no tag.
+    Examples:
+        >>> client.register_task("packed", sampler=tq.TokenBudgetSampler(max_tokens=100))
+        >>> tags = [{"total_lengths": tokens} for tokens in (60, 30, 50)]
+        >>> meta = client.put({"x": torch.tensor([60, 30, 50])}, partition_id="train", tags=tags)
+        >>> client.get_data(client.get_meta(["x"], 8, "train", task_name="packed"))["x"]  # 8 at most
+        tensor([60, 30])
     """
 
     _unnumbered = 0

@@ -100,7 +100,7 @@ class Front:
         self._composed = composed
 
     def listens_at(self, address: str) -> None:
-        """Other hosts reach this server there, which clients are told with the configuration."""
+        """Set the address for other hosts, which clients get with the configuration."""
         self._welcome = json.dumps({**self._conf, "listen": address}).encode()
 
     # ---- a transport handler ----
@@ -195,7 +195,7 @@ class Front:
         return answers_of(self.plane.handle(client, request, now))
 
     def _step(self, client: str, step: Step, now: float) -> Iterable[Answer]:
-        """Carry out a request that may be a step of a write whose client does the others itself."""
+        """Carry out a request. It may be one step of a write, and then its client asks for the other steps itself."""
         request, writes = step.request, self._endings.writes
         if isinstance(request, p.Reserve | p.CheckFields | p.ResolveKeys):
             writes.started(client, request.id)
@@ -309,7 +309,7 @@ class Front:
     def _put(self, client: str, put: p.Put, frames: list[memoryview]) -> Steps:
         """Reserve (or check, or resolve keys), store, publish. Nothing is visible before the last of them."""
         if self.plane is None or self.unit is None:
-            raise ProtocolError("this server has no storage beside its controller: put in steps.")
+            raise ProtocolError("this server's process has a controller and no storage: put in steps.")
         begin, columns = put.begin, decode_columns(put.write) if put.write else None
         if begin.id != put.id:
             raise ProtocolError(f"call {put.id} is a put that begins with call {begin.id}: a put is one call.")

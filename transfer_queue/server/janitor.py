@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes in several steps that end halfway: who has published what, and a thread that ends them in other processes."""
+"""Writes in several steps that end halfway: which were published, and a thread that ends them in other processes."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def open_front(
 
 
 def _export(orders: Mapping[str, Any]) -> Exporter | None:
-    """Serve metrics, if they are enabled and this is the controller's process. Clients are told where."""
+    """Serve metrics, if they are enabled and this is the controller's process. The configuration has the address."""
     from transfer_queue.config import typed
 
     conf = orders["conf"]

@@ -22,9 +22,9 @@ def metrics_of(stats: Numbers, units: Sequence[Numbers], process: Numbers) -> It
     """The queue's statistics as metric families.
 
     Args:
-        stats: Of the controller, as ``get_stats`` returns them.
-        units: Of each storage unit, as ``get_storage_stats`` returns them.
-        process: Of the controller's process: ``uptime_s`` and ``rss_nbytes``.
+        stats: Statistics of the controller, as ``get_stats`` returns them.
+        units: Statistics of each storage unit, as ``get_storage_stats`` returns them.
+        process: ``uptime_s`` and ``rss_nbytes`` of the controller's process.
     """
     metrics = stats["metrics"]
     yield from _requests("controller", [((), metrics["requests"])], metrics["bounds"]["seconds"])

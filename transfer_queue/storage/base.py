@@ -112,7 +112,7 @@ class StorageManager(ABC):
         if custom_backend_meta:
             raise NotImplementedError(
                 f"{type(self).__name__} passes custom_backend_meta to notify_data_update(), which keeps none. Store it "
-                f"beside the values, or derive the backend from KVStorageManager, which keeps what its client's put() "
+                f"with the values, or derive the backend from KVStorageManager, which keeps what its client's put() "
                 f"returns."
             )
 

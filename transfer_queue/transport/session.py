@@ -43,7 +43,7 @@ class Session:
 
     A server keeps the answer of every call with an effect until the client confirms receipt.
     The client's next message to that server does this (``received``).
-    Likewise the controller keeps batches without ledger entry until it is told that they were read.
+    Likewise the controller keeps batches without ledger entry until a message says that they were read.
     """
 
     def __init__(self, client_id: str, controller: Peer, key_file: str | None = None) -> None:

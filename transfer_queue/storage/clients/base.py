@@ -42,8 +42,8 @@ class StorageKVClient(ABC):
         """Return the values of these keys, in their order; None for a tensor that is not there.
 
         Args:
-            shapes: Of each tensor; None for an object.
-            dtypes: Likewise, as ``torch.dtype``.
+            shapes: Shape of each tensor; None for an object.
+            dtypes: ``torch.dtype`` of each tensor; None for an object.
             custom_backend_meta: What ``put`` returned for each key.
         """
 

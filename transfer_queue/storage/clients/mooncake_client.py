@@ -33,7 +33,7 @@ class MooncakeStoreClient(StorageKVClient):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """``config``: see ``MooncakeConfig``. Where the queue has started the store itself, its own process contributes
-        the memory, and no other, so that no value ends with a process that put it.
+        the memory, and no other. So no value ends with the process that put it.
 
         Raises:
             BackendUnavailableError: the package, or a library that it needs, is missing.

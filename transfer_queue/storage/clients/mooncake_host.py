@@ -51,7 +51,7 @@ def serve(orders: Mapping[str, Any]) -> None:
 def _master(address: str, options: list[str]) -> Iterator[None]:
     program = shutil.which("mooncake_master", path=os.path.dirname(sys.executable)) or shutil.which("mooncake_master")
     if program is None:
-        raise RuntimeError("the program mooncake_master is not beside this Python, nor in PATH")
+        raise RuntimeError("the program mooncake_master is neither in this Python's directory nor in PATH")
     host, port = address.split(":")
     ports = [f"-rpc_port={port}", f"-metrics_port={_free_port()}", f"-metrics_host={host}"]
     command = [program, *ports, "-enable_metric_reporting=false", "-minloglevel=3", *options]

@@ -125,7 +125,7 @@ class Arena:
         """
         Args:
             nbytes: Size of the address range; None: several times this machine's memory.
-            descriptor: Of a file in place of anonymous memory. It is closed by ``close``, or if this fails.
+            descriptor: Descriptor of a file in place of anonymous memory. It is closed by ``close``, or if this fails.
         Raises:
             OSError: this system has no memfd_create, or refuses a mapping of this size.
         """

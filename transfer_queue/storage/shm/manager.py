@@ -52,9 +52,11 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryManager(StorageManager):
-    """``config``: ``units`` [{name, address}] (several are listed by the controller), ``allow_pickle``, ``layout``,
-    ``put_timeout_s`` (longest wait for room), ``timeout_s`` (longest wait for an answer besides), ``arena``
-    (False: don't map the units' memory, send frames), ``inline_nbytes`` (writes up to this size travel as frames).
+    """The client side of storage units.
+
+    ``config`` has ``units`` [{name, address}] (several are listed by the controller), ``allow_pickle`` and ``layout``.
+    ``put_timeout_s`` is the longest wait for room, ``timeout_s`` that for an answer besides. ``arena``: False sends
+    frames instead of mapping the units' memory. ``inline_nbytes``: writes up to this size travel as frames.
     """
 
     clears_by_field = False

@@ -27,8 +27,8 @@ FOLDER = "transfer_queue_ssd_offload"
 class SpillFile(Arena):
     """An arena in a file without a name, so that nothing is left when its processes have ended, however they end.
 
-    It is read where it is mapped, and written by ``write`` alone. Writing to the mapping would end the process where
-    the disk is full, and takes up to 100 ms per page while the kernel writes it back.
+    It is read where it is mapped, and written by ``write`` alone. A write to the mapping of a full disk would end
+    the process. It also takes up to 100 ms per page while the kernel writes that page back.
     """
 
     def __init__(

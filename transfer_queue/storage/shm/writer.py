@@ -188,8 +188,9 @@ class _Attempt:
                 raise refused
 
     async def in_order(self, units: list[int]) -> None:
-        """Wait for room at one unit after the other, in the order that all clients share: else two writes could each
-        hold what the other waits for.
+        """Wait for room at one unit after the other, in the order that all clients share.
+
+        Otherwise two writes could each hold what the other waits for.
         """
         wanted, fewest = self._writer.nums_pieces(self._columns, len(self._indexes), units)
         patience_s = LONGEST_WAIT_S if len(units) == fewest else _PATIENCE_S
