@@ -75,6 +75,7 @@ def test_every_block_names_a_language_that_is_tried(page: Path) -> None:
     assert {block.language for block in blocks(page)} <= _KNOWN
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("page", of("python"), ids=name)
 def test_the_python_blocks_of_a_page_are_a_program(page: Path, tmp_path: Path) -> None:
     needed = NEEDS.get(page.name)
@@ -85,6 +86,7 @@ def test_the_python_blocks_of_a_page_are_a_program(page: Path, tmp_path: Path) -
     run(tmp_path, sys.executable, str(program))
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("page", of("yaml"), ids=name)
 def test_the_yaml_blocks_of_a_page_are_runs(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(block for block in blocks(page) if block.language == "yaml"):
