@@ -223,9 +223,7 @@ def test_a_server_of_another_version_is_told_as_such(drive):
     thread = threading.Thread(target=answer)
     thread.start()
     caller = SocketCaller("me")
-    with pytest.raises(
-        QueueUnreachableError, match=r"other at tcp:\S+ refused this connection: it is of another version"
-    ):
+    with pytest.raises(QueueUnreachableError, match=r"other at tcp:\S+ has ended .*: it is of another version"):
         drive(caller.call_many([Call(Peer("other", other.last_endpoint.decode()), b"echo")], 10.0))
     thread.join(JOIN_S)
     caller.close()

@@ -179,8 +179,8 @@ class _Link:
         kind = parts[0].bytes
         if kind == BYE and not self._is_welcome:
             self.fail(
-                f"{self.peer.name} at {self.peer.address} refused this connection: it is of another version, or is no "
-                f"server of a queue. Use the same version of lightning-tq on both sides."
+                f"{self.peer.name} at {self.peer.address} has ended this connection without a word: it is of another "
+                f"version, or was asked to. Use the same version of lightning-tq on both sides."
             )
         self._is_welcome = True
         if kind == BYE:
