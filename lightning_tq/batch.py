@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from tensordict import TensorDict
 
+    from lightning_tq.device_copies import DeviceCopies, DeviceCopy
+
 
 _NEEDED = {"partition_id", "batch_index", "micro_batch"}
 _SIZES = ("batch_size", "micro_batch_size", "dp_size")
@@ -106,22 +108,40 @@ class TQBatch:
         2
     """
 
-    __slots__ = ("data", "meta", "position")
+    __slots__ = ("_copy", "data", "meta", "position")
 
     def __init__(self, data: TensorDict, meta: BatchMeta, position: Position | None = None) -> None:
         self.data = data
         self.meta = meta
         self.position = position
         """Where the stream continues after this batch."""
+        self._copy: DeviceCopy | None = None
+
+    def __reduce__(self) -> Any:
+        return TQBatch, (self.data, self.meta, self.position)
 
     @property
     def size(self) -> int:
         """Number of rows."""
         return int(self.meta.size)
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TQBatch:
-        """The same batch with its values on another device."""
-        return TQBatch(self.data.to(device, non_blocking=non_blocking), self.meta, self.position)
+    def copy_ahead(self, copies: DeviceCopies) -> None:
+        """Start the copy that ``to`` returns. The values must not change after this. Idempotent."""
+        if self._copy is None:
+            self._copy = copies.start(self.data)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool | None = None) -> TQBatch:
+        """The same batch with its values on another device, for that device's current stream.
+
+        Args:
+            non_blocking: Whether the host may go on before the values are copied, as for ``TensorDict.to``. Default:
+                where that is safe.
+        """
+        copy, self._copy = self._copy, None
+        if copy is not None and copy.side.device == torch.device(device):
+            return TQBatch(copy.finish(), self.meta, self.position)
+        data = self.data.to(device) if non_blocking is None else self.data.to(device, non_blocking=non_blocking)
+        return TQBatch(data, self.meta, self.position)
 
     def pin_memory(self) -> TQBatch:
         """The same batch with its values in page-locked memory."""
@@ -180,7 +200,7 @@ class UnfetchedBatch:
             self._batch = self._wait()
         return self._batch
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TQBatch:
+    def to(self, device: torch.device | str | int, non_blocking: bool | None = None) -> TQBatch:
         """The batch, on that device."""
         return self.fetch().to(device, non_blocking=non_blocking)
 

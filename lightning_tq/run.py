@@ -17,11 +17,12 @@ from lightning_tq.batch import Position
 from lightning_tq.callbacks.publish_weights import policy_version
 from lightning_tq.callbacks.queue_checkpoint import writes_in_background
 from lightning_tq.checks import list_names
+from lightning_tq.device_copies import device_copies
 from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
 from lightning_tq.stream import StageStream
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Topology
-from lightning_tq.trainer_compat import keeps_checkpoints, step_when_trained
+from lightning_tq.trainer_compat import changes_batches, keeps_checkpoints, step_when_trained
 from lightning_tq.wait_hints import WaitHints
 from transfer_queue import TransferQueueClient
 
@@ -78,6 +79,9 @@ class Run:
         self._watchdog = RankWatchdog(checks, [lambda: hints.look(self.readers.values())])
         for each in streams:
             self.readers[each.label] = StreamReader(each, positions, self, self._watchdog.stopped.is_set, conf)
+        copies = None if changes_batches(trainer) else device_copies(trainer.strategy.root_device)
+        for reader in self.readers.values():
+            reader.device_copies = copies if reader.stream.pin_memory else None
         for reader in self.of_stage("train"):
             tracker = AckTracker(reader, client, topology, ack, self._keeps_checkpoints, writes_in_background(trainer))
             self.ack_trackers.append(tracker)

@@ -74,7 +74,8 @@ class Stream:
     timeout_s: float | None = None
     """Longest wait for one batch before BatchTimeoutError. Default: no limit, with a report every 30 s."""
     pin_memory: bool = False
-    """Copy batches into page-locked memory for faster transfer to an accelerator. No effect without one."""
+    """Copy batches into page-locked memory, and from there to an accelerator as soon as they are fetched. That takes
+    the accelerator's memory for one more batch. No effect without one."""
     sampling_config: dict[str, Any] | None = None
     """More keyword arguments for the sampler, sent with every fetch."""
     where: str | None = None

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from lightning_tq.batch import Position, TQBatch, UnfetchedBatch
+from lightning_tq.device_copies import DeviceCopies
 from lightning_tq.stream import StageStream
 from lightning_tq.stream_loader import ReaderDataset, StreamIterator
 from lightning_tq.topology import Topology
@@ -94,6 +95,8 @@ class StreamReader:
         # Set by the run or by a callback.
         self.filter_batch: Callable[[TQBatch], TQBatch | None] | None = None
         """Returns the part of a batch to deliver, or None to skip it."""
+        self.device_copies: DeviceCopies | None = None
+        """Starts the copy of each delivered batch to the device."""
         self.on_partition: Callable[[str], None] | None = None
         """Called with the partition that an iterator starts to read."""
 
@@ -249,6 +252,8 @@ class StreamReader:
             batch = TQBatch(data, meta, position)
             kept = batch if self.filter_batch is None else self.filter_batch(batch)
             if kept is not None:
+                if self.device_copies is not None:
+                    kept.copy_ahead(self.device_copies)
                 if self.stage == "train":  # other stages don't report what they trained
                     self._delivered.append(Delivered(position, completed))
                 return kept

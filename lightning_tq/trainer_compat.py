@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from transfer_queue.errors import ConfigError, InvalidRequestError
 
@@ -32,6 +33,7 @@ _HARMLESS_WARNINGS = (
     # Lightning's own use of torch, once per process.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
+_HOOKS_BEFORE_THE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
 _ALTERNATIVES = {
     BatchSizeFinder: "Set Stream(micro_batch_size=...), the rows that a step gets, whatever the queue draws at once.",
     LearningRateFinder: "Try learning rates on your own samples, with a DataLoader instead of a TQDataModule.",
@@ -88,6 +90,12 @@ def keeps_checkpoints(trainer: Trainer) -> bool:
 def fetches_ahead(trainer: Trainer, stream: Stream) -> bool:
     """Whether Lightning fetches each training batch before it trains the previous one, as it does at unknown length."""
     return stream.num_batches is None and not isinstance(trainer.limit_train_batches, int)
+
+
+def changes_batches(trainer: Trainer) -> bool:
+    """Whether a hook of the user may change a batch before it is on the device. A copy made ahead would be outdated."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return any(is_overridden(hook, owner) for hook in _HOOKS_BEFORE_THE_DEVICE for owner in owners)
 
 
 def step_when_trained(trainer: Trainer, reader: StreamReader) -> int:

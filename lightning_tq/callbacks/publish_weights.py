@@ -16,6 +16,7 @@ from torch import Tensor
 import transfer_queue as tq
 from lightning_tq.callbacks.background_worker import BackgroundWorker
 from lightning_tq.checks import check_choice, check_int
+from lightning_tq.device_copies import SideStream
 from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot, check_dense
 from lightning_tq.trainer_compat import callbacks_of, find_datamodule, restores_after_setup
 from transfer_queue import TransferQueueClient
@@ -31,17 +32,17 @@ class _Version:
     snapshot: WeightsSnapshot
     number: int
     info: dict[str, Any]
-    copied: torch.cuda.Event | None
-    """Event that completes with the copy. None: the copy is complete."""
+    copied: Any
+    """Event that completes with the copy."""
 
 
 class PublishWeights(Callback):
     """Publishes the weights before the first optimizer step and after every ``every_n_steps``, for WeightsReader.
 
-    A step waits only for a copy in host memory. On CUDA, that copy overlaps the next forward and backward pass. A
+    A step waits only for a copy in host memory. From an accelerator, that copy overlaps the next forward and backward
+    pass. Until then only an optimizer step may change the weights, or a callback from the start of validation on. A
     thread of the first rank puts the copy into the queue, and its errors end the training. The version is
-    ``trainer.global_step``. At the end of training the partition is sealed, which ends the
-    readers' waits.
+    ``trainer.global_step``. At the end of training the partition is sealed, which ends the readers' waits.
 
     Examples:
         >>> trainer = L.Trainer(max_epochs=1, callbacks=[PublishWeights(module="layer")])
@@ -90,8 +91,8 @@ class PublishWeights(Callback):
         self._worker: BackgroundWorker[_Version] | None = None
         self._free: list[WeightsSnapshot] = []
         self._keys: deque[str] = deque()
-        self._copied: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._copied: Any = None
+        self._side: SideStream | None = None
 
     @property
     def version(self) -> int | None:
@@ -142,10 +143,23 @@ class PublishWeights(Callback):
         if self._version is None or trainer.global_step - self._version >= self.every_n_steps:
             self._publish(trainer, pl_module, trainer.global_step)
 
+    # After these hooks, something may change the tensors that are being copied: the step, or a callback that averages
+    # weights.
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._copied is not None:  # the step changes the tensors that are being copied
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        self._wait_for_copy()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_for_copy()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._wait_for_copy()
+
+    def _wait_for_copy(self) -> None:
+        """The device waits, not the host."""
+        copied, self._copied = self._copied, None
+        if copied is not None and self._side is not None:
+            self._side.lead(copied)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._version != trainer.global_step:
@@ -171,7 +185,7 @@ class PublishWeights(Callback):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.stop(_STOP_TIMEOUT_S)
-        self._free, self._copied = [], None
+        self._free, self._copied, self._side = [], None, None
 
     # ---- copy and put ----
 
@@ -201,34 +215,29 @@ class PublishWeights(Callback):
             )
         return check_dense(own)
 
-    def _copy(
-        self, tensors: dict[str, Tensor], snapshot: WeightsSnapshot, pl_module: LightningModule
-    ) -> torch.cuda.Event | None:
+    def _copy(self, tensors: dict[str, Tensor], snapshot: WeightsSnapshot, pl_module: LightningModule) -> Any:
         """Start the copy. Returns ``_Version.copied``."""
-        on_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        views = snapshot.prepare(tensors, getattr(torch, self.dtype) if self.dtype else None, pinned=on_cuda)
-        if not on_cuda:
-            for name, view in views.items():
-                view.copy_(tensors[name])
-            return None
+        device = next((tensor.device for tensor in tensors.values() if not tensor.is_cpu), torch.device("cpu"))
+        if self._side is None or self._side.device != device:
+            self._side = SideStream(device)
+        side = self._side
+        views = snapshot.prepare(tensors, getattr(torch, self.dtype) if self.dtype else None, pinned=side.is_real)
         # Only an optimizer step changes parameters, but a forward pass changes buffers. Copy those at once.
         parameters = {parameter.data_ptr() for parameter in pl_module.parameters()}
-        overlapped = {name for name, tensor in tensors.items() if tensor.data_ptr() in parameters}
+        own = {name for name, tensor in tensors.items() if tensor.device == device and side.is_real}
+        overlapped = {name for name in own if tensors[name].data_ptr() in parameters}
         for name in views.keys() - overlapped:
-            views[name].copy_(tensors[name], non_blocking=True)
-        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+            views[name].copy_(tensors[name], non_blocking=name in own)
+        side.follow(tensors[name] for name in overlapped)
+        with side.copies() as copied:
             for name in overlapped:
                 views[name].copy_(tensors[name], non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(self._stream)
-        return self._copied
+        self._copied = copied
+        return copied
 
     def _put(self, version: _Version) -> None:
         """Runs in the thread."""
-        if version.copied is not None:
-            version.copied.synchronize()
+        version.copied.synchronize()
         self._keys.append(version.snapshot.put(self.partition, version.number, version.info))
         self._free.append(version.snapshot)
         while len(self._keys) > self.keep:

@@ -56,7 +56,8 @@ class WeightsSnapshot:
             kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             self._layout.append([name, str(kind).removeprefix("torch."), list(tensor.shape), end])
             end += math.ceil(tensor.numel() * kind.itemsize / _ALIGNMENT) * _ALIGNMENT
-        if self._buffer is None or self._buffer.numel() != end:
+        # A checkpoint is loaded, and its version published, before the model is moved to the device.
+        if self._buffer is None or (self._buffer.numel(), self._buffer.is_pinned()) != (end, pinned):
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
         return _views(self._buffer, self._layout)
 

@@ -30,6 +30,7 @@ PROMISED = {
     "copies": {"torch_threads", "by_mib", "first_touch_mib", "first_touch"},
     "control_rate": {"among", "beside_partitions_of_1000", "published_samples_per_s", "measured_samples"},
     "filters": {"ready", "first_fetch_ms", "first_fetch_turns", "first_fetch_longest_turn_ms", "fetch_ms", "put_ms"},
+    "gpu": {"device"},
     "inline": {"servers", "by_kib"},
     "loader": {"batches", "memcpy_ms", "workers_2"},
     "long_run": {"steps", "batch_size", "acks_and_clearing"},
@@ -107,6 +108,18 @@ def test_a_benchmark_prints_one_json_line_with_the_promised_figures(
     assert {"question", *PROMISED[name]} <= figures.keys()
     for figure, (least, most) in PLAUSIBLE.get(name, {}).items():
         assert least < figures[figure] < most, figure
+
+
+@pytest.mark.programs
+def test_the_benchmark_for_a_gpu_also_runs_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    import_module("benchmarks.gpu").main(["--quick", "--device", "cpu"])
+    (line,) = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)
+    assert (figures["device"], figures["goal_percent"]) == ("cpu", 2.0)
+    for host in ("host_runs_ahead", "host_waits"):
+        assert figures[host]["step_ms"].keys() == {"resident", "pinned", "pinned_1_worker", "pageable"}
+        assert figures[host]["slower_percent"].keys() == {"pinned", "pinned_1_worker", "pageable"}
+        assert min(figures[host]["step_ms"].values()) > 0
 
 
 def test_every_benchmark_is_run_by_these_tests() -> None:
