@@ -156,6 +156,14 @@ def test_every_test_module_has_a_name_of_its_own() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
+def test_helpers_of_tests_are_found_whatever_folders_pytest_is_given() -> None:
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    names = Counter(path.name for path in paths)
+    assert {name for name in names if names[name] > 1} == {"conftest.py"}, "folders of tests share one list of modules"
+    bare = [path.name for path in paths if "\nfrom conftest import" in path.read_text()]
+    assert not bare, "this is the conftest of whichever folder came last: from tests.<folder>.conftest import"
+
+
 def test_nothing_sleeps() -> None:
     assert not [str(path) for path in python_files() if "time.sleep" in path.read_text()]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from producing import fill
@@ -19,6 +18,7 @@ import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQDataModule
 from lightning_tq.cli.queue_report import take_snapshot
 from lightning_tq.trainer_compat import correct_progress
+from tests.lightning.conftest import stream
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]

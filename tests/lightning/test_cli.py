@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HERE, ROOT
 from omegaconf import OmegaConf
 from producing import fill
 from recorders import Recorder
@@ -22,6 +21,7 @@ import transfer_queue as tq
 from lightning_tq import TQCLI, TQDataModule
 from lightning_tq.cli import main
 from lightning_tq.cli.trainer_cli import names_a_data_class
+from tests.lightning.conftest import HERE, ROOT
 
 RUN: dict[str, Any] = {
     "trainer": {

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Rows
+
+from tests.lightning.conftest import Rows
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, stream
 from lightning.fabric import Fabric
 from producing import fill
 
 from lightning_tq import FabricLoader, Producer, ProducerError
+from tests.lightning.conftest import ROOT, stream
 from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(150)

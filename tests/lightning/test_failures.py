@@ -16,7 +16,6 @@ from typing import Any
 import producing
 import psutil
 import pytest
-from conftest import HERE, ROOT, stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from producing import fill
@@ -24,6 +23,7 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import Producer, ProducerError, TQDataModule
+from tests.lightning.conftest import HERE, ROOT, stream
 from tests.own_processes import own_processes
 from transfer_queue import BatchTimeoutError
 from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
@@ -207,7 +207,7 @@ def test_a_killed_trainer_leaves_no_producer_and_no_server(tmp_path: Path) -> No
     pid_file = tmp_path / "pid"
     program = f"""
 from lightning.pytorch import Trainer
-from conftest import HERE, ROOT, stream
+from tests.lightning.conftest import HERE, ROOT, stream
 from recorders import Recorder
 from lightning_tq import Producer, TQDataModule
 args = {{"partition": "train", "count": 8, "pid_file": {str(pid_file)!r}}}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from producing import fill, rows
 from recorders import Recorder
 
 from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule
+from tests.lightning.conftest import stream
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from producing import fill, rows
 from recorders import Recorder
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tq import StalenessGuard, TQDataModule, fit_report
 from lightning_tq.fit_report import TrainingClock, verdict
+from tests.lightning.conftest import stream
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]

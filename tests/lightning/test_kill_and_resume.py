@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HERE, ROOT
 from producing import fill_all
 from resume_script import newest
 
 import transfer_queue as tq
+from tests.lightning.conftest import HERE, ROOT
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from producing import fill
 from recorders import Recorder
 
 from lightning_tq import PartitionSwitch, PublishWeights, Stream, TQDataModule
+from tests.lightning.conftest import stream
 from transfer_queue.errors import InvalidRequestError
 
 Make = Callable[..., TQDataModule]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, LightningModule, Trainer
 from producing import fill
 from recorders import Recorder
 
 from lightning_tq import Producer, PublishWeights, StalenessGuard, TQDataModule, Weights, WeightsReader
+from tests.lightning.conftest import stream
 from transfer_queue import EndOfPartitionError
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 

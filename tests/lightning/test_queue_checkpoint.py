@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import stream
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from producing import fill
@@ -18,6 +17,7 @@ from recorders import Recorder
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
 from lightning_tq.callbacks.queue_checkpoint import queue_path
+from tests.lightning.conftest import stream
 from tests.own_processes import own_processes
 from transfer_queue import CheckpointError, QueueUnreachableError
 

@@ -11,7 +11,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -20,6 +19,7 @@ from recorders import Recorder
 
 from lightning_tq import TQCheckpoint, TQDataModule
 from tests.flaky_files import FlakyFileSystem, flaky_files
+from tests.lightning.conftest import stream
 from transfer_queue import CheckpointError
 from transfer_queue.checkpoint import remote
 

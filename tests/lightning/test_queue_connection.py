@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import stream
 from lightning.pytorch import Trainer
 from producing import fill
 from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import TQDataModule
+from tests.lightning.conftest import stream
 from tests.own_processes import own_processes
 from transfer_queue.errors import NotInitializedError
 

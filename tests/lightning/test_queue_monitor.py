@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from producing import fill, rows
 from recorders import Recorder
 
 from lightning_tq import QueueMonitor, TQDataModule
+from tests.lightning.conftest import stream
 from transfer_queue.errors import InvalidRequestError
 
 Make = Callable[..., TQDataModule]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import stream
 from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -17,6 +16,7 @@ from recorders import Recorder
 
 from lightning_tq import QueueMonitor, TQDataModule, queue_picture
 from lightning_tq.queue_picture import History, Point, draw
+from tests.lightning.conftest import stream
 from transfer_queue import ConfigError
 
 Make = Callable[..., TQDataModule]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HERE, ROOT, stream
 from producing import rows
 
 from lightning_tq import TQDataModule
 from lightning_tq.rank_watchdog import RankProcess
+from tests.lightning.conftest import HERE, ROOT, stream
 
 DEADLINE_S = 20.0
 """Seconds from the death of a rank to the end of the others."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from producing import fill
 from recorders import Recorder
 
 from lightning_tq import PartitionSwitch, TQDataModule
+from tests.lightning.conftest import stream
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from producing import rows
@@ -17,6 +16,7 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import Pacer, Producer, PublishWeights, StalenessGuard, StaleSamplesError, TQDataModule
+from tests.lightning.conftest import stream
 from transfer_queue import EndOfPartitionError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 

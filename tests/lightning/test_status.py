@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from commands import run
-from conftest import ROOT, stream
 from producing import FIELDS, rows
 from rich.console import Console
 
@@ -24,6 +23,7 @@ import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
 from lightning_tq.cli.queue_report import QueueSnapshot, make_report, tables
+from tests.lightning.conftest import ROOT, stream
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from commands import run
-from conftest import stream
 from producing import rows
 from rich.console import Console
 
@@ -18,6 +17,7 @@ import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
 from lightning_tq.cli.queue_report import clients_table, others
+from tests.lightning.conftest import stream
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
 from transfer_queue.transport.modes import run_blocking

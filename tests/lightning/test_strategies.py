@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Rows
+
+from tests.lightning.conftest import Rows
 
 pytestmark = pytest.mark.timeout(200)
 

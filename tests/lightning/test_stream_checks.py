@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import stream
 
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule
 from lightning_tq.stream import as_stream
+from tests.lightning.conftest import stream
 from transfer_queue.errors import InvalidRequestError
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import stream
 from lightning.pytorch import Trainer
 from producing import fill
 from recorders import Recorder
 
 from lightning_tq import TQDataModule
+from tests.lightning.conftest import stream
 from transfer_queue import BatchTimeoutError, EndOfPartitionError
 
 Make = Callable[..., TQDataModule]

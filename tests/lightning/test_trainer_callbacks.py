@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -26,6 +25,7 @@ from tqdm import tqdm
 
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, QueueMonitor, TQDataModule
+from tests.lightning.conftest import stream
 from transfer_queue.errors import InvalidRequestError
 
 Make = Callable[..., TQDataModule]

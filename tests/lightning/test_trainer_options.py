@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, LightningModule, Trainer
 from producing import fill, rows
 from recorders import Recorder
 
 from lightning_tq import TQDataModule
+from tests.lightning.conftest import stream
 from transfer_queue import ConfigError
 
 Make = Callable[..., TQDataModule]

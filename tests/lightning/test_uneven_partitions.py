@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Rows, stream
 from lightning.pytorch import Trainer
 from producing import fill
 from recorders import Recorder
 
 from lightning_tq import TQDataModule
+from tests.lightning.conftest import Rows, stream
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, Trainer
 from producing import fill, produce, rows
 from recorders import Recorder
@@ -17,6 +16,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from lightning_tq import Producer, Stream, TQDataModule, run, wait_hints
+from tests.lightning.conftest import stream
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, ROOT, stream
 from lightning.pytorch import LightningModule, Trainer
 from producing import fill
 from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import Stream, TQDataModule, WriteBack, put_back
+from tests.lightning.conftest import HERE, ROOT, stream
 from transfer_queue import StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
