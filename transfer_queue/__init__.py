@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         remove_checkpoint as remove_checkpoint,
         upload_checkpoint as upload_checkpoint,
     )
+    from transfer_queue.checkpoint.spool import spooled_checkpoint as spooled_checkpoint
     from transfer_queue.client import (
         AsyncTransferQueueClient as AsyncTransferQueueClient,
         KeyChanges as KeyChanges,
@@ -94,6 +95,7 @@ _MODULES = {
     ),
     "transfer_queue.checkpoint.inspection": ("describe_checkpoint",),
     "transfer_queue.checkpoint.remote": ("remove_checkpoint", "upload_checkpoint"),
+    "transfer_queue.checkpoint.spool": ("spooled_checkpoint",),
     "transfer_queue.launch.serve": ("serve",),
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),

@@ -6,9 +6,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from transfer_queue import (
     CheckpointNotFoundError,
     TransferQueueClient,
     remove_checkpoint,
+    spooled_checkpoint,
     upload_checkpoint,
 )
 from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueueError
@@ -111,7 +111,7 @@ class _StrategyHooks:
         self._address = datamodule.address
         self._strategy = trainer.strategy
         self._writer: BackgroundWorker[Callable[[], None]] | None = None
-        self._prepared: tuple[dict[str, Any], AnyPath, Path | None] | None = None
+        self._prepared: Callable[[Any], None] | None = None
         if asynchronous:
             if type(self._strategy).save_checkpoint is not Strategy.save_checkpoint:
                 raise ConfigError(
@@ -152,25 +152,19 @@ class _StrategyHooks:
 
     def _prepare(self, checkpoint: dict[str, Any], filepath: AnyPath, metadata: dict[str, Any]) -> None:
         """Save the queue to this host, and note what is still to be written in the background."""
-        url, spool = queue_path(filepath), None
-        if _is_url(url):
-            spool = Path(tempfile.mkdtemp(prefix="tq-checkpoint-"))
-        try:
-            self._client().save_checkpoint(url if spool is None else spool / "queue", metadata=metadata)
+        target = queue_path(filepath)
+        with ExitStack() as spool:
+            directory = spool.enter_context(spooled_checkpoint(target)) if _is_url(target) else Path(target)
+            self._client().save_checkpoint(directory, metadata=metadata)
             held = copy.deepcopy(checkpoint)  # training goes on to change what it refers to
-        except BaseException:
-            if spool is not None:
-                shutil.rmtree(spool, ignore_errors=True)
-            raise
-        self._prepared = held, filepath, spool
+            self._prepared = partial(self._write, held, filepath, directory, spool.pop_all())
 
-    def _write(self, prepared: tuple[dict[str, Any], AnyPath, Path | None], storage_options: Any) -> None:
-        held, filepath, spool = prepared
-        if spool is not None:
-            try:
-                upload_checkpoint(spool / "queue", queue_path(filepath))
-            finally:
-                shutil.rmtree(spool, ignore_errors=True)
+    def _write(
+        self, held: dict[str, Any], filepath: AnyPath, directory: Path, spool: ExitStack, storage_options: Any
+    ) -> None:
+        with spool:
+            if _is_url(target := queue_path(filepath)):
+                upload_checkpoint(directory, target)
         self._save(held, filepath, storage_options=storage_options)
 
     # ---- the strategy's methods ----
@@ -189,7 +183,7 @@ class _StrategyHooks:
                 if self._writer is not None:
                     prepared, self._prepared = self._prepared, None
                     if prepared is not None:  # on the first rank
-                        self._writer.submit(partial(self._write, prepared, storage_options), replace=False)
+                        self._writer.submit(partial(prepared, storage_options), replace=False)
                     return
         self._save(checkpoint, filepath, storage_options=storage_options)
         if failure is not None and self._trainer.is_global_zero:

@@ -143,6 +143,21 @@ def test_copies_made_by_hand_are_checkpoints_both_ways(filled: tq.TransferQueueC
     assert held(filled) == before
 
 
+def test_a_copy_made_by_hand_is_replaced_and_removed_as_any_other(
+    filled: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    fs = fsspec.filesystem("flaky")
+    filled.save_checkpoint(tmp_path / "here", metadata={"step": 1})
+    fs.put(str(tmp_path / "here"), URL, recursive=True)
+    assert sorted(saves()) == ["controller_state.msgpack", "metadata.json", "simple_storage"]
+    filled.save_checkpoint(URL, metadata={"step": 2})
+    assert sorted(name.split("-")[0] for name in saves()) == ["metadata.json", "save"]
+    assert tq.describe_checkpoint(URL, verify=True)["metadata"] == {"step": 2}
+    fs.put(str(tmp_path / "here"), "flaky://bucket/up", recursive=True)
+    tq.remove_checkpoint("flaky://bucket/up")
+    assert not fs.exists("flaky://bucket/up")
+
+
 def test_a_local_checkpoint_is_uploaded_and_a_missing_one_is_not(
     filled: tq.TransferQueueClient, tmp_path: Path
 ) -> None:

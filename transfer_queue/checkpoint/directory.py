@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -63,7 +63,7 @@ class Staging:
 
     def _check_target(self) -> None:
         if self.target.exists():
-            refuse_foreign(self.target, _foreign(self.target))
+            refuse_foreign(self.target, os.listdir(self.target))
 
     def commit(self) -> None:
         """Sync the complete files and swap them in."""
@@ -133,11 +133,11 @@ def find(target: str | os.PathLike[str]) -> Path:
     return path
 
 
-def refuse_foreign(place: Path | str, foreign: Sequence[str]) -> None:
-    """Raise CheckpointError if there are such names, which no checkpoint has, at the place of a new checkpoint."""
-    if foreign:
+def refuse_foreign(place: Path | str, names: Iterable[str]) -> None:
+    """Raise CheckpointError if there is a name that no checkpoint has, at the place of a new checkpoint."""
+    if found := foreign(names):
         raise CheckpointError(
-            f"{place} is there and holds something else ({foreign[0]}), so it is not replaced. Name another place."
+            f"{place} is there and holds something else ({found[0]}), so it is not replaced. Name another place."
         )
 
 
@@ -146,7 +146,7 @@ def discard(target: str | os.PathLike[str]) -> None:
     path = _resolved(target)
     for each in (path, _sibling(path, ".old"), _sibling(path, ".tmp")):
         try:
-            if each.is_dir() and not _foreign(each):
+            if each.is_dir() and not foreign(os.listdir(each)):
                 shutil.rmtree(each)
         except OSError as error:
             raise CheckpointError(f"the checkpoint {each} could not be removed: {error}.") from error
@@ -178,11 +178,11 @@ def _remove(path: Path) -> None:
     """Remove one of our directories, but never anything else with its name."""
     if not path.exists():
         return
-    if foreign := _foreign(path):
-        raise CheckpointError(f"{path} is in the way and holds something else ({foreign[0]}). Move it elsewhere.")
+    if found := foreign(os.listdir(path)):
+        raise CheckpointError(f"{path} is in the way and holds something else ({found[0]}). Move it elsewhere.")
     shutil.rmtree(path)
 
 
-def _foreign(path: Path) -> list[str]:
-    """Names in this directory that no checkpoint has."""
-    return sorted(name for name in os.listdir(path) if name not in _OURS and not name.startswith(SAVE))
+def foreign(names: Iterable[str]) -> list[str]:
+    """Those of the names in a directory, or at a URL, that no checkpoint has."""
+    return sorted(name for name in names if name not in _OURS and not name.startswith(SAVE))

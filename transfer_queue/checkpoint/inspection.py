@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.checkpoint.opened import Opened, reading
-from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url, spooled
+from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url
+from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.control.saved import SavedConsumer, SavedPartition, live_rows, rows_with
 
 
@@ -51,7 +52,7 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
 def _opened(path: str | os.PathLike[str]) -> Iterator[Opened]:
     if is_url(path):
         remote = RemoteCheckpoint(os.fspath(path))
-        with spooled(remote.url) as directory:
+        with spooled_checkpoint(remote.url) as directory:
             remote.read(directory)
             with reading(directory):
                 yield Opened(directory)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import posixpath
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from transfer_queue.checkpoint.directory import SAVE, discard, find, refuse_foreign
+from transfer_queue.checkpoint.directory import SAVE, discard, find, foreign, refuse_foreign
 from transfer_queue.checkpoint.files import METADATA, Metadata, plain
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError, ConfigError, TransferQueueError
 from transfer_queue.utils.logging_utils import get_logger
@@ -54,8 +53,7 @@ class RemoteCheckpoint:
     def check(self) -> None:
         """Raise CheckpointError if something else lies there, which must not be replaced."""
         with self._explained("written"):
-            names = self._names()
-            refuse_foreign(self.url, [name for name in names if name != METADATA and not name.startswith(SAVE)])
+            refuse_foreign(self.url, self._names())
 
     def write(self, directory: Path) -> None:
         """Copy a complete checkpoint there from a local directory. A file that fails is tried again, four times in all.
@@ -75,9 +73,9 @@ class RemoteCheckpoint:
                 self._retried(self._fs.pipe_file, posixpath.join(self._root, METADATA), msgspec.json.format(data))
             except BaseException:
                 if not self._may_name(name):
-                    self._remove_saves([name])
+                    self._remove_files([name])
                 raise
-            self._remove_saves([each for each in self._names() if each.startswith(SAVE) and each != name])
+            self._remove_files(self._replaced(by=name))
 
     def _may_name(self, directory: str) -> bool:
         """Whether ``metadata.json`` may name this directory: its write may have worked although the answer was lost."""
@@ -112,10 +110,9 @@ class RemoteCheckpoint:
     def remove(self) -> None:
         """Remove the checkpoint, if there is one; nothing else that lies there."""
         with self._explained("removed"):
-            names = self._names()
-            if METADATA in names:
+            if METADATA in self._names():
                 self._retried(self._fs.rm_file, posixpath.join(self._root, METADATA))
-            self._remove_saves([each for each in names if each.startswith(SAVE)])
+            self._remove_files(self._replaced())
             if not self._names():
                 with contextlib.suppress(FileNotFoundError, NotImplementedError, OSError):
                     self._fs.rmdir(self._root)  # object stores have no directories
@@ -127,7 +124,12 @@ class RemoteCheckpoint:
         except FileNotFoundError:
             return []
 
-    def _remove_saves(self, names: list[str]) -> None:
+    def _replaced(self, by: str = "") -> list[str]:
+        """Names of what earlier checkpoints left, copies made by hand included; without the save of this name."""
+        names = self._names()
+        return sorted({*names} - {*foreign(names), METADATA, by})
+
+    def _remove_files(self, names: list[str]) -> None:
         for name in names:
             try:
                 self._fs.rm(posixpath.join(self._root, name), recursive=True)
@@ -166,18 +168,6 @@ def _directory_of(metadata: bytes, url: str) -> str:
         return plain(msgspec.json.decode(metadata, type=Metadata).directory)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{url}/{METADATA} is none of ours, or damaged: {error}.") from error
-
-
-@contextmanager
-def spooled(url: str) -> Iterator[Path]:
-    """A local directory, not made yet, for the checkpoint's files on their way. TMPDIR decides where."""
-    with tempfile.TemporaryDirectory(prefix="tq-checkpoint-") as folder:
-        try:
-            yield Path(folder) / "checkpoint"
-        except CheckpointError as error:
-            if folder not in str(error):
-                raise
-            raise type(error)(f"{url}: {error} Its files pass through {folder}; TMPDIR names another place.") from error
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:

@@ -13,8 +13,9 @@ from transfer_queue import protocol as p
 from transfer_queue.checkpoint.directory import Staging
 from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, replace_bytes, write_bytes
 from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
-from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url, spooled
+from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url
 from transfer_queue.checkpoint.saved_values import SavedValues, save_values
+from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.client.base import ClientBase
 from transfer_queue.control.saved import SavedQueue, StoredRows, decode, encoded_parts, joined, saved_indexes
 from transfer_queue.transport.modes import is_blocking, off_loop
@@ -52,7 +53,7 @@ class Checkpoints(ClientBase):
         if is_url(checkpoint_dir):
             remote = RemoteCheckpoint(os.fspath(checkpoint_dir))
             await off_loop(remote.check)
-            with spooled(remote.url) as directory:
+            with spooled_checkpoint(remote.url) as directory:
                 await self.async_save_checkpoint(directory, include_storage=include_storage, metadata=metadata)
                 await off_loop(remote.write, directory)
             return
@@ -89,7 +90,7 @@ class Checkpoints(ClientBase):
         """
         if is_url(checkpoint_dir):
             remote = RemoteCheckpoint(os.fspath(checkpoint_dir))
-            with spooled(remote.url) as directory:
+            with spooled_checkpoint(remote.url) as directory:
                 await off_loop(remote.read, directory)
                 await self.async_load_checkpoint(directory)
             return
