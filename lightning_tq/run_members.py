@@ -8,7 +8,6 @@ import socket
 import threading
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_tq.queue_config import QueueConfig
@@ -37,8 +36,6 @@ class SharedQueue:
     """For processes of its own host."""
     remote: str | None
     """For other hosts. None: none of them can join."""
-    boot_id: str
-    """Identifies its host."""
     run: str | None
     """The run that all ranks join in this queue. None: they are all on one host."""
 
@@ -48,24 +45,25 @@ class SharedQueue:
         address, listen = connection.address, connection.conf["listen"]
         remote = address if address.startswith("tcp://") else _reachable(owner, listen)
         if not has_several_hosts(owner):
-            return cls(address, remote, _boot_id(), None)
+            return cls(address, remote, None)
         run = uuid.uuid4().hex
         connection.client.watch_run(run, _name(owner), opens=True)
-        return cls(address, remote, _boot_id(), run)
+        return cls(address, remote, run)
 
     def address_here(self) -> str:
         """Where this process joins. Raises ConfigError if it can't."""
         path = self.address.removeprefix("ipc://")
-        if path == self.address or (self.boot_id == _boot_id() and os.path.exists(path)):
-            return self.address
-        if self.remote is None:
+        is_here = path == self.address or os.path.exists(path)
+        if self.remote is not None and (self.run is not None or not is_here):
+            return self.remote  # a join by it takes the queue's own socket on the first rank's host
+        if not is_here:
             raise ConfigError(
                 f"this rank runs on host {socket.gethostname()!r}, and the first rank's queue at {self.address} serves "
                 f"its own host only. Run 'lightning-tq serve --listen' on every host and set TQ_ADDRESS, or let the "
                 f"first rank's queue listen: queue={{'listen': 'tcp://0.0.0.0:0', 'key_file': a file in a folder that "
                 f"all hosts share}}. See docs/several_hosts.md."
             )
-        return self.remote
+        return self.address
 
 
 class RunMembers:
@@ -149,10 +147,3 @@ def _reachable(owner: Trainer | Fabric, listen: str | None) -> str | None:
     if host not in _EVERYWHERE or environment is None:
         return listen
     return f"tcp://{environment.main_address}:{port}"
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:  # not Linux
-        return socket.gethostname()

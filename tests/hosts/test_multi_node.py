@@ -148,10 +148,10 @@ def test_a_queue_that_other_hosts_can_not_reach_is_an_error_on_every_rank_that_s
 
 
 @pytest.mark.slow
-def test_a_queue_of_the_first_rank_that_listens_is_found_by_the_other_host(train, tmp_path):
+def test_a_queue_of_the_first_rank_that_listens_is_found_by_ranks_of_both_hosts(train, tmp_path):
     settings = {"listen": "tcp://0.0.0.0:0", "key_file": str(tmp_path / "keys")}
-    check_done(train([{}, {}], "--rows", "16", "--queue", json.dumps(settings)))
-    assert trained(tmp_path) == expected(2, 2)
+    check_done(train([{}, {}], "--devices", "2", "--rows", "32", "--queue", json.dumps(settings)))
+    assert trained(tmp_path) == expected(2, 4)
 
 
 @pytest.mark.slow
