@@ -321,16 +321,18 @@ class TQDataModule(LightningDataModule):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """{"positions": {"train": {...}}, "left": [...]}: positions after the last optimizer step, and partitions
-        that are finished and not cleared yet. Plain data, the same on every rank."""
+        """{"positions": {"train": {...}}, "left": [...], "overfitted": {"train": "train@0", ...}}: positions after the
+        last optimizer step, partitions that are finished and not cleared yet, and those that ``overfit_batches`` reads
+        in every epoch. Plain data, the same on every rank."""
         positions = {label: position.as_dict() for label, position in self._positions.items()}
-        return {"positions": positions, "left": self._run.left_partitions() if self._run else []}
+        left, overfitted = (self._run.left_partitions(), self._run.overfitted()) if self._run else ([], {})
+        return {"positions": positions, "left": left, "overfitted": overfitted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Training continues after the batches in the checkpoint, if it reads the same partition."""
         if self._run is None or not self._run.of_stage("train"):
             return  # validate, test and predict also load checkpoints, and must not move a training stream
-        self._run.take_over(state_dict.get("left", []))
+        self._run.take_over(state_dict.get("left", []), state_dict.get("overfitted", {}))
         for label, position in state_dict.get("positions", {}).items():
             if label in self._run.readers:
                 self._run.readers[label].restore(Position.from_dict(position, label))

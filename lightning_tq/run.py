@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -212,9 +212,16 @@ class Run:
         recent = (name for reader in self.readers.values() for name in reader.left_partitions)
         return list(dict.fromkeys([*self._left_partitions, *recent]))
 
-    def take_over(self, left: Sequence[str]) -> None:
-        """Take over ``left_partitions`` of the run that saved the checkpoint; that checkpoint is after them."""
+    def overfitted(self) -> dict[str, str]:
+        """By stream, the partition that ``overfit_batches`` reads in every epoch: that of its first iterator."""
+        readers = self.readers.values() if self.overfits else ()
+        return {reader.label: reader.partition for reader in readers if reader.partition is not None}
+
+    def take_over(self, left: Sequence[str], overfitted: Mapping[str, str]) -> None:
+        """Take over ``left_partitions`` and ``overfitted`` of the run that saved the checkpoint after them."""
         self._left_partitions.update(dict.fromkeys(left, -1))
+        for label in overfitted.keys() & self.readers.keys() if self.overfits else ():
+            self.readers[label].partition = overfitted[label]
 
     # ---- what the watchdog checks ----
 

@@ -261,3 +261,25 @@ def test_overfit_batches_resume_within_the_saved_epoch(data: Make, trainer: Make
     resumed = trainer(max_epochs=2, overfit_batches=3)
     resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / "step=2.ckpt")
     assert model.indexes() == indexes[8:] + indexes
+
+
+@pytest.mark.parametrize("suffix", ["@{epoch}", "@{global_step}"])
+@pytest.mark.parametrize("saved", ["step=2", "step=3", "end"])
+def test_overfit_batches_of_a_resumed_run_are_those_of_the_first_epoch(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, saved: str, suffix: str
+) -> None:
+    """Also after a resume at an epoch's end, where the templates would name the next epoch's partitions."""
+    streams = {"train": stream(f"train{suffix}"), "val": stream(f"val{suffix}", task="judge")}
+    dm = data(**streams)
+    for number in range(7):
+        fill(dm.client, f"train@{number}", 20)
+        fill(dm.client, f"val@{number}", 20)
+    options = {"overfit_batches": 3, "num_sanity_val_steps": 0}
+    whole = Recorder()
+    trainer(max_epochs=1, callbacks=[Save(tmp_path)], **options).fit(whole, datamodule=dm)
+    train, val = whole.indexes(), whole.indexes("val")
+    model, other = Recorder(), TQDataModule(**streams)
+    trainer(max_epochs=3, **options).fit(model, datamodule=other, ckpt_path=tmp_path / f"{saved}.ckpt")
+    assert model.indexes() == (train * 3)[8 if saved == "step=2" else 12 :]
+    if saved == "end":  # the validation of the first epoch was before
+        assert model.indexes("val") == val * 2
