@@ -190,7 +190,7 @@ class AckBatches(Callback):
             tracker.optimizer_stepped()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        correct_progress(checkpoint, self._unstepped, trainer.num_training_batches != float("inf"))
+        correct_progress(checkpoint, self._unstepped)
         for tracker in self._trackers():
             tracker.checkpoint_saved()
 

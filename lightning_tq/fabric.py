@@ -182,11 +182,14 @@ class FabricLoader:
     def partition_of(self, reader: StreamReader, epochs_ahead: int = 0) -> str:
         return reader.stream.partition_at(epoch=self.epoch, global_step=0, stage=reader.stage)
 
+    def begin_next_epoch(self) -> None:
+        raise AssertionError("a pass is one epoch, even if empty")
+
     def ends_before_next(self, reader: StreamReader) -> bool:
         return False
 
     def training_ends(self, epochs_ahead: int) -> bool:
-        return epochs_ahead > 0  # a pass is one epoch, even if empty
+        return epochs_ahead > 0  # so a pass never goes on with the next epoch
 
     def check(self) -> None:
         self._watchdog.check()

@@ -22,7 +22,7 @@ from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
 from lightning_tq.stream import StageStream
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Topology
-from lightning_tq.trainer_compat import changes_batches, keeps_checkpoints, step_when_trained
+from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, keeps_checkpoints, step_when_trained
 from lightning_tq.wait_hints import WaitHints
 from transfer_queue import TransferQueueClient
 
@@ -128,6 +128,9 @@ class Run:
         epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
         last = epochs not in (None, -1) and self.epoch + epochs_ahead >= int(epochs or 0)
         return last or (steps != -1 and self.trainer.global_step >= steps)
+
+    def begin_next_epoch(self) -> None:
+        begin_next_epoch(self.trainer)
 
     def ends_before_next(self, reader: StreamReader) -> bool:
         ends = 0 <= self.trainer.max_steps <= step_when_trained(self.trainer, reader)

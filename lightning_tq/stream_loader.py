@@ -89,11 +89,11 @@ class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
         assert self._items is not None
         return self._items
 
-    def restart(self, epochs_ahead: int = 0) -> None:
-        """Start, or start again in the partition of a later epoch."""
+    def restart(self) -> None:
+        """Start, or start again in the next epoch."""
         assert self._start is not None
         _close(self._items)
-        self._reader.move_cursor(epochs_ahead)
+        self._reader.move_cursor()
         self._items = self._start()
 
     def close(self) -> None:

@@ -51,6 +51,9 @@ class RunContext(Protocol):
     def partition_of(self, reader: StreamReader, epochs_ahead: int = 0) -> str:
         """The partition for an iterator that starts now, or this many epochs later."""
 
+    def begin_next_epoch(self) -> None:
+        """The current epoch, in which training resumed, has no more batches. ``epoch`` is the next one from now on."""
+
     @property
     def overfits(self) -> bool:
         """Whether every epoch reads the batches of the first one again."""
@@ -167,10 +170,10 @@ class StreamReader:
         self._iterator = StreamIterator(self, start)
         return self._iterator
 
-    def move_cursor(self, epochs_ahead: int = 0) -> None:
+    def move_cursor(self) -> None:
         """Move the dataset's cursor to where an iterator that starts now begins."""
-        name, position = self._run.partition_of(self, epochs_ahead), self.position
-        continues = not epochs_ahead and position is not None and self._restored and position.epoch == self._run.epoch
+        name, position = self._run.partition_of(self), self.position
+        continues = position is not None and self._restored and position.epoch == self._run.epoch
         if continues and position is not None:
             name = position.partition_id  # the template may name another partition after more steps
         self._enter_partition(name)
@@ -179,7 +182,7 @@ class StreamReader:
         self._delivered.clear()
         self._unfetched = self._trained_to = None
         self.resumed = self._restored
-        self._start = replace(self._start, epoch=self._run.epoch + epochs_ahead)
+        self._start = replace(self._start, epoch=self._run.epoch)
         position = self._first_position(name, replay=self.replay and not continues)
         self.dataset.load_state_dict(position.as_dict())
 
@@ -269,7 +272,8 @@ class StreamReader:
                 raise
         # Resumed at the very end of an epoch. Lightning asks only once, before it counts that epoch as done.
         self._run.check()
-        iterator.restart(epochs_ahead=1)
+        self._run.begin_next_epoch()
+        iterator.restart()
         return next(iterator.items)
 
     def _has_next_epoch(self) -> bool:

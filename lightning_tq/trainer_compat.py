@@ -142,27 +142,40 @@ def refuse_finders(trainer: Trainer) -> None:
                 )
 
 
-def correct_progress(checkpoint: dict[str, Any], unstepped: int, known_length: bool) -> None:
+def correct_progress(checkpoint: dict[str, Any], unstepped: int) -> None:
     """Correct the Trainer's counts in a checkpoint to what a run that resumes from it still has to do.
 
     Args:
         unstepped: Batches of an accumulation without an optimizer step. The checkpoint lacks their gradients.
-        known_length: Whether the Trainer knew the number of batches. Otherwise it would resume in an ended epoch.
     """
     loop = checkpoint["loops"]["fit_loop"]
     progress, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     total, current = progress["total"], progress["current"]
-    if epochs["current"]["ready"] == epochs["current"]["processed"] == epochs["current"]["completed"] + 1:
-        # Saved at the end of an epoch. With max_steps, Lightning would end that epoch twice and skip the next one.
-        for counts in epochs.values():
-            counts["completed"] = counts["processed"]
+    at_epoch_end = epochs["current"]["ready"] == epochs["current"]["processed"] == epochs["current"]["completed"] + 1
+    at_batch_end = total["completed"] == total["processed"] - 1
+    if at_epoch_end or (at_batch_end and progress["is_last_batch"]):
+        # With max_steps, Lightning would end an epoch twice and skip the next one. From its last batch (which always
+        # steps), it would resume in the ended epoch, or train the next one without counting that this one began.
+        for counts in (total, *epochs.values()):
+            counts |= dict.fromkeys(counts, counts["ready"])
         progress |= {"current": dict.fromkeys(current, 0), "is_last_batch": False}
         return
-    # Saved at the end of a batch: the batch counts as processed, and as completed once the checkpoint is loaded.
-    at_batch_end = total["completed"] == total["processed"] - 1
-    if progress["is_last_batch"] and at_batch_end and not known_length:
-        unstepped = 0  # the last batch of an epoch always steps
-        progress["current"] = {"ready": 0, "completed": -1, "started": 0, "processed": 0}
     for counts in (total, current) if unstepped else ():
         for name in counts:
             counts[name] -= unstepped
+
+
+def begin_next_epoch(trainer: Trainer) -> None:
+    """Count the epoch that the Trainer resumed in as done, and the next one as begun, before its first batch.
+
+    Lightning asks for a batch only once before it ends an epoch. So the next epoch's batches are trained right away.
+    """
+    loop: Any = trainer.fit_loop
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
+    for counts in (epochs.total, epochs.current):
+        counts.processed = counts.completed = counts.ready
+        counts.ready = counts.started = counts.ready + 1
+    batches.current.reset()
+    batches.is_last_batch = False
+    batches.current.completed = batches.total.completed - batches.total.processed  # it is increased by one if negative
+    loop._data_fetcher.fetched = 0

@@ -252,30 +252,32 @@ def counts(done: int, more: int = 1) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("is_last", "known", "unstepped", "total", "current"),
-    [
-        (False, False, 2, counts(7), counts(2)),
-        (False, True, 4, counts(5), counts(0)),
-        (False, True, 0, counts(9), counts(4)),
-        (True, True, 0, counts(9), counts(4)),
-        (True, False, 0, counts(9), counts(-1)),
-    ],
+    ("unstepped", "total", "current"),
+    [(0, counts(9), counts(4)), (2, counts(7), counts(2)), (4, counts(5), counts(0))],
 )
 def test_a_checkpoint_counts_only_batches_in_a_step(
-    is_last: bool, known: bool, unstepped: int, total: dict[str, int], current: dict[str, int]
+    unstepped: int, total: dict[str, int], current: dict[str, int]
 ) -> None:
-    progress = {"total": counts(9), "current": counts(4), "is_last_batch": is_last}
-    epochs = {"total": counts(1, 0), "current": counts(1, 0)}
-    loop = {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}
-    correct_progress({"loops": {"fit_loop": loop}}, unstepped, known)
-    assert progress == {"total": total, "current": current, "is_last_batch": is_last}
+    progress = {"total": counts(9), "current": counts(4), "is_last_batch": False}
+    correct_progress(saved(progress, epoch={"ready": 2, "completed": 1, "started": 2, "processed": 1}), unstepped)
+    assert progress == {"total": total, "current": current, "is_last_batch": False}
 
 
-def test_a_checkpoint_from_the_end_of_an_epoch_starts_the_next_one() -> None:
-    progress = {"total": counts(9, 0), "current": counts(4, 0), "is_last_batch": True}
-    epochs = {"total": counts(1), "current": counts(1)}
-    correct_progress(
-        {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}}}, 0, True
-    )
-    assert progress == {"total": counts(9, 0), "current": counts(0, 0), "is_last_batch": False}
-    assert epochs == {"total": counts(2, 0) | {"ready": 2}, "current": counts(2, 0)}
+def saved(progress: dict[str, Any], epoch: dict[str, int]) -> dict[str, Any]:
+    epochs = {"total": epoch, "current": dict(epoch)}
+    return {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}}}
+
+
+@pytest.mark.parametrize(
+    ("batches", "epoch"),
+    [(counts(9), counts(1) | {"processed": 1}), (counts(10, 0), counts(1))],
+    ids=["its last batch", "its end"],
+)
+def test_a_checkpoint_from_the_end_of_an_epoch_starts_the_next_one(
+    batches: dict[str, int], epoch: dict[str, int]
+) -> None:
+    progress = {"total": batches, "current": counts(4), "is_last_batch": True}
+    checkpoint = saved(progress, epoch)
+    correct_progress(checkpoint, 0)
+    assert progress == {"total": counts(10, 0), "current": counts(0, 0), "is_last_batch": False}
+    assert checkpoint["loops"]["fit_loop"]["epoch_progress"] == {"total": counts(2, 0), "current": counts(2, 0)}

@@ -283,3 +283,40 @@ def test_overfit_batches_of_a_resumed_run_are_those_of_the_first_epoch(
     assert model.indexes() == (train * 3)[8 if saved == "step=2" else 12 :]
     if saved == "end":  # the validation of the first epoch was before
         assert model.indexes("val") == val * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
+def test_a_run_resumes_from_a_checkpoint_of_a_resumed_run(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """First from an epoch's last batch, then from the middle of the next epoch, which is as long as any other."""
+    dm = data(train=stream("train" if options else "train@{epoch}", **options), ack="never")
+    if options:
+        indexes = fill(dm.client, "train", 40)
+    else:
+        indexes = [index for epoch in range(2) for index in fill(dm.client, f"train@{epoch}", 12)]
+    trained = []
+    for last, found in ((3, None), (5, "step=3.ckpt"), (-1, "step=5.ckpt")):
+        model = Recorder()
+        fitted = trainer(max_epochs=2, max_steps=last, callbacks=[Save(tmp_path)])
+        fitted.fit(model, datamodule=dm, ckpt_path=found and tmp_path / found)
+        trained.append((fitted.current_epoch, model.indexes()))
+    assert [rows for _, rows in trained] == [indexes[:12], indexes[12:20], indexes[20:24]]
+    assert fitted.current_epoch == 2
+
+
+def test_a_replayed_stream_resumes_at_the_end_of_an_epoch_with_as_many_epochs_as_are_left(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """A run that its number of steps ended does not know that its last batch was the epoch's last."""
+    dm = data(train=stream("train", replay=True))
+    indexes = fill(dm.client, "train", 12)
+    trainer(max_epochs=3, max_steps=3, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    model = Recorder()
+    resumed = trainer(max_epochs=3, callbacks=[Save(tmp_path)])
+    resumed.fit(model, datamodule=dm, ckpt_path=tmp_path / "step=3.ckpt")
+    assert (model.indexes(), resumed.current_epoch) == (indexes * 2, 3)
+    for step in (4, 6, 8):
+        model = Recorder()
+        trainer(max_epochs=3).fit(model, datamodule=dm, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert model.indexes() == (indexes * 3)[4 * step :], step
