@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.pytorch import Callback, LightningModule, Trainer
 from producing import fill, rows
 from recorders import Recorder
@@ -22,6 +21,7 @@ from tensordict import TensorDict
 from lightning_tq import StalenessGuard, TQBatch, TQDataModule
 from lightning_tq.device_copies import DeviceCopies, DeviceCopy, SideStream, device_copies
 from lightning_tq.trainer_compat import changes_batches
+from tests.lightning.conftest import stream
 from transfer_queue import BatchMeta
 
 Make = Callable[..., TQDataModule]

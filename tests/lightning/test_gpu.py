@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import stream
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from producing import fill, rows
@@ -22,6 +21,7 @@ from tensordict import TensorDict
 
 from lightning_tq import FabricLoader, PublishWeights, TQBatch, TQDataModule, Weights, WeightsReader
 from lightning_tq.device_copies import DeviceCopies, DeviceCopy, SideStream
+from tests.lightning.conftest import stream
 from transfer_queue import BatchMeta, TransferQueueClient
 
 Make = Callable[..., TQDataModule]
