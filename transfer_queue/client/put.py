@@ -14,7 +14,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transfer_queue import protocol as p
 from transfer_queue.annotations import copy_tags
 from transfer_queue.client.base import ClientBase, check_tags, to_specs
-from transfer_queue.errors import InvalidRequestError, StorageFullError, UnitLostError
+from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
@@ -85,8 +85,7 @@ class WriteTransaction:
                 stored = True
             publish = self._publication(packed, indexes, units)
             published = await session.send(publish, p.Reply, keep=True)
-            if self._columns is not None:
-                await storage.commit(begin.id, units)
+            is_committed = self._columns is None or await self._commit(storage, units)
         except BaseException as error:
             # Otherwise it may be published: the controller knows, and has the write ended accordingly.
             if stored and (publish is None or isinstance(error, UnitLostError)):
@@ -94,10 +93,23 @@ class WriteTransaction:
             await session.cancel(begin.id)
             raise
         if isinstance(begin, p.Reserve):
-            session.done(session.controller, begin.id, publish.id)
+            session.done(session.controller, publish.id, *([begin.id] if is_committed else []))
         else:  # a checkpoint may wait until the values are replaced
             await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else answer
+
+    async def _commit(self, storage: StorageManager, units: p.UnitRuns | None) -> bool:
+        """Commit what is published. False: a unit did not answer. New samples need no commit until the session ends.
+
+        If the unit has ended, its values are gone, as if it had ended a moment later. If it lives, it serves them.
+        """
+        try:
+            await storage.commit(self._begin.id, units)
+        except QueueUnreachableError:
+            if not isinstance(self._begin, p.Reserve):
+                raise  # it would still serve the values that this write replaces
+            return False
+        return True
 
     def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
         begin, fields = self._begin, self._begin.fields

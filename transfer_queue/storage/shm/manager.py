@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,9 +157,7 @@ class SharedMemoryManager(StorageManager):
 
     async def commit(self, call: int, units: UnitRuns | None) -> None:
         written = [unit for unit, _ in units or [(0, 0)]]
-        # It is published: a unit that has ended takes its values along, one that lives hears of it from the controller.
-        with suppress(QueueUnreachableError):
-            await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
+        await self._ask_units(written, lambda: Commit(self.session.number(), [call]), Done)
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:
         await self._writer.abort(call, [unit for unit, _ in units or [(0, 0)]])
