@@ -44,6 +44,7 @@ def summary(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^  ([a-z -]+?)  +(.+)$", printed, re.MULTILINE))
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(200)
 def test_the_main_job_trains_on_fresh_answers_validates_each_epoch_and_reports(tmp_path):
     printed = summary(run(tmp_path))

@@ -241,6 +241,7 @@ def starving(client: tq.TransferQueueClient, partition: str) -> Iterator[None]:
             assert isinstance(waiting.exception(), tq.EndOfPartitionError)
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus: apt-get install prometheus")
 def test_every_panel_of_the_dashboard_shows_a_real_run(tmp_path):
     with running() as conf, prometheus(tmp_path, conf.metrics.endpoint) as address:

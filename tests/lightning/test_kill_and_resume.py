@@ -123,6 +123,7 @@ def test_killed_training_of_two_ranks_resumes_as_if_never_killed(tmp_path: Path,
     check_equal(tmp_path, seed, devices=2, stream=stream, trainer=trainer, save_every=2, kills=1)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_killed_with_its_queue_resumes_from_the_saved_queue(tmp_path: Path, seed: int, devices: int) -> None:
     stream = {"partition": "train", "task": "learn", "batch_size": 4, "micro_batch_size": 2, "clear_consumed": True}

@@ -258,6 +258,7 @@ def test_ranks_drop_together_and_agree_on_how_many(run_ranks: Any, strategy: str
     assert (dropped, steps) == ([9] * devices, 4)
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(200)
 def test_ranks_and_paced_producers_keep_the_bound_together(run_ranks: Any) -> None:
     code, output, ranks = run_ranks("callbacks_script.py", "pacing", "ddp", "2", "LOGS")

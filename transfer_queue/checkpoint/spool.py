@@ -30,6 +30,10 @@ def spooled_checkpoint(url: str) -> Iterator[Path]:
 
     Args:
         url: Named in errors that concern the files on their way.
+    Examples:
+        >>> with tq.spooled_checkpoint("memory://run/spooled") as directory:
+        ...     client.save_checkpoint(directory)  # the queue goes on after this line
+        ...     tq.upload_checkpoint(directory, "memory://run/spooled")
     """
     _remove_leftovers()
     folder, lock = _locked_folder()
