@@ -130,7 +130,7 @@ class Run:
         return last or (steps != -1 and self.trainer.global_step >= steps)
 
     def begin_next_epoch(self) -> None:
-        begin_next_epoch(self.trainer)
+        begin_next_epoch(self.trainer, self.train_reader().stream)
 
     def ends_before_next(self, reader: StreamReader) -> bool:
         ends = 0 <= self.trainer.max_steps <= step_when_trained(self.trainer, reader)

@@ -151,13 +151,15 @@ def correct_progress(checkpoint: dict[str, Any], unstepped: int) -> None:
     loop = checkpoint["loops"]["fit_loop"]
     progress, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     total, current = progress["total"], progress["current"]
-    at_epoch_end = epochs["current"]["ready"] == epochs["current"]["processed"] == epochs["current"]["completed"] + 1
+    at_epoch_end = epochs["current"]["started"] == epochs["current"]["processed"] == epochs["current"]["completed"] + 1
     at_batch_end = total["completed"] == total["processed"] - 1
     if at_epoch_end or (at_batch_end and progress["is_last_batch"]):
         # With max_steps, Lightning would end an epoch twice and skip the next one. From its last batch (which always
         # steps), it would resume in the ended epoch, or train the next one without counting that this one began.
+        if not at_epoch_end:  # as Lightning counts it when it resumes at the end of another batch
+            loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         for counts in (total, *epochs.values()):
-            counts |= dict.fromkeys(counts, counts["ready"])
+            counts |= dict.fromkeys(counts, counts["started"])  # Lightning leaves "ready" behind when it restarts
         progress |= {"current": dict.fromkeys(current, 0), "is_last_batch": False}
         return
     for counts in (total, current) if unstepped else ():
@@ -165,7 +167,7 @@ def correct_progress(checkpoint: dict[str, Any], unstepped: int) -> None:
             counts[name] -= unstepped
 
 
-def begin_next_epoch(trainer: Trainer) -> None:
+def begin_next_epoch(trainer: Trainer, stream: Stream) -> None:
     """Count the epoch that the Trainer resumed in as done, and the next one as begun, before its first batch.
 
     Lightning asks for a batch only once before it ends an epoch. So the next epoch's batches are trained right away.
@@ -174,7 +176,9 @@ def begin_next_epoch(trainer: Trainer) -> None:
     batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
     for counts in (epochs.total, epochs.current):
         counts.processed = counts.completed = counts.ready
-        counts.ready = counts.started = counts.ready + 1
+        counts.ready += 1
+        if not fetches_ahead(trainer, stream):  # else Lightning is still to start the epoch, and calls its hooks
+            counts.started = counts.ready
     batches.current.reset()
     batches.is_last_batch = False
     batches.current.completed = batches.total.completed - batches.total.processed  # it is increased by one if negative

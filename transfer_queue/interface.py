@@ -68,9 +68,10 @@ def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig
 
 def _start_or_join(merged: DictConfig) -> None:
     global _TQ_CLIENT, _TQ_CONFIG, _TQ_CONTROLLER, _TQ_STORAGE
-    address = merged.address or queue_address()
+    before = _TQ_CONFIG or merged  # the queue whose client was closed by hand
+    address = merged.address or before.address or queue_address()
     if address is not None and address not in _ended:  # else: a queue that this process closed
-        _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file or queue_key_file())
+        _TQ_CLIENT, _TQ_CONFIG = _join(str(address), merged.key_file or before.key_file or queue_key_file())
         return
     queue = on_ray.RayQueue(merged) if on_ray.is_wanted(merged.launch) else LocalQueue(merged)
     _started.add(queue)

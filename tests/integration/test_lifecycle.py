@@ -291,6 +291,15 @@ def test_a_script_needs_no_close_and_is_not_taken_for_dead_at_its_end(start, scr
         client.get_meta(["a"], 1, "p", task_name="t", timeout_s=0.1)
 
 
+def test_after_its_client_was_closed_by_hand_a_process_joins_the_same_queue_again(start, script):
+    address = start().address
+    use = f"tq.init({address!r}); tq.get_client().close(); print(tq.init().address)"
+    assert (
+        finished(script(f"import os, transfer_queue as tq; os.environ.pop('TQ_ADDRESS', None); {use}"))
+        == address + "\n"
+    )
+
+
 def test_a_queue_of_several_servers_ends_silently_whether_it_is_closed_or_not(script):
     use = "tq.init({'server_processes': 'each'}); tq.get_client().put({'a': torch.arange(200)}, partition_id='p')"
     assert finished(script(f"import torch, transfer_queue as tq; {use}; tq.close(); {use}")) == ""

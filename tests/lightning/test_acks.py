@@ -265,19 +265,25 @@ def test_a_checkpoint_counts_only_batches_in_a_step(
 
 def saved(progress: dict[str, Any], epoch: dict[str, int]) -> dict[str, Any]:
     epochs = {"total": epoch, "current": dict(epoch)}
-    return {"loops": {"fit_loop": {"epoch_loop.batch_progress": progress, "epoch_progress": epochs}}}
+    loop = {
+        "epoch_loop.batch_progress": progress,
+        "epoch_progress": epochs,
+        "epoch_loop.state_dict": {"_batches_that_stepped": 9},
+    }
+    return {"loops": {"fit_loop": loop}}
 
 
 @pytest.mark.parametrize(
-    ("batches", "epoch"),
-    [(counts(9), counts(1) | {"processed": 1}), (counts(10, 0), counts(1))],
+    ("batches", "epoch", "stepped"),
+    [(counts(9), counts(1) | {"processed": 1}, 10), (counts(10, 0), counts(1), 9)],
     ids=["its last batch", "its end"],
 )
 def test_a_checkpoint_from_the_end_of_an_epoch_starts_the_next_one(
-    batches: dict[str, int], epoch: dict[str, int]
+    batches: dict[str, int], epoch: dict[str, int], stepped: int
 ) -> None:
     progress = {"total": batches, "current": counts(4), "is_last_batch": True}
     checkpoint = saved(progress, epoch)
     correct_progress(checkpoint, 0)
     assert progress == {"total": counts(10, 0), "current": counts(0, 0), "is_last_batch": False}
+    assert checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] == stepped
     assert checkpoint["loops"]["fit_loop"]["epoch_progress"] == {"total": counts(2, 0), "current": counts(2, 0)}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from producing import fill
 from recorders import Recorder
 
@@ -320,3 +321,51 @@ def test_a_replayed_stream_resumes_at_the_end_of_an_epoch_with_as_many_epochs_as
         model = Recorder()
         trainer(max_epochs=3).fit(model, datamodule=dm, ckpt_path=tmp_path / f"step={step}.ckpt")
         assert model.indexes() == (indexes * 3)[4 * step :], step
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
+def test_a_run_that_resumes_at_an_epochs_last_batch_logs_its_steps_as_if_it_had_not_stopped(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    class Steps(DummyLogger):
+        """Keeps the steps that were logged."""
+
+        def log_metrics(self, metrics: Any = None, step: int | None = None) -> None:
+            if metrics and "one" in metrics:
+                logged.append(step)
+
+    class Logs(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("one", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    logged: list[int | None] = []
+    dm = data(train=stream("train@{epoch}", **options), ack="never")
+    for epoch in range(2):
+        fill(dm.client, f"train@{epoch}", 12)
+    trainer(max_epochs=1, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    fitted = trainer(max_epochs=2, log_every_n_steps=1, logger=Steps())
+    fitted.fit(Logs(), datamodule=dm, ckpt_path=tmp_path / "step=3.ckpt")
+    assert logged == [3, 4, 5]
+
+
+def test_an_epoch_that_a_resumed_run_goes_on_with_begins_and_ends_once(
+    data: Make, trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """A run that its number of steps ended does not know that its last batch was the epoch's last."""
+
+    class Hooks(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+            called.append(("start", trainer.current_epoch))
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+            called.append(("end", trainer.current_epoch))
+
+    called: list[tuple[str, int]] = []
+    dm = data(train=stream("train@{epoch}"), ack="never")
+    indexes = [fill(dm.client, f"train@{epoch}", 12) for epoch in range(2)]
+    trainer(max_epochs=2, max_steps=3, callbacks=[Save(tmp_path)]).fit(Recorder(), datamodule=dm)
+    model = Recorder()
+    trainer(max_epochs=2, callbacks=[Hooks()]).fit(model, datamodule=dm, ckpt_path=tmp_path / "step=3.ckpt")
+    assert model.indexes() == indexes[1]
+    assert called == [("start", 1), ("end", 1)]

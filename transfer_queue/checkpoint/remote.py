@@ -108,9 +108,11 @@ class RemoteCheckpoint:
             (directory / METADATA).write_bytes(data)
 
     def remove(self) -> None:
-        """Remove the checkpoint, if there is one; nothing else that lies there."""
+        """Remove the checkpoint, if there is one. Where anything else lies, nothing is removed, as from a directory."""
         with self._explained("removed"):
-            if METADATA in self._names():
+            if foreign(names := self._names()):
+                return
+            if METADATA in names:
                 self._retried(self._fs.rm_file, posixpath.join(self._root, METADATA))
             self._remove_files(self._replaced())
             if not self._names():

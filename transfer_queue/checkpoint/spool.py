@@ -26,7 +26,7 @@ _LOCK = "lock"
 def spooled_checkpoint(url: str) -> Iterator[Path]:
     """A local directory, not made yet, for a checkpoint on its way to or from a URL. It is removed in the end.
 
-    TMPDIR decides where. What this user's killed processes left there is removed first.
+    TMPDIR decides where. What this user's killed processes of this host left there is removed first.
 
     Args:
         url: Named in errors that concern the files on their way.
@@ -36,7 +36,7 @@ def spooled_checkpoint(url: str) -> Iterator[Path]:
         ...     tq.upload_checkpoint(directory, "memory://run/spooled")
     """
     _remove_leftovers()
-    folder, lock = _locked_folder()
+    owner, (folder, lock) = os.getpid(), _locked_folder()
     with lock:
         try:
             yield folder / "checkpoint"
@@ -45,7 +45,8 @@ def spooled_checkpoint(url: str) -> Iterator[Path]:
                 raise
             raise type(error)(f"{url}: {error} Its files pass through {folder}; TMPDIR names another place.") from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if os.getpid() == owner:  # a forked child may inherit this context, and end
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked_folder() -> tuple[Path, TextIO]:

@@ -101,6 +101,7 @@ class TcpListener:
             for _ in range(_MESSAGES_PER_TURN):
                 guarded(self._handle, self._router.recv_multipart(zmq.NOBLOCK, copy=False))
         except zmq.Again:
+            self._is_taking = False  # what these sends find is not read here
             while self._leaving:  # everything that came has been handled
                 self._end(self._leaving.pop())
         else:
@@ -150,7 +151,7 @@ class TcpListener:
                 raise
             if address in self._routes:
                 self._routes[address].disconnect()
-            return
+        # The router's descriptor tells of messages once, and this send may have used that up.
         if not self._is_taking and self._router.events & zmq.POLLIN:
             os.eventfd_write(self._again, 1)
 

@@ -120,3 +120,15 @@ def test_directories_of_others_stay(holder: Callable[..., tuple[subprocess.Popen
         others.add(left.name)
     with spooled_checkpoint(URL) as directory:
         assert names(temporary) == {*others, directory.parent.name}
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_spool(temporary: Path) -> None:
+    with spooled_checkpoint(URL) as directory:
+        directory.mkdir()
+        code = "import os, sys; from transfer_queue import spooled_checkpoint; c = spooled_checkpoint('memory://x')"
+        code += "; d = c.__enter__(); d.mkdir(); p = os.fork(); p or sys.exit(); os.waitpid(p, 0); print(d.exists())"
+        told = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(temporary)}
+        )
+        assert told.stdout == "True\n", told.stderr
+        assert directory.exists()
