@@ -91,4 +91,4 @@ def test_every_operation_gives_the_same():
         if want != have:
             different.append((operation.name, sample.name))
     assert not different
-    assert compared[False] > 300, "most have an outcome to compare"
+    assert compared[False] > 150, "most have an outcome to compare"
