@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from noticing import until
 from streaming_support import (
     WAIT_S,
     InThread,
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from transfer_queue import StreamingDataLoader
 from transfer_queue.dataloader import default_fetch_batch_fn
+from transfer_queue.dataloader.fetching import SLICE_S
 from transfer_queue.dataloader.streaming_dataloader import identity
 
 pytestmark = [
@@ -62,6 +64,18 @@ def test_one_loader_reads_each_sample_once_and_follows_reset_step_and_state(
     assert read(made) == cut(9, 4, 3, first=500)
     made.load_state_dict({"partition_id": name, "batch_index": 10, "micro_batch": 1})
     assert read(made) == cut(47, 4, 3)[21:]
+
+
+def longest_wait(client: Any, task: str) -> float:
+    return max((each["waited_s"] for each in client.get_stats()["waiting"] if each["task"] == task), default=0.0)
+
+
+@WORKERS
+def test_a_starved_reader_is_seen_to_have_waited_since_its_wait_began(queue, client, name, workers):
+    reading = InThread(take, iter(loader(queue, name, workers, task=name, timeout_s=WAIT_S)), 1)
+    assert until(lambda: longest_wait(client, name) > 3 * SLICE_S)
+    produce(client, name, [4])
+    assert reading.result() == cut(4, 4)
 
 
 @WORKERS

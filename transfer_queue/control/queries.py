@@ -155,8 +155,8 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
     waiting = [
         {
             "partition": getattr(parked.request, "partition", None), "task": getattr(parked.request, "task", None),
-            "client": parked.client, "waited_s": now - parked.since, "writer": parked.queue in (WRITERS, REWRITERS),
-            **_wanting(state, parked.request, now, alike),
+            "client": parked.client, "waited_s": now - parked.since + getattr(parked.request, "waited_s", 0.0),
+            "writer": parked.queue in (WRITERS, REWRITERS), **_wanting(state, parked.request, now, alike),
         }
         for parked in state.waiters.all() if not isinstance(parked.request, p.ListUnits | p.WatchRun)
     ]  # fmt: skip

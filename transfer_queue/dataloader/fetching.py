@@ -136,7 +136,7 @@ class BatchFetcher:
             return None
         return _FromQueue(self, batch_index) if self._custom is None else _FromFunction(self, batch_index)
 
-    def start(self, batch_index: int, wait_s: float) -> PendingCall[FetchedBatch | p.NotReady]:
+    def start(self, batch_index: int, wait_s: float, waited_s: float = 0.0) -> PendingCall[FetchedBatch | p.NotReady]:
         """Start the request, which may wait in the controller for ``wait_s`` seconds."""
         spec = self.spec
         fetch = fetch_request(
@@ -146,7 +146,13 @@ class BatchFetcher:
         pass_start = spec.pass_start if spec.finite else None
         return self.client.start_fetch_batch(
             msgspec.structs.replace(
-                fetch, batch_index=batch_index, after=self._last, finite=spec.finite, pass_start=pass_start, skip=skip
+                fetch,
+                batch_index=batch_index,
+                after=self._last,
+                finite=spec.finite,
+                pass_start=pass_start,
+                skip=skip,
+                waited_s=waited_s,
             )
         )
 
@@ -176,6 +182,9 @@ class _Wait:
         self._fetcher = fetcher
         self._spec = fetcher.spec
         self._began = self._reported = time.monotonic()
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
 
     def left_s(self) -> float:
         """The longest wait of the next request."""
@@ -224,7 +233,7 @@ class _FromQueue:
         while isinstance(answer := self._pending.finish(), p.NotReady):
             if is_news and not wait.goes_on(answer):
                 return None
-            self._pending, is_news = self._fetcher.start(self._index, wait.left_s()), True
+            self._pending, is_news = self._fetcher.start(self._index, wait.left_s(), wait.waited_s()), True
         return answer
 
     def close(self) -> None:

@@ -155,7 +155,7 @@ class Fetch(Request, frozen=True):
     ``after``: token of the batch that the caller was given last; once that partition is cleared, the stream has ended.
     ``with_values``: the values travel with the answer, where the server that draws the batch holds them, too;
     ``mapped``: large ones as offsets in memory that the client has mapped. ``where``: a filter; a batch that is drawn
-    for this fetch has only samples whose tags match.
+    for this fetch has only samples whose tags match. ``waited_s``: how long the caller has waited before this request.
     """
 
     partition: str
@@ -176,6 +176,7 @@ class Fetch(Request, frozen=True):
     with_values: bool = False
     mapped: bool = False
     where: str | None = None
+    waited_s: Seconds = 0.0
 
 
 class Cancel(Request, frozen=True):

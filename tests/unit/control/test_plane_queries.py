@@ -247,6 +247,11 @@ def test_statistics_say_what_those_who_wait_lack(make_plane):
     plane.client_gone(ROLLOUT, 4.0)
 
 
+def test_a_wait_counts_from_the_first_of_its_requests(plane):
+    send(plane, ACTOR, p.Fetch, "p", "train", ["x"], 2, wait_s=0.5, waited_s=9.5, now=10.0)
+    assert [each["waited_s"] for each in stats(plane, now=10.25)["waiting"]] == [9.75]
+
+
 def test_statistics_name_a_field_whose_producers_have_all_died(plane):
     put(plane, 1, "x")
     assert stats(plane)["partitions"]["p"]["abandoned"] is None
