@@ -76,7 +76,7 @@ class RankWatchdog:
     def check(self) -> None:
         """Raise the error that ended the run, if there is one."""
         if self._error is not None:
-            raise self._error
+            raise self._error from self._error.__cause__  # not the end of a stream, where this is often called
 
     def stop(self) -> None:
         """End the thread and every stream. Idempotent."""

@@ -175,10 +175,11 @@ class Run:
             )
         if self._is_last_partition(reader):  # otherwise the Trainer would loop through empty epochs
             self.trainer.should_stop = True
-            rank_zero_info(
-                f"Partition {reader.partition!r} was read to its end, so training stops after this epoch. For more "
-                f"epochs on the same samples, set Stream(replay=True). For one partition per epoch: 'train@{{epoch}}'."
-            )
+            if not self.training_ends(reader.epoch + 1 - self.epoch):
+                rank_zero_info(
+                    f"Partition {reader.partition!r} was read to its end, so training stops after this epoch. For more "
+                    f"epochs on the same samples, set Stream(replay=True). For one per epoch: 'train@{{epoch}}'."
+                )
 
     def _is_last_partition(self, reader: StreamReader) -> bool:
         """Whether the next epoch would read the same partition again and find nothing more in it."""

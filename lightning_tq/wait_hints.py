@@ -54,7 +54,9 @@ class WaitHints:
         except TransferQueueError:  # the stream itself reports that
             return
         waits = f"stream {reader.label!r} waits for more of partition {reader.partition!r}, but"
-        lacks, is_sealed = _lacking(stats, reader), stats["partitions"].get(reader.partition, {}).get("sealed", False)
+        partition = stats["partitions"].get(reader.partition, {})
+        lacks, is_sealed, fields = _lacking(stats, reader), partition.get("sealed", False), partition.get("fields", [])
+        unknown = [name for name in reader.stream.fields if name not in fields]
         if is_sealed and lacks:
             self._warn_once(
                 f"lacks {reader.partition}",
@@ -66,6 +68,12 @@ class WaitHints:
                 f"done {reader.partition}",
                 f"{waits} all producers of this run have ended and none has sealed it.{also} If nothing else fills it, "
                 f"seal it when it is complete: client.seal_partition({reader.partition!r}).",
+            )
+        elif fields and unknown:
+            self._warn_once(
+                f"unknown {reader.partition}",
+                f"{waits} none of its samples has {' or '.join(map(repr, unknown))} so far; they have "
+                f"{', '.join(map(repr, fields))}. Check the name in Stream(fields=...), and who puts it.",
             )
         elif self._trainer.sanity_checking:
             self._warn_once(

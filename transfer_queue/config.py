@@ -291,6 +291,11 @@ def preallocated_samples() -> int:
     return max(1, int(environment_number("TQ_PRE_ALLOC_SAMPLE_NUM", 1)))
 
 
+def client_id() -> str:
+    """The id of this process' first client, such as "TransferQueueClient_71". A program can set another name."""
+    return f"{environment_text('TQ_CLIENT_NAME', 'TransferQueueClient')}_{os.getpid()}"
+
+
 def fetch_wait_s() -> float:
     """TQ_CONTROLLER_GET_METADATA_TIMEOUT: how long get_meta waits for a batch when not polling."""
     return environment_number("TQ_CONTROLLER_GET_METADATA_TIMEOUT", 1.0)

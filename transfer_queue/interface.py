@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient, connect, kv
 from transfer_queue.client.key_watch import KeyWatch
-from transfer_queue.config import announce_address, merge, queue_address, queue_key_file
+from transfer_queue.config import announce_address, client_id, merge, queue_address, queue_key_file
 from transfer_queue.errors import NotInitializedError, ProtocolError
 from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
@@ -94,7 +94,7 @@ def _start_or_join(merged: DictConfig) -> None:
 
 def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClient, Any]:
     info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": address}, key_file=key_file)
-    first = TransferQueueClient(f"TransferQueueClient_{os.getpid()}", info)
+    first = TransferQueueClient(client_id(), info)
     try:
         plain = first.get_config()
         near = _own_socket(first) if address.startswith("tcp://") else None
@@ -104,7 +104,7 @@ def _join(address: str, key_file: str | None = None) -> tuple[TransferQueueClien
         info = ZMQServerInfo("controller", "controller", ports={"request_handle_socket": near}, key_file=key_file)
     conf = _seen_from_here(_with_objects(plain), info)
     conf.address = address if near is not None else conf.address
-    return connect(f"TransferQueueClient_{os.getpid()}", conf), conf
+    return connect(client_id(), conf), conf
 
 
 def _own_socket(client: TransferQueueClient) -> str | None:

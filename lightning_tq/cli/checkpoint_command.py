@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,13 +31,18 @@ def main(args: Sequence[str]) -> int:
     try:
         found = tq.describe_checkpoint(options.path, verify=options.action == "verify")
     except TransferQueueError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {error}{_hint(options.path)}\n")
         return _DAMAGED if _is_damaged(error) else _NOT_FOUND
     if options.json:
         print(json.dumps(found))
     else:
         _show(found, "verified" if options.action == "verify" else "not verified")
     return 0
+
+
+def _hint(path: str) -> str:
+    beside = f"{path.rstrip('/')}.tq"
+    return f" The queue is saved beside it: {beside}." if os.path.isdir(beside) else ""
 
 
 def _is_damaged(error: TransferQueueError) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from lightning_tq.checks import check_int
-from lightning_tq.producers.process import StartOrder
+from lightning_tq.producers.process import IMPORTING_MAIN, StartOrder
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
 _KEPT_LINES = 80
@@ -82,12 +83,17 @@ class Producer:
                 f"producer target {self.target!r} can't be imported by another process. Use a function at the top "
                 "level of a module."
             )
-        return f"{module}:{name}"
+        return f"{'__main__' if module == '__mp_main__' else module}:{name}"  # a spawned rank has the latter
 
     def label(self) -> str:
         if self.name:
             return self.name
         return " ".join(self.target) if isinstance(self.target, list) else self.function_path()
+
+    def short_name(self) -> str:
+        """The name of its clients in statistics: that of the function, or the first word of the command."""
+        words = self.target if isinstance(self.target, list) else self.function_path().rpartition(":")[2:]
+        return re.sub(r"\W+", "-", self.name or os.path.basename(words[0])).strip("-") or "producer"
 
     def start_order(self, worker: int) -> StartOrder:
         main = sys.modules["__main__"]
@@ -179,7 +185,13 @@ class ProducerGroup:
 
         Raises:
             InvalidRequestError: they are running already.
+            SystemExit: this is a producer process that imports the main program, which must not train there.
         """
+        if IMPORTING_MAIN in os.environ:
+            sys.exit(
+                f"a producer process runs {sys.argv[0]} to find {os.environ[IMPORTING_MAIN]!r}, and got to a training "
+                "there. Put what trains below 'if __name__ == \"__main__\":', or the function into another module."
+            )
         if self._processes:
             raise InvalidRequestError("these producers are already running. Call end() before start().")
         self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)
@@ -217,6 +229,7 @@ def _environment(producer: Producer, worker: int, address: str, key_file: str | 
         **os.environ,
         "TQ_ADDRESS": address,
         **({} if key_file is None else {"TQ_KEY_FILE": key_file}),
+        "TQ_CLIENT_NAME": f"{producer.short_name()}-{worker}",
         "TQ_WORKER": str(worker),
         "TQ_NUM_WORKERS": str(producer.count),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys.path if path)),

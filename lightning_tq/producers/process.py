@@ -17,6 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
+IMPORTING_MAIN = "TQ_IMPORTING_MAIN"
+"""Environment variable that is set while a producer process runs the trainer's main program to find its function."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -92,11 +95,13 @@ def _find_function(order: StartOrder) -> Callable[..., Any]:
 def _main_module(order: StartOrder) -> types.ModuleType:
     """The trainer's main program, run under another name so that its ``if __name__ == "__main__"`` block is skipped."""
     module = types.ModuleType("__mp_main__")
+    os.environ[IMPORTING_MAIN] = str(order.function)
     if order.main_name is not None:
         names = runpy.run_module(order.main_name, run_name="__mp_main__", alter_sys=True)
     else:
         assert order.main_path is not None
         names = runpy.run_path(order.main_path, run_name="__mp_main__")
+    del os.environ[IMPORTING_MAIN]
     module.__dict__.update(names)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # arguments were pickled with classes of __main__
     return module

@@ -230,6 +230,10 @@ def test_the_command_shows_verifies_and_tells_damage_from_absence(
     assert main(["checkpoint", "verify", "--json", str(path)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(tq.describe_checkpoint(path)))
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
+    filled.save_checkpoint(tmp_path / "last.ckpt.tq")
+    capsys.readouterr()
+    assert main(["checkpoint", "show", str(tmp_path / "last.ckpt")]) == 2
+    assert f"The queue is saved beside it: {tmp_path}/last.ckpt.tq." in capsys.readouterr().err
     (path / "controller_state.msgpack").write_bytes(b"")
     assert main(["checkpoint", "show", str(path)]) == 1
     assert "controller_state.msgpack has 0 bytes" in capsys.readouterr().err

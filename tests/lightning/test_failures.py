@@ -24,7 +24,7 @@ from recorders import Recorder
 import transfer_queue as tq
 from lightning_tq import Producer, ProducerError, TQDataModule
 from tests.lightning.conftest import HERE, ROOT, stream
-from tests.own_processes import own_processes
+from tests.own_processes import SLOW, own_processes
 from transfer_queue import BatchTimeoutError
 from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
 
@@ -127,6 +127,53 @@ def test_a_dead_producer_ends_a_waiting_fit_and_reports_its_traceback(
     )
     with pytest.raises(ProducerError, match=rf"producer 'reward' \(process 1 of 1\).*{says}"):
         trainer(max_epochs=-1).fit(Recorder(), datamodule=dm)
+
+
+_WITHOUT_GUARD = """
+import torch
+import transfer_queue as tq
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_tq import Producer, Stream, TQDataModule
+
+def produce():
+    tq.get_client().put({"x": torch.rand(8, 32)}, partition_id="train")
+
+def main():
+    train = Stream(partition="train", task="learn", fields=["x"], batch_size=4)
+    dm = TQDataModule(train=train, producers=[Producer(target=produce)])
+    options = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "enable_model_summary": False}
+    Trainer(max_epochs=1, **options).fit(BoringModel(), datamodule=dm)
+"""
+
+
+def test_a_program_that_trains_when_a_producer_imports_it_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{_WITHOUT_GUARD}\nmain()\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=120 * SLOW)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "to find '__main__:produce', and got to a training there. Put what trains below 'if __name__" in done.stderr
+
+
+def test_a_producer_of_a_spawned_process_is_found_in_the_main_program() -> None:
+    def produce() -> None: ...
+
+    produce.__module__, produce.__qualname__ = "__mp_main__", "produce"  # as ``multiprocessing`` names them
+    assert Producer(target=produce).start_order(0).function == "__main__:produce"
+
+
+def test_clients_of_producers_have_their_names(trainer: MakeTrainer, tmp_path: Path) -> None:
+    args = {"folder": str(tmp_path)}
+    producers = [
+        Producer(target=producing.tell_name, args=args),
+        Producer(target=producing.tell_name, args=args, name="reward model/2", count=2),
+    ]
+    with TQDataModule(train=stream(), producers=producers) as dm:
+        trainer(limit_train_batches=3).fit(Recorder(), datamodule=dm)
+    names = {path.name.rpartition("_")[0] for path in tmp_path.iterdir()}
+    assert names == {"tell_name-0", "reward-model-2-0", "reward-model-2-1"}
 
 
 def test_finished_producers_do_not_end_the_fit(trainer: MakeTrainer) -> None:

@@ -149,6 +149,24 @@ def test_producers_that_ended_without_a_seal_are_told_to_seal(trainer: MakeTrain
     )
 
 
+def test_a_field_that_nobody_has_put_is_named_with_those_that_there_are(
+    data: Make, trainer: MakeTrainer, hints: Hints
+) -> None:
+    dm = data(train=Stream(partition="train", task="learn", fields=["x", "text", "rewards"], batch_size=4))
+    meta = dm.client.put(rows(4), partition_id="train")
+
+    def put(text: str) -> None:
+        dm.client.put(TensorDict({"rewards": torch.ones(4)}, batch_size=[4]), metadata=meta)
+        dm.client.seal_partition("train")
+
+    hints.then = put
+    trainer().fit(Recorder(), datamodule=dm)
+    assert hints.texts == [
+        "stream 'train' waits for more of partition 'train', but none of its samples has 'rewards' so far; they have "
+        "'x', 'text'. Check the name in Stream(fields=...), and who puts it."
+    ]
+
+
 def test_a_sealed_partition_that_lacks_a_field_is_not_told_to_seal(
     data: Make, trainer: MakeTrainer, hints: Hints
 ) -> None:

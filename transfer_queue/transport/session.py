@@ -59,7 +59,8 @@ class Session:
         self._start()
 
     def _start(self) -> None:
-        self.caller = SocketCaller(f"{self.client_id}.{os.getpid()}.{uuid.uuid4().hex[:8]}", self._server_key)
+        process = "" if self.client_id.endswith(f"_{os.getpid()}") else f".{os.getpid()}"
+        self.caller = SocketCaller(f"{self.client_id}{process}.{uuid.uuid4().hex[:8]}", self._server_key)
         self._received: dict[str, set[int]] = {}
         self.done_reading: set[int] = set()
         """Fetches whose batches were read, or can't be read any more; the next message to the controller names them."""
