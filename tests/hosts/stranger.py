@@ -6,6 +6,7 @@ Arguments: the queue's address. Lines of input: the type of a request.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import zmq
@@ -32,8 +33,9 @@ def ask(context: zmq.Context[zmq.Socket[bytes]], address: str, request: p.Reques
         dealer.curve_serverkey = key.encode()
     monitor = dealer.get_monitor_socket(REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     dealer.connect(address)
-    dealer.send_multipart([HELLO, VERSION, b"stranger"])
-    dealer.send_multipart([CALL, *map(bytes, encode(1, p.encode_request(request)))])
+    with contextlib.suppress(zmq.Again):  # refused by now: there is nobody to send to
+        for message in [[HELLO, VERSION, b"stranger"], [CALL, *map(bytes, encode(1, p.encode_request(request)))]]:
+            dealer.send_multipart(message, zmq.DONTWAIT)
     known = monitor.poll(PATIENCE_MS) and recv_monitor_message(monitor)["event"]
     said = "refused" if known & REFUSED else f"event {known}"
     said = said if not dealer.poll(0) else f"{said}, answered {dealer.recv_multipart()}"
