@@ -11,7 +11,7 @@ from lightning_tq import Producer, QueueMonitor, Stream, TQDataModule
 
 
 def produce(puts: int) -> None:
-    """Runs in a process of its own. Puts inputs, and then what to learn from them."""
+    """Runs in a process of its own. Puts inputs, and then the target of each."""
     client = tq.get_client()
     for _ in range(puts):
         x = torch.randn(32, 8)
@@ -27,7 +27,7 @@ class Model(L.LightningModule):
         self.layer = torch.nn.Linear(8, 1)
 
     def training_step(self, batch, batch_idx):
-        data, _ = batch  # the values, and the handle to their samples
+        data, _ = batch  # the second part is the handle to the samples
         loss = mse_loss(self.layer(data["x"]), data["y"])
         self.log("loss", loss, prog_bar=True)
         return loss

@@ -12,10 +12,13 @@ _PUTS = 4
 
 
 def produce(epochs: int, train: int, val: int) -> None:
-    """Fill and seal train@0, val@0, train@1, ... with four numbers ``x``, and then their sum ``y``."""
+    """Fill and seal val@0, train@0, val@1, ... with four numbers ``x``, and then their sum ``y``.
+
+    The sanity check reads val@0 before training starts.
+    """
     client = tq.get_client()
     for epoch in range(epochs):
-        for partition, count in ((f"train@{epoch}", train), (f"val@{epoch}", val)):
+        for partition, count in ((f"val@{epoch}", val), (f"train@{epoch}", train)):
             client.create_partition(partition, num_samples=count)  # the last sample seals it
             for x in torch.randn(count, 4).chunk(_PUTS):
                 meta = client.put(TensorDict({"x": x}, batch_size=[len(x)]), partition_id=partition)
