@@ -77,14 +77,14 @@ def others(stats: Numbers) -> dict[str, Holdings]:
 
 
 def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None = None) -> Numbers:
-    """What ``--json`` prints: the statistics of ``now``, and rates for partitions that ``before`` also has.
+    """What ``--json`` prints: the statistics of ``now``, and rates since ``before``.
 
     ``put_per_s``: samples that became readable. ``consumed_per_s``, per task: samples that it consumed, or that were
-    cleared before it could. Both are None without an earlier value.
+    cleared before it could. Both are None without ``before``, or if the partition or the task began anew since.
     """
     partitions = {}
     for name, partition in now.stats["partitions"].items():
-        earlier = None if before is None else before.stats["partitions"].get(name)
+        earlier = {} if before is None else before.stats["partitions"].get(name, {})
         seconds = 0.0 if before is None else now.taken_at - before.taken_at
         partitions[name] = _with_rates(partition, earlier, seconds)
     return {
@@ -92,19 +92,18 @@ def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None =
     }  # fmt: skip
 
 
-def _with_rates(partition: Numbers, earlier: Numbers | None, seconds: float) -> Numbers:
-    known = earlier or {"tasks": {}}
+def _with_rates(partition: Numbers, earlier: Numbers, seconds: float) -> Numbers:
+    """A partition or task that ``earlier`` lacks began since, with no samples."""
     tasks = {}
     for name, task in partition["tasks"].items():
-        was = known["tasks"].get(name)
-        done_before = None if was is None else was["done_total"]
-        tasks[name] = {**task, "consumed_per_s": _rate(task["done_total"], done_before, seconds)}
-    put_per_s = _rate(partition["put_total"], known.get("put_total"), seconds)
+        was = earlier.get("tasks", {}).get(name, {})
+        tasks[name] = {**task, "consumed_per_s": _rate(task["done_total"], was.get("done_total", 0), seconds)}
+    put_per_s = _rate(partition["put_total"], earlier.get("put_total", 0), seconds)
     return {**partition, "put_per_s": put_per_s, "tasks": tasks}
 
 
-def _rate(now: int, before: int | None, seconds: float) -> float | None:
-    if before is None or now < before or seconds <= 0:  # a new partition with this name, or a forgotten task
+def _rate(now: int, before: int, seconds: float) -> float | None:
+    if now < before or seconds <= 0:  # another partition with this name, or a forgotten task
         return None
     return (now - before) / seconds
 

@@ -113,7 +113,7 @@ class Dashboard:
             if name.strip("[]") not in _LOCAL:  # a foreign name that leads here, by which a foreign page could read
                 raise web.HTTPForbidden(text="Open this page as http://127.0.0.1 or http://localhost.")
         elif request.path != "/" and not self._is_known(request):  # the page itself tells nothing
-            raise web.HTTPForbidden(text="open this page by its whole address, with the token, as it was printed")
+            raise web.HTTPForbidden(text="Open the whole address that was printed, with #token=…")
         answer = await handler(request)
         answer.headers["Content-Security-Policy"] = self._policy
         answer.headers["X-Content-Type-Options"] = "nosniff"

@@ -105,7 +105,7 @@ def waiting_task(client: tq.TransferQueueClient, fields: list[str]) -> Iterator[
 @needs_browser
 def test_an_empty_queue(tmp_path):
     async def look(page: Page) -> None:
-        text = await page.shows("Nothing is in the queue yet", "Nobody waits", "unit0", "No producer is connected")
+        text = await page.shows("Nothing is in the queue yet", "Nothing waits", "unit0", "No producer is connected")
         assert "Problem" not in text
 
     with queue() as conf, page_of(conf.address) as url:
@@ -201,7 +201,8 @@ def test_the_token_is_taken_from_the_printed_address_and_kept(tmp_path):
         plain, _, _ = url.partition("#")
         async with chromium(tmp_path / "profile") as page:
             await page.open(plain)
-            assert "unit0" not in await page.shows("open this page by its whole address")
+            text = await page.shows("Open the whole address")
+            assert text.split("\n") == ["Queue", "", "Open the whole address that was printed, with #token=…."]
             await page.open(url)  # in the same tab: only what is behind "#" differs
             await page.shows("live,", "unit0")
             assert await page.evaluate("location.href") == plain
@@ -210,6 +211,81 @@ def test_the_token_is_taken_from_the_printed_address_and_kept(tmp_path):
 
     with queue() as conf, page_of(conf.address) as url:
         asyncio.run(run(url))
+
+
+@pytest.mark.programs
+@needs_browser
+def test_a_page_whose_server_has_ended_keeps_its_numbers_and_says_of_when_they_are(tmp_path):
+    async def run(address: str) -> None:
+        async with chromium(tmp_path / "profile") as page:
+            with page_of(address) as url:
+                await page.open(url)
+                await page.shows("live,", "unit0")
+            text = await page.shows("The run or its dashboard has ended.", "unit0")
+            assert re.search(r"These numbers are from \d\d:\d\d:\d\d\.", text)
+            assert "\nnow\n" not in text, "the ends of the time axes are times of day"
+
+    with queue() as conf:
+        asyncio.run(run(conf.address))
+
+
+@pytest.mark.programs
+@needs_browser
+def test_a_queue_that_has_ended_is_a_problem_of_a_dashboard_that_goes_on(tmp_path):
+    async def run(url: str) -> None:
+        async with chromium(tmp_path / "profile") as page:
+            await page.open(url)
+            await page.shows("live,", "unit0")
+            tq.close()
+            await page.shows("the queue has not answered since", "Problem:", "The queue does not answer", "unit0")
+
+    with queue() as conf, page_of(conf.address) as url:
+        asyncio.run(run(url))
+
+
+@pytest.mark.programs
+@needs_browser
+def test_a_paused_page_goes_on_when_it_is_told_to(tmp_path):
+    async def look(page: Page) -> None:
+        await page.evaluate("document.getElementById('pause').click()")
+        await page.shows("paused, ", "Resume")
+        await page.evaluate("document.getElementById('pause').click()")
+        await page.shows("live, ", "Pause")
+
+    with queue() as conf, page_of(conf.address) as url:
+        looked_at("resumed", url, tmp_path, look)
+
+
+TICKS = """
+[0, 1e-5, 0.003, 0.02, 0.07, 0.15, 0.97, 1, 1.5, 3, 7, 15, 59, 61, 130, 1010, 3599, 15000, 1034240, 3e9].flatMap(
+    most => CHARTS.map(chart => {
+        const top = axisTop(chart, most);
+        return [most, top, tick(chart, top / 2), tick(chart, top)];
+    }))
+"""
+UNITS = {
+    "": 1, "ms": 0.001, "s": 1, "min": 60, "h": 3600,
+    "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+
+
+@pytest.mark.programs
+@needs_browser
+def test_the_ticks_of_an_axis_are_exact_and_the_axis_holds_every_value(tmp_path):
+    def value(text: str) -> float:
+        number, _, unit = text.replace(",", "").partition(" ")
+        return float(number) * UNITS[unit]
+
+    async def run() -> None:
+        async with chromium(tmp_path / "profile") as page:
+            await page.open((ROOT / "lightning_tq" / "dashboard" / "page.html").as_uri())
+            await page.shows("Pause")
+            for most, top, half_text, top_text in await page.evaluate(TICKS):
+                assert value(top_text) == pytest.approx(top), (most, top_text)
+                assert value(half_text) == pytest.approx(top / 2), (most, half_text)
+                assert most <= top * 1.000001, (most, top)
+
+    asyncio.run(run())
 
 
 def put_and_die(address: str) -> None:

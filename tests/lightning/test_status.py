@@ -67,6 +67,14 @@ def test_clears_cancelled_puts_and_resets_do_not_lower_the_rates() -> None:
     assert rates(now, before) == (1.0, 2.0)
 
 
+def test_a_partition_or_task_that_began_since_counts_from_nothing() -> None:
+    before = QueueSnapshot({**STATS, "partitions": {}}, [UNIT], 10.0)
+    now = snapshot(12.0, {"put_total": 10}, done_total=4)
+    assert rates(now, before) == (5.0, 2.0)
+    before.stats["partitions"]["train"] = {**PARTITION, "tasks": {}, "put_total": 6}
+    assert rates(now, before) == (2.0, 2.0)
+
+
 def test_a_new_partition_with_the_same_name_has_no_rate() -> None:
     before = snapshot(10.0, {"put_total": 10}, done_total=4)
     assert rates(snapshot(12.0, {"put_total": 3}, done_total=0), before) == (None, None)
