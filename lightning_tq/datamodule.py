@@ -209,7 +209,7 @@ class TQDataModule(LightningDataModule):
             self._connection.conf, self._partitions_at_start, self._members,
         )  # fmt: skip
         if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
-            self._run.warn_of_missing_partitions()
+            self._run.warn_of_missing_partitions(entry, bool(self._producers))
         self._add_callbacks(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> SharedQueue:

@@ -87,16 +87,25 @@ class Run:
             self.ack_trackers.append(tracker)
         self._watchdog.start()
 
-    def warn_of_missing_partitions(self) -> None:
-        """Warn when a stream starts to read a partition that was not there at the start. It may wait forever."""
+    def warn_of_missing_partitions(self, entry: str, has_producers: bool) -> None:
+        """Warn when a stream starts to read a partition that was not there at the start. It may wait forever.
+
+        Args:
+            entry: The entry point, during which none of the data module's producers runs.
+        """
         known = self.partitions_at_start
+        holds = f"The queue holds {list_names(known)}." if known else "The queue is empty."
+        if has_producers:
+            holds += (
+                f" The producers of this data module don't run in {entry}: set Producer(stages=['fit', {entry!r}])."
+            )
 
         def warn(reader: StreamReader, name: str) -> None:
-            if known and name not in known:
+            if (known or has_producers) and name not in known:
                 self._warn_once(
                     f"missing {name}",
                     f"stream {reader.label!r} ({reader.stream.partition!r}) reads partition {name!r}, which is not in "
-                    f"the queue, and waits until a producer fills it. The queue holds {list_names(known)}.",
+                    f"the queue, and waits until a producer fills it. {holds}",
                 )
 
         for reader in self.readers.values():

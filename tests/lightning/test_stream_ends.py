@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from producing import fill
 from recorders import Recorder
 
-from lightning_tq import TQDataModule
+from lightning_tq import Producer, TQDataModule
 from tests.lightning.conftest import stream
 from transfer_queue import BatchTimeoutError, EndOfPartitionError
 
@@ -109,6 +109,18 @@ def test_a_test_of_a_missing_partition_is_reported_at_once(
     assert (
         "stream 'test' ('test@{epoch}') reads partition 'test@0', which is not in the queue, and waits until a "
         "producer fills it. The queue holds 'test', 'train@0'." in caplog.messages
+    )
+
+
+def test_producers_that_run_only_in_a_fit_are_named_where_an_empty_queue_is_validated(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(val=stream("val", timeout_s=0.1), producers=[Producer(target=["true"])])
+    with pytest.raises(BatchTimeoutError):
+        trainer().validate(Recorder(), datamodule=dm, verbose=False)
+    assert (
+        "The queue is empty. The producers of this data module don't run in validate: set "
+        "Producer(stages=['fit', 'validate'])." in caplog.text
     )
 
 
