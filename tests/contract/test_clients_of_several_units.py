@@ -180,9 +180,11 @@ def test_a_put_whose_commit_reaches_no_unit_before_the_controller_misses_it_has_
         meta = client.put(pages(count), partition_id="p")
     assert client.get_stats()["partitions"]["p"]["samples"] == count, "else it would be put again, and come twice"
     other = queue.client()
-    client.close()
     until(manager_of(other), lambda stats: not sum(unit.uncommitted_nbytes for unit in stats))
     assert column(other, meta).equal(pages(count)["x"]), "a unit that lives keeps what was published"
+    other.put(pages(count, first=count), metadata=meta[:])
+    client.close()
+    assert column(other, meta).equal(pages(count, first=count)["x"]), "what came later stays, too"
 
 
 def test_a_put_into_a_queue_without_units_is_refused_and_reserves_nothing(queue):

@@ -85,7 +85,8 @@ class WriteTransaction:
                 stored = True
             publish = self._publication(packed, indexes, units)
             published = await session.send(publish, p.Reply, keep=True)
-            is_committed = self._columns is None or await self._commit(storage, units)
+            if self._columns is not None:
+                await self._commit(storage, units)
         except BaseException as error:
             # Otherwise it may be published: the controller knows, and has the write ended accordingly.
             if stored and (publish is None or isinstance(error, UnitLostError)):
@@ -93,13 +94,13 @@ class WriteTransaction:
             await session.cancel(begin.id)
             raise
         if isinstance(begin, p.Reserve):
-            session.done(session.controller, publish.id, *([begin.id] if is_committed else []))
+            session.done(session.controller, publish.id, begin.id)
         else:  # a checkpoint may wait until the values are replaced
             await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else answer
 
-    async def _commit(self, storage: StorageManager, units: p.UnitRuns | None) -> bool:
-        """Commit what is published. False: a unit did not answer. New samples need no commit until the session ends.
+    async def _commit(self, storage: StorageManager, units: p.UnitRuns | None) -> None:
+        """Commit what is published. For new samples that a unit did not answer, the controller does it.
 
         If the unit has ended, its values are gone, as if it had ended a moment later. If it lives, it serves them.
         """
@@ -108,8 +109,8 @@ class WriteTransaction:
         except QueueUnreachableError:
             if not isinstance(self._begin, p.Reserve):
                 raise  # it would still serve the values that this write replaces
-            return False
-        return True
+            # Soon, because at the session's end the unit would store it over what replaces it.
+            await self._session.cancel(self._begin.id)
 
     def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
         begin, fields = self._begin, self._begin.fields
