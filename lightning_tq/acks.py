@@ -185,6 +185,8 @@ class AckBatches(Callback):
         return self._steps > before  # with manual optimization only the global step shows it
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return  # training stops within the epoch
         self._unstepped = 0
         for tracker in self._trackers():
             tracker.optimizer_stepped()

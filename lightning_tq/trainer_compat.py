@@ -151,6 +151,9 @@ def correct_progress(checkpoint: dict[str, Any], unstepped: int) -> None:
     loop = checkpoint["loops"]["fit_loop"]
     progress, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]
     total, current = progress["total"], progress["current"]
+    if _stopped_within_an_epoch(progress, epochs["current"]):  # which Lightning has ended all the same
+        for counts in epochs.values():
+            counts["processed"] = counts["completed"] = counts["started"] - 1
     at_epoch_end = epochs["current"]["started"] == epochs["current"]["processed"] == epochs["current"]["completed"] + 1
     at_batch_end = total["completed"] == total["processed"] - 1
     if at_epoch_end or (at_batch_end and progress["is_last_batch"]):
@@ -167,6 +170,11 @@ def correct_progress(checkpoint: dict[str, Any], unstepped: int) -> None:
             counts[name] -= unstepped
 
 
+def _stopped_within_an_epoch(progress: dict[str, Any], epoch: dict[str, int]) -> bool:
+    """Did max_steps or should_stop end training after some batches of an epoch, and were they not its last?"""
+    return epoch["processed"] == epoch["started"] and progress["current"]["ready"] and not progress["is_last_batch"]
+
+
 def begin_next_epoch(trainer: Trainer, stream: Stream) -> None:
     """Count the epoch that the Trainer resumed in as done, and the next one as begun, before its first batch.
 
@@ -175,8 +183,8 @@ def begin_next_epoch(trainer: Trainer, stream: Stream) -> None:
     loop: Any = trainer.fit_loop
     batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress
     for counts in (epochs.total, epochs.current):
-        counts.processed = counts.completed = counts.ready
-        counts.ready += 1
+        counts.processed = counts.completed = counts.started  # Lightning leaves "ready" behind when it restarts
+        counts.ready = counts.started + 1
         if not fetches_ahead(trainer, stream):  # else Lightning is still to start the epoch, and calls its hooks
             counts.started = counts.ready
     batches.current.reset()

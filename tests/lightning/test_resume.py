@@ -286,6 +286,35 @@ def test_overfit_batches_of_a_resumed_run_are_those_of_the_first_epoch(
         assert model.indexes("val") == val * 2
 
 
+@pytest.mark.parametrize("saved", ["end.ckpt", "after.ckpt"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"num_batches": 5}], ids=["unknown", "known"])
+def test_a_fit_that_stopped_within_an_epoch_resumes_with_the_rest_of_it(
+    data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any], accumulate: int, saved: str
+) -> None:
+    """Lightning counts such an epoch as ended, and its ModelCheckpoint saves then."""
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.fit_loop.total_batch_idx == 7  # with accumulation, after half of a step
+
+    def streams() -> dict[str, Any]:
+        return {"train": stream("train@{epoch}", batch_size=2, **options)}
+
+    dm, limits = data(**streams()), {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    indexes = [fill(dm.client, f"train@{epoch}", 10) for epoch in range(3)]
+    first, rest = Recorder(), Recorder()
+    stopped = trainer(callbacks=[Stop(), Save(tmp_path)], **limits)
+    stopped.fit(first, datamodule=dm)
+    stopped.save_checkpoint(tmp_path / "after.ckpt")
+    fitted = trainer(**limits)
+    fitted.fit(rest, datamodule=TQDataModule(**streams()), ckpt_path=tmp_path / saved)
+    kept = [index for each in indexes for index in each][: 16 if accumulate == 1 else 14]
+    assert first.indexes()[: len(kept)] == kept
+    assert kept + rest.indexes() == [index for each in indexes for index in each]
+    assert (fitted.current_epoch, fitted.global_step) == (3, 15 if accumulate == 1 else 9)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
 def test_a_run_resumes_from_a_checkpoint_of_a_resumed_run(
     data: Make, trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]
@@ -321,6 +350,12 @@ def test_a_replayed_stream_resumes_at_the_end_of_an_epoch_with_as_many_epochs_as
         model = Recorder()
         trainer(max_epochs=3).fit(model, datamodule=dm, ckpt_path=tmp_path / f"step={step}.ckpt")
         assert model.indexes() == (indexes * 3)[4 * step :], step
+    trainer(max_epochs=3, max_steps=6, callbacks=[Save(tmp_path / "again")]).fit(
+        Recorder(), datamodule=dm, ckpt_path=tmp_path / "step=3.ckpt"
+    )
+    model, last = Recorder(), trainer(max_epochs=3)
+    last.fit(model, datamodule=dm, ckpt_path=tmp_path / "again" / "step=6.ckpt")
+    assert (model.indexes(), last.current_epoch) == (indexes, 3)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_batches": 3}], ids=["unknown", "known"])
