@@ -17,6 +17,7 @@ from lightning_tq.callbacks.queue_checkpoint import restore_queue
 from lightning_tq.checks import check_choice
 from lightning_tq.fit_report import FitReport
 from lightning_tq.producers.group import Producer, ProducerGroup
+from lightning_tq.producers.process import refuse_to_train
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
 from lightning_tq.run import Run
@@ -189,6 +190,17 @@ class TQDataModule(LightningDataModule):
         self.close()
 
     # ---- a run ----
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer of the run. Lightning sets it, before the ranks find each other."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        if trainer is not None:
+            refuse_to_train()
+        self._trainer = trainer
 
     def setup(self, stage: str) -> None:
         """Open the queue on the first rank, join it on the others, and prepare the streams of this stage."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -293,7 +294,8 @@ def preallocated_samples() -> int:
 
 def client_id() -> str:
     """The id of this process' first client, such as "TransferQueueClient_71". A program can set another name."""
-    return f"{environment_text('TQ_CLIENT_NAME', 'TransferQueueClient')}_{os.getpid()}"
+    name = re.sub(r"[^\w.-]+", "-", environment_text("TQ_CLIENT_NAME", "TransferQueueClient"))
+    return f"{name[:64]}_{os.getpid()}"
 
 
 def fetch_wait_s() -> float:

@@ -6,19 +6,19 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any
 
 from lightning_tq.checks import check_int
-from lightning_tq.producers.process import IMPORTING_MAIN, StartOrder
+from lightning_tq.producers.process import StartOrder, refuse_to_train
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
 _KEPT_LINES = 80
@@ -93,7 +93,7 @@ class Producer:
     def short_name(self) -> str:
         """The name of its clients in statistics: that of the function, or the first word of the command."""
         words = self.target if isinstance(self.target, list) else self.function_path().rpartition(":")[2:]
-        return re.sub(r"\W+", "-", self.name or os.path.basename(words[0])).strip("-") or "producer"
+        return self.name or os.path.basename(words[0])
 
     def start_order(self, worker: int) -> StartOrder:
         main = sys.modules["__main__"]
@@ -107,6 +107,7 @@ class Producer:
             main_path=getattr(main, "__file__", None),
             main_name=None if spec is None else spec.name,
             sys_path=list(sys.path),
+            argv=list(sys.argv),
             parent=os.getpid(),
         )
 
@@ -116,34 +117,46 @@ class ProducerProcess:
 
     def __init__(self, producer: Producer, worker: int, address: str, key_file: str | None) -> None:
         self.label = f"{producer.label()!r} (process {worker + 1} of {producer.count})"
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "lightning_tq.producers.process"],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_environment(producer, worker, address, key_file),
-            start_new_session=True,  # Ctrl-C reaches only the trainer, which ends its producers
-        )
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._reader = threading.Thread(target=self._forward, name="lightning-tq-producer-stderr", daemon=True)
-        self._reader.start()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        environment = _environment(producer, worker, address, key_file)
+        self._thread = threading.Thread(
+            target=self._run, args=(environment, started), name="lightning-tq-producer", daemon=True
+        )
+        self._thread.start()
+        self.popen = started.result()
         assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has already ended; failure() reports how
             producer.start_order(worker).write(self.popen.stdin)
             self.popen.stdin.close()
 
-    def _forward(self) -> None:
-        assert self.popen.stderr is not None
-        for line in self.popen.stderr:
+    def _run(self, environment: Mapping[str, str], started: Future[subprocess.Popen[bytes]]) -> None:
+        """Start the process and forward its stderr, in a thread that outlives it: it is killed when its thread ends."""
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "lightning_tq.producers.process"],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches only the trainer, which ends its producers
+            )
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(popen)
+        assert popen.stderr is not None
+        for line in popen.stderr:
             text = line.decode(errors="replace")
             self._lines.append(text)
             sys.stderr.write(text)
+        popen.wait()
 
     def failure(self) -> ProducerError | None:
         """The error that it ended with. None while it runs, and after a success."""
         code = self.popen.poll()
         if code is None or code == 0:
             return None
-        self._reader.join(_STOP_TIMEOUT_S)
+        self._thread.join(_STOP_TIMEOUT_S)
         cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         output = "".join(self._lines).rstrip() or "(nothing)"
         return ProducerError(
@@ -160,9 +173,9 @@ class ProducerProcess:
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGKILL)
             self.popen.wait()
-        self._reader.join(_STOP_TIMEOUT_S)
+        self._thread.join(_STOP_TIMEOUT_S)
         assert self.popen.stderr is not None
-        if not self._reader.is_alive():
+        if not self._thread.is_alive():
             self.popen.stderr.close()
 
 
@@ -187,11 +200,7 @@ class ProducerGroup:
             InvalidRequestError: they are running already.
             SystemExit: this is a producer process that imports the main program, which must not train there.
         """
-        if IMPORTING_MAIN in os.environ:
-            sys.exit(
-                f"a producer process runs {sys.argv[0]} to find {os.environ[IMPORTING_MAIN]!r}, and got to a training "
-                "there. Put what trains below 'if __name__ == \"__main__\":', or the function into another module."
-            )
+        refuse_to_train()
         if self._processes:
             raise InvalidRequestError("these producers are already running. Call end() before start().")
         self._finalizer = Finalize(None, _end, args=(os.getpid(), self._processes), exitpriority=30)

@@ -40,6 +40,8 @@ class StartOrder:
     main_name: str | None
     """Module name of the main program, if it runs with ``python -m``."""
     sys_path: list[str]
+    argv: list[str]
+    """Arguments of the trainer's main program, which may read them where it is imported."""
     parent: int
     """Process id of the trainer."""
 
@@ -57,7 +59,7 @@ def main(order: StartOrder) -> None:
     _end_with_parent(order.parent)
     if order.command is not None:
         os.execvp(order.command[0], order.command)
-    sys.path[:] = order.sys_path
+    sys.path[:], sys.argv[:] = order.sys_path, order.argv
     function = _find_function(order)
     function(**pickle.loads(order.args), **_worker_numbers(function, order))
     import transfer_queue
@@ -65,8 +67,17 @@ def main(order: StartOrder) -> None:
     transfer_queue.close()  # without it, the queue counts this process as a dead producer
 
 
+def refuse_to_train() -> None:
+    """Raise SystemExit where a producer process runs the main program only to find its function."""
+    if IMPORTING_MAIN in os.environ:
+        sys.exit(
+            f"a producer process runs {sys.argv[0]} to find {os.environ[IMPORTING_MAIN]!r}, and got to a training "
+            "there. Put what trains below 'if __name__ == \"__main__\":', or the function into another module."
+        )
+
+
 def _end_with_parent(parent: int) -> None:
-    """End when the parent does, even if it is killed."""
+    """End when the parent does, even if it is killed. On Linux, when its thread does that started this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
     else:

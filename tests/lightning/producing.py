@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -50,8 +51,8 @@ def produce_then_stay(partition: str, count: int, pid_file: str) -> None:
 
 
 def tell_name(folder: str) -> None:
-    """Makes a file with the name of its client, then one batch."""
-    Path(folder, tq.get_client().client_id).touch()
+    """Makes a file with the name of its client, and with the arguments of the main program, then one batch."""
+    Path(folder, tq.get_client().client_id).write_text(json.dumps(sys.argv))
     produce("train", 4, seal=False)
 
 

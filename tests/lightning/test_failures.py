@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import Producer, ProducerError, TQDataModule
+from lightning_tq.producers.group import ProducerGroup
 from tests.lightning.conftest import HERE, ROOT, stream
 from tests.own_processes import SLOW, own_processes
 from transfer_queue import BatchTimeoutError
@@ -154,6 +156,7 @@ def test_a_program_that_trains_when_a_producer_imports_it_is_told_so(tmp_path: P
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=120 * SLOW)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.count("ProducerError: producer") == 1, done.stderr
     assert "to find '__main__:produce', and got to a training there. Put what trains below 'if __name__" in done.stderr
 
 
@@ -174,6 +177,19 @@ def test_clients_of_producers_have_their_names(trainer: MakeTrainer, tmp_path: P
         trainer(limit_train_batches=3).fit(Recorder(), datamodule=dm)
     names = {path.name.rpartition("_")[0] for path in tmp_path.iterdir()}
     assert names == {"tell_name-0", "reward-model-2-0", "reward-model-2-1"}
+    assert {path.read_text() for path in tmp_path.iterdir()} == {json.dumps(sys.argv)}
+
+
+def test_producers_live_on_when_the_thread_that_started_them_ends(data: Make) -> None:
+    args = {"partition": "train", "count": 4, "pid_file": os.devnull}
+    group, dm = ProducerGroup([Producer(target=producing.produce_then_stay, args=args)]), data(train=stream())
+    starter = threading.Thread(target=group.start, args=(dm.address,))
+    starter.start()
+    starter.join()
+    assert dm.client.get_meta(producing.FIELDS, 4, "train", task_name="learn", timeout_s=60.0).size == 4
+    assert group.failure() is None
+    assert not group.all_done()
+    group.end()
 
 
 def test_finished_producers_do_not_end_the_fit(trainer: MakeTrainer) -> None:
