@@ -175,6 +175,16 @@ class TQBatch:
             )
         return (self.data, self.meta)[index]
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # Python and other libraries ask for these
+                raise AttributeError(f"'TQBatch' object has no attribute {name!r}")
+            raise AttributeError(
+                f"a batch is a pair, so batch.{name} names none of its parts. Write: data, meta = batch; "
+                f"data[{name!r}]."
+            )
+
     def __repr__(self) -> str:
         return f"TQBatch(data={self.data!r}, meta={self.meta!r})"
 

@@ -16,7 +16,7 @@ from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.callbacks.queue_checkpoint import restore_queue
 from lightning_tq.checks import check_choice
 from lightning_tq.fit_report import FitReport
-from lightning_tq.producers.group import Producer, ProducerGroup
+from lightning_tq.producers.group import Producer, ProducerGroup, check_producers
 from lightning_tq.producers.process import refuse_to_train
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
@@ -104,9 +104,9 @@ class TQDataModule(LightningDataModule):
             for stage, streams in {"train": train, "val": val, "test": test, "predict": predict}.items()
         }
         check_choice("ack", ack, get_args(Ack))
-        check_streams(self._streams)
+        check_streams(self._streams, train_acks=ack != "never")
         self._queue_config = as_queue_config(queue)
-        self._producers = list(producers or [])
+        self._producers = check_producers([] if producers is None else producers)
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._keep_alive = keep_alive

@@ -9,7 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_tq.checks import check_choice, check_int, nearest
-from transfer_queue import BaseSampler
+from transfer_queue import BaseSampler, parse_filter
 from transfer_queue.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Stream:
                 raise InvalidRequestError(f"{name} needs num_workers of at least 1, got num_workers=0.")
         if self.where is not None and not isinstance(self.where, str):
             raise InvalidRequestError(f"where must be a filter over tags, or None, got {self.where!r}.")
+        if self.where is not None:
+            parse_filter(self.where)
         _check_clearing(self.clear_consumed, bool(self.replay))
         if not isinstance(self.sampler, (BaseSampler, str, type(None))):
             raise InvalidRequestError(
@@ -242,8 +244,10 @@ def check_tails(streams: Sequence[StageStream], dp_size: int) -> None:
             )
 
 
-def check_streams(streams: Mapping[str, Sequence[Stream]]) -> None:
+def check_streams(streams: Mapping[str, Sequence[Stream]], train_acks: bool) -> None:
     """Raise InvalidRequestError for streams that contradict each other, or their stage."""
+    if train_acks:  # validation reads its partition from the first batch, which training has acknowledged
+        _check_validation_reads_its_own(streams["train"], streams["val"])
     first: dict[str, Stream] = {}
     for stage, stream in [(stage, stream) for stage, each in streams.items() for stream in each]:
         if stage != "train" and stream.replay is False:
@@ -256,6 +260,16 @@ def check_streams(streams: Mapping[str, Sequence[Stream]]) -> None:
             raise InvalidRequestError(
                 f"two streams of task {stream.task!r} have different samplers or tails ({other.sampler!r}, "
                 f"{other.tail!r} and {stream.sampler!r}, {stream.tail!r}). Make them equal, or use different tasks."
+            )
+
+
+def _check_validation_reads_its_own(train: Sequence[Stream], val: Sequence[Stream]) -> None:
+    read = {(stream.partition, stream.task) for stream in train if "stage" not in stream.variables}
+    for partition, task in [(stream.partition, stream.task) for stream in val]:
+        if (partition, task) in read:
+            raise InvalidRequestError(
+                f"the train and the val stream both read partition {partition!r} as task {task!r}, so each would take "
+                f"the other's batches. Give validation a partition, or a task name, of its own."
             )
 
 

@@ -5,6 +5,12 @@
 #   SHARED  an empty folder that all nodes share, for the keys and the queue's address
 #   GPUS    ranks per node (1)        MEMORY       of each node's values (4GiB)
 set -euo pipefail
+: "${SHARED:?set SHARED to an empty folder that all nodes see}" "${FIRST:?set FIRST to the address of node 0}"
+: "${NODE:?set NODE to the number of this node, from 0}" "${NODES:?set NODES to the number of nodes}"
+if ((NODE == 0)) && [[ -e $SHARED/address || -e $SHARED/failed ]]; then
+  echo "error: $SHARED is of an earlier run. Set SHARED to an empty folder that all nodes see." >&2
+  exit 2
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 server=
 end() {

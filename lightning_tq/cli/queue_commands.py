@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from lightning_tq.checks import counted, nearest
+from lightning_tq.checks import counted, list_names
 from lightning_tq.cli import dashboard_command
 from transfer_queue.errors import TransferQueueError
 
@@ -114,7 +115,9 @@ def _refuse(reason: str, code: int = _UNREACHABLE) -> int:
 
 def _unknown(reason: str, name: str, names: Iterable[str]) -> int:
     known = sorted(names)
-    return _refuse(f"{reason}; did you mean {nearest(name, known)!r}?" if known else f"{reason}.", _UNKNOWN_NAME)
+    near = difflib.get_close_matches(name, known, 1)
+    there = f"; did you mean {near[0]!r}?" if near else f"; there is {list_names(known)}." if known else "."
+    return _refuse(reason + there, _UNKNOWN_NAME)
 
 
 # ---- status ----

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_tq.checks import check_int
 from lightning_tq.producers.process import StartOrder, refuse_to_train
+from lightning_tq.producers.target_checks import check_call, loaded_function
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
 _KEPT_LINES = 80
@@ -38,7 +39,8 @@ class Producer:
     returns is done. All of them end with the run, even if the run is killed.
 
     Raises:
-        InvalidRequestError: a target that another process can't import, or another impossible value.
+        InvalidRequestError: a target that another process can't import, arguments that its function doesn't take, or
+            another impossible value.
     """
 
     target: str | list[str] | Callable[..., Any]
@@ -63,15 +65,20 @@ class Producer:
             raise InvalidRequestError(
                 f"a producer's stages are among {', '.join(_STAGES)}, got stages={self.stages!r}."
             )
+        if not isinstance(self.args, Mapping):
+            raise InvalidRequestError(f"a producer's args are a mapping of keyword arguments, got args={self.args!r}.")
         if isinstance(self.target, list):
             if not self.target or self.args:
                 raise InvalidRequestError(
                     f"a command is a list of words and takes no args, got {self.target!r} and {self.args!r}."
                 )
             return
-        if isinstance(self.target, str) and ":" not in self.target:
+        if isinstance(self.target, str) and not all(self.target.partition(":")):
             raise InvalidRequestError(f"producer target {self.target!r} must be 'module:function' or a list of words.")
-        self.function_path()
+        path = self.function_path()
+        function = self.target if callable(self.target) else loaded_function(path)
+        if function is not None:
+            check_call(path, function, self.args)
 
     def function_path(self) -> str:
         """The function as "module:name". Raises InvalidRequestError if another process can't import it."""
@@ -110,6 +117,13 @@ class Producer:
             argv=list(sys.argv),
             parent=os.getpid(),
         )
+
+
+def check_producers(producers: object) -> list[Producer]:
+    """The producers as a list. Raises InvalidRequestError for anything but a list of them."""
+    if not isinstance(producers, Sequence) or not all(isinstance(each, Producer) for each in producers):
+        raise InvalidRequestError(f"producers must be a list of Producer(target=...), got {producers!r}.")
+    return list(producers)
 
 
 class ProducerProcess:
@@ -189,7 +203,7 @@ class ProducerGroup:
     """
 
     def __init__(self, producers: Sequence[Producer]) -> None:
-        self._producers = list(producers)
+        self._producers = check_producers(producers)
         self._processes: list[ProducerProcess] = []
         self._finalizer: Finalize | None = None
 

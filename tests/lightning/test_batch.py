@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -40,6 +41,17 @@ def test_it_unpacks_as_data_and_metadata(batch: TQBatch) -> None:
         batch["x"]  # type: ignore[index]
 
 
+def test_an_attribute_that_it_lacks_is_explained_and_counts_as_lacking(batch: TQBatch) -> None:
+    with pytest.raises(AttributeError, match=r"so batch\.x names none of its parts.*data, meta = batch; data\['x'\]"):
+        _ = batch.x  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"^'TQBatch' object has no attribute '__array__'$"):
+        _ = batch.__array__  # type: ignore[attr-defined]
+    assert (hasattr(batch, "x"), getattr(batch, "keys", None), hasattr(batch, "size")) == (False, None, True)
+    same = copy.copy(batch)
+    assert (same.data is batch.data, same.meta is batch.meta, same.position) == (True, True, batch.position)
+    assert torch.equal(copy.deepcopy(batch).data["x"], batch.data["x"])
+
+
 def test_it_is_not_a_collection(batch: TQBatch) -> None:
     assert not isinstance(batch, (tuple, Mapping, Sequence, Iterable))
     assert not is_dataclass_instance(batch)
@@ -53,9 +65,9 @@ def test_moving_it_moves_the_values_and_leaves_the_metadata_alone(batch: TQBatch
 
 
 def test_it_travels_between_processes(batch: TQBatch) -> None:
-    copy = pickle.loads(pickle.dumps(batch))
-    assert torch.equal(copy.data["x"], batch.data["x"])
-    assert (copy.meta, copy.position) == (batch.meta, batch.position)
+    arrived = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(arrived.data["x"], batch.data["x"])
+    assert (arrived.meta, arrived.position) == (batch.meta, batch.position)
 
 
 def test_without_the_ack_callback_lightning_says_how_to_give_the_batch_size(batch: TQBatch) -> None:

@@ -200,6 +200,15 @@ def test_a_data_section_may_name_a_subclass(config: Callable[..., str], tmp_path
         ({"data.queue.unit": 1}, "unknown configuration key 'queue.unit'; did you mean 'units'?"),
         ({"data.train.batch_size": "four"}, "data.train.batch_size: Expected a int. Got value: four"),
         ({"data.train.micro_batch_size": 9}, "micro_batch_size 9 is larger than batch_size 4"),
+        ({"data.train.where": "env = 'math'"}, "the filter \"env = 'math'\" goes wrong at character 5"),
+        (
+            {"data.producers": [{"target": "producing:prodce"}]},
+            "producer target 'producing:prodce': module 'producing'",
+        ),
+        (
+            {"data.producers": [{"target": "producting:produce"}]},
+            "producer target 'producting:produce': there is no module 'producting'",
+        ),
         ({"data.train.tail": "keep"}, "data.train.tail: Expected one of ['drop', 'pad', 'uneven_ok']"),
         ({"model.init_args.failat": 1}, "model: recorders.Recorder has no option 'failat'; did you mean 'fail_at'?"),
         (

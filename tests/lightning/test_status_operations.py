@@ -70,6 +70,18 @@ def test_a_client_that_hangs_is_found_and_evicted(queue: TQDataModule) -> None:
         writer.join()
 
 
+def test_a_name_that_is_like_none_is_answered_with_those_that_there_are(queue: TQDataModule) -> None:
+    client = queue.client
+    client.get_meta(["x"], 2, "train", task_name="learn")
+    client.get_meta(["x"], 2, "train", task_name="judge")
+    task, name, listed = run(
+        ["forget-task", "zzz", queue.address], ["evict", "zzz", queue.address], ["clients", "--json", queue.address]
+    )
+    (own,) = json.loads(listed[1])["clients"]
+    assert task == (1, "", "error: no partition knows a task 'zzz'; there is 'judge', 'learn'.\n")
+    assert name == (1, "", f"error: the queue has no client 'zzz'; there is {own!r}.\n")
+
+
 def test_a_misspelt_task_is_forgotten(queue: TQDataModule) -> None:
     client = queue.client
     client.get_meta(["x"], 10, "train", task_name="learn")

@@ -47,7 +47,37 @@ def test_a_stream_may_be_a_mapping_of_its_options() -> None:
     options = {"partition": "val", "task": "learn", "fields": ["x"], "batch_size": 4}
     assert as_stream(options, "val") == Stream(**options)
     assert as_stream(made := stream(), "train") is made
-    assert TQDataModule(train=options, val=[options, stream("other", task="judge")]) is not None
+    assert TQDataModule(train=stream(), val=[options, stream("other", task="judge")]) is not None
+
+
+def test_training_and_validation_may_not_take_each_other_s_batches() -> None:
+    train, val = stream("data@{epoch}"), stream("data@{epoch}", batch_size=8)
+    with pytest.raises(InvalidRequestError, match=r"both read partition 'data@\{epoch\}' as task 'learn'"):
+        TQDataModule(train=train, val=[stream("other", task="judge"), val])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val": stream("data", task="judge")},
+        {"val": stream("other")},
+        {"test": stream("data"), "predict": stream("data")},
+        {"val": stream("data"), "ack": "never"},
+        {"train": stream("{stage}"), "val": stream("{stage}")},
+    ],
+    ids=["another task", "another partition", "other runs", "nothing is acknowledged", "a partition per stage"],
+)
+def test_streams_that_do_not_meet_in_a_run_may_share_names(options: dict[str, Any]) -> None:
+    assert TQDataModule(**{"train": stream("data"), **options}) is not None
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [("env = 'math'", "character 5: expected == to compare"), ("", "character 1"), (7, "where must be a filter")],
+)
+def test_a_filter_is_checked_with_its_stream(where: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        stream(where=where)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,26 @@ def test_torchrun_s_nodes_end_if_a_rollout_worker_fails(tmp_path):
     assert 0 not in [code for code, _ in run_torchrun(tmp_path, recipes)]
 
 
+def refused(**options: str) -> str:
+    """What torchrun.sh says before it starts anything."""
+    command = ["bash", str(RECIPES / "torchrun.sh")]
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"], **options}, capture_output=True, text=True)
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    return done.stderr
+
+
+def test_torchrun_says_which_variable_is_missing(tmp_path):
+    assert "SHARED: set SHARED to an empty folder that all nodes see" in refused(FIRST="10.0.0.1", NODE="0", NODES="2")
+    assert "NODE: set NODE to the number of this node" in refused(FIRST="10.0.0.1", SHARED=str(tmp_path), NODES="2")
+
+
+@pytest.mark.parametrize("left", ["address", "failed"])
+def test_torchrun_refuses_the_folder_of_an_earlier_run(tmp_path, left):
+    (tmp_path / left).touch()
+    said = refused(FIRST="10.0.0.1", NODE="0", NODES="2", SHARED=str(tmp_path))
+    assert f"{tmp_path} is of an earlier run. Set SHARED to an empty folder" in said
+
+
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
 def test_scripts_are_valid(name):
     subprocess.run(["bash", "-n", str(RECIPES / name)], check=True)

@@ -218,7 +218,8 @@ class ServedFetch:
             raise InvalidRequestError(
                 f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self._partition.name!r} is "
                 f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
-                f"the task's consumption."
+                f"the task's consumption. Another Trainer or stream may read the same task: give it a task name of its "
+                f"own."
             )
         return ledger.get(key)
 

@@ -47,6 +47,8 @@ _TOKEN = re.compile(
     |(?P<symbol>[=!<>]=|[<>()\[\],])""",
     re.VERBOSE | re.DOTALL,
 )
+_WRITE = {"=": "== to compare", "&": "'and'", "|": "'or'", "!": "'not' or !="}
+"""What to write instead of another language's operator, by its first character."""
 _SPACE = re.compile(r"\s*")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r"}
@@ -63,9 +65,13 @@ class TagFilter:
 
 @lru_cache(maxsize=256)
 def parse_filter(text: str) -> TagFilter:
-    """
+    """A filter over tags, to try it on tags of your own or to check its text. docs/semantics.md has the grammar.
+
     Raises:
         InvalidRequestError: this is no filter; the text says where it goes wrong.
+    Examples:
+        >>> tq.parse_filter("env == 'math' and policy_version >= 7").matches({"env": "math", "policy_version": 8})
+        True
     """
     if len(text) > MAX_LENGTH:
         raise InvalidRequestError(f"a filter has at most {MAX_LENGTH} characters, got {len(text)}.")
@@ -100,7 +106,7 @@ class _Parser:
             return _Token("end", "", at)
         found = _TOKEN.match(self._text, at)
         if found is None or found.lastgroup is None:
-            self._fail("a name, a value, an operator or a parenthesis", at)
+            self._fail(_WRITE.get(self._text[at], "a name, a value, an operator or a parenthesis"), at)
         self._after = found.end()
         return _Token(found.lastgroup, found[found.lastgroup], at)
 
