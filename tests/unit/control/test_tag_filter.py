@@ -7,7 +7,7 @@ import operator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue.control.tag_filter import MAX_DEPTH, MAX_LENGTH, parse_filter
@@ -172,6 +172,7 @@ def plain_evaluation(tree: Any, tags: dict[str, Any]) -> bool:
     return (values[0] in parts[1]) == (kind == "in")
 
 
+@settings(deadline=None)
 @given(tree=trees, tags=all_tags)
 def test_a_random_filter_says_what_a_plain_evaluation_says(tree, tags):
     assert matches(text_of(tree), tags) == plain_evaluation(tree, tags)
@@ -191,6 +192,7 @@ of_numbers = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(where=of_numbers, tags=st.fixed_dictionaries(dict.fromkeys("abc", numbers)))
 def test_precedence_is_that_of_python(where, tags):
     assert matches(where, tags) == bool(eval(where, {}, dict(tags)))
@@ -201,6 +203,7 @@ def broken(text: str) -> st.SearchStrategy[str]:
     return st.builds(lambda at, new: text[:at] + new + text[at + 1 :], st.integers(0, len(text)), st.text(max_size=3))
 
 
+@settings(deadline=None)
 @given(where=st.one_of(st.text(), trees.map(text_of).flatmap(broken)), tags=all_tags)
 def test_any_text_is_a_filter_or_a_mistake(where, tags):
     try:
