@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -63,14 +65,14 @@ class WaitHints:
     def _explain(self, reader: StreamReader, partition: str, due: int) -> None:
         num_running = self._num_running()  # before the statistics, which then have all that ended producers have put
         try:
-            stats, units = self._client.get_stats(), self._client.get_storage_stats()
+            stats, units = self._client.get_stats(), []
+            with suppress(TransferQueueError):  # a unit may be gone
+                units = self._client.get_storage_stats()
         except TransferQueueError:  # the stream itself reports that
             return
         wait = Wait(self._trainer, reader, partition, stats, units, num_running, self.note)
-        found = next((found for hint in _HINTS if (found := hint(wait)) is not None), None)
-        if found is not None:
-            key, text = found
-            repeats = wait.is_missing and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
+        repeats = wait.is_missing and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
+        for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
             self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
 
 
@@ -82,9 +84,8 @@ class Wait:
     reader: StreamReader
     partition: str
     stats: dict[str, Any]
-    """Of the queue."""
     units: list[dict[str, Any]]
-    """Of its storage units."""
+    """Statistics of the storage units."""
     num_running: int | None
     """Of this run's producers; None: none was started here."""
     note: str
@@ -142,16 +143,16 @@ class Wait:
 
 def _queue_is_full(wait: Wait) -> Found:
     puts = [each for each in wait.stats["waiting"] if each["writer"]]
-    bytes_wanted = any(unit["parked"] for unit in wait.units)
+    bytes_wanted = any(unit.get("parked") for unit in wait.units)
     if not puts and not bytes_wanted:
         return None
     if bytes_wanted:
-        size, setting = byte_text(sum(unit["capacity_bytes"] or 0 for unit in wait.units)), "memory"
+        size, setting = byte_text(sum(unit.get("capacity_bytes") or 0 for unit in wait.units)), "memory"
     else:
         size, setting = counted(wait.stats["capacity"] or 0, "sample"), "total_storage_size"
     clients = {each["client"].rpartition("_")[0] or each["client"] for each in puts}  # without process and session
     writers = f"a put of {list_names(clients)} waits" if clients else "a put waits"
-    remedies = [*_clearing(wait.trainer), f"raise QueueConfig({setting}=...)"]
+    remedies = [*_clearing(wait), f"raise QueueConfig({setting}=...)"]
     advice = ", or ".join(filter(None, [", ".join(remedies[:-1]), remedies[-1]]))
     return "full", (
         f"stream {wait.reader.label!r} waits for partition {wait.partition!r}, and the queue is full ({size}): "
@@ -159,11 +160,12 @@ def _queue_is_full(wait: Wait) -> Found:
     )
 
 
-def _clearing(trainer: Trainer) -> Iterator[str]:
+def _clearing(wait: Wait) -> Iterator[str]:
     """What would clear samples and is not in use."""
-    if not any(isinstance(each, PartitionSwitch) and each.clear_finished for each in callbacks_of(trainer)):
+    if not any(isinstance(each, PartitionSwitch) and each.clear_finished for each in callbacks_of(wait.trainer)):
         yield "add the callback PartitionSwitch(), which clears finished partitions"
-    yield "set Stream(clear_consumed=True)"
+    if not wait.reader.stream.clear_consumed:
+        yield "set Stream(clear_consumed=True)"
 
 
 def _sealed_partition_lacks_fields(wait: Wait) -> Found:
@@ -184,8 +186,8 @@ def _producers_have_ended(wait: Wait) -> Found:
             f"{wait.seen()} All producers of this run have ended and none has sealed it. If nothing else fills it, "
             f"seal it when it is complete: client.seal_partition({wait.partition!r})."
         )
-    epoch = wait.trainer.current_epoch
-    if wait.reader.stage == "train" and epoch and "epoch" in wait.reader.stream.variables:
+    epoch, stream = wait.trainer.current_epoch, wait.reader.stream
+    if wait.reader.stage == "train" and epoch and "epoch" in stream.variables:
         advice = f"Make samples for epoch {epoch} as well, or lower max_epochs."
     else:
         advice = "Compare the names in Stream(partition=...) and the producers."
@@ -230,14 +232,12 @@ def _partition_is_missing(wait: Wait) -> Found:
     if not wait.is_missing:
         return None
     advice = "If it should be there, compare the names in Stream(partition=...) and the producers."
-    return f"missing {wait.partition}", _joined(
-        wait.seen(), _running(wait), wait.note, advice if wait.stats["partitions"] else ""
-    )
+    advice = advice if wait.stats["partitions"] else ""
+    return f"missing {wait.partition}", _joined(wait.seen(), _running(wait), wait.note, advice)
 
 
 def _nothing_was_put(wait: Wait) -> Found:
-    partition = wait.stats["partitions"].get(wait.partition)
-    if partition is None or partition["put_total"]:
+    if wait.is_missing or wait.stats["partitions"][wait.partition]["put_total"]:
         return None
     return f"nothing {wait.partition}", _joined(wait.seen(), _running(wait))
 
