@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of values, and what messages have in common: lists of names, the nearest known one, what a fetch lacks."""
+"""Checks of values, and what messages have in common: names, sizes, the nearest known name, what a fetch lacks."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ def lacking_text(waiting: Mapping[str, Any]) -> str:
     """
     lacking = waiting.get("lacking", {}).items()
     return ", ".join(f"{counted(n, 'sample')} {'lacks' if n == 1 else 'lack'} field {name!r}" for name, n in lacking)
+
+
+def byte_text(number: int) -> str:
+    """A number of bytes, as "1.5 MiB"."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -220,8 +220,8 @@ class TQDataModule(LightningDataModule):
             trainer, topology, self._switch(trainer), self._group, self.client, self._ack, streams, self._positions,
             self._connection.conf, self._partitions_at_start, self._members,
         )  # fmt: skip
-        if entry != "fit" and not any(entry in producer.stages for producer in self._producers):
-            self._run.warn_of_missing_partitions(entry, bool(self._producers))
+        if not any(entry in producer.stages for producer in self._producers):
+            self._run.has_no_producers(entry, bool(self._producers))
         self._add_callbacks(trainer)
 
     def _prepare(self, entry: str, topology: Topology, streams: list[StageStream]) -> SharedQueue:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,7 +23,7 @@ from lightning_tq.stream import StageStream
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Topology
 from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, keeps_checkpoints, step_when_trained
-from lightning_tq.wait_hints import WaitHints
+from lightning_tq.wait_hints import WaitHints, why_nothing
 from transfer_queue import TransferQueueClient
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 class Run:
     """Implements ``stream_reader.RunContext`` for a Trainer."""
+
+    _fitted: ClassVar[set[str]] = set()
+    """Addresses of the queues that fits of this process have read."""
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Run:
         self.ack_trackers: list[AckTracker] = []
         self.partitions_at_start = partitions_at_start
         self.client = client
+        self._address = conf["address"]
         self._warned: set[str] = set()
         self._left_partitions: dict[str, int] = {}
         self._keeps_checkpoints = ack == "checkpoint" or keeps_checkpoints(trainer)
@@ -74,9 +78,9 @@ class Run:
             checks.insert(0, producers.failure)
         if members is not None:
             checks.append(members.check)
-        done = producers.all_done if producers is not None else lambda: False
-        hints = WaitHints(trainer, client, done, self._warn_once)
-        self._watchdog = RankWatchdog(checks, [lambda: hints.look(self.readers.values())])
+        num_running = producers.num_running if producers is not None else lambda: None
+        self._hints = WaitHints(trainer, client, num_running, self._warn_once)
+        self._watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
         for each in streams:
             self.readers[each.label] = StreamReader(each, positions, self, self._watchdog.stopped.is_set, conf)
         copies = None if changes_batches(trainer) else device_copies(trainer.strategy.root_device)
@@ -86,26 +90,42 @@ class Run:
             tracker = AckTracker(reader, client, topology, ack, self._keeps_checkpoints, writes_in_background(trainer))
             self.ack_trackers.append(tracker)
         self._watchdog.start()
+        self._follows_a_fit = self._address in self._fitted
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._fitted.add(self._address)
+            if self._follows_a_fit and partitions_at_start and num_running() is not None:
+                rank_zero_info(
+                    f"The queue of an earlier fit holds {list_names(partitions_at_start)}, and producers can't put "
+                    f"into what is sealed. For a new queue, call close() of that fit's data module first."
+                )
 
-    def warn_of_missing_partitions(self, entry: str, has_producers: bool) -> None:
-        """Warn when a stream starts to read a partition that was not there at the start. It may wait forever.
+    def has_no_producers(self, entry: str, are_configured: bool) -> None:
+        """Note that no producer of the data module runs in this entry point, so that a stream may wait forever.
 
-        Args:
-            entry: The entry point, during which none of the data module's producers runs.
+        Outside a fit, where hooks rarely put samples, each partition that was not there at the start is reported when
+        a stream starts to read it.
         """
-        known = self.partitions_at_start
-        holds = f"The queue holds {list_names(known)}." if known else "The queue is empty."
-        if has_producers:
-            holds += (
-                f" The producers of this data module don't run in {entry}: set Producer(stages=['fit', {entry!r}])."
+        if are_configured:
+            stages = sorted({"fit", entry})
+            why = f"The producers of this data module don't run in {entry}: set Producer(stages={stages})."
+        else:
+            why = (
+                f"This data module has no producers, so only this process (dm.client) or others that join "
+                f"{self._address} can fill it."
             )
+        cleared = " An earlier fit of this process may have cleared it." if self._follows_a_fit else ""
+        self._hints.note = f"{why}{cleared}"
+        known = self.partitions_at_start
+        if entry == "fit" or not (known or are_configured):
+            return
+        holds = f"The queue holds {list_names(known)}." if known else "The queue is empty."
 
         def warn(reader: StreamReader, name: str) -> None:
-            if (known or has_producers) and name not in known:
+            if name not in known:
                 self._warn_once(
                     f"missing {name}",
                     f"stream {reader.label!r} ({reader.stream.partition!r}) reads partition {name!r}, which is not in "
-                    f"the queue, and waits until a producer fills it. {holds}",
+                    f"the queue, and waits until a producer fills it. {holds}{f' {why}' if are_configured else ''}",
                 )
 
         for reader in self.readers.values():
@@ -178,9 +198,7 @@ class Run:
         if not reader.taken and not reader.resumed:
             self._warn_once(
                 f"nothing {reader.partition}",
-                f"epoch {reader.epoch} trains nothing: partition {reader.partition!r} has no untrained batch for task "
-                f"{reader.stream.task!r}. Its samples were trained before, or fill no batch. To train them again, set "
-                f"Stream(replay=True) or another task.",
+                f"epoch {reader.epoch} trains nothing: {why_nothing(self.client, reader)}",
             )
         if self._is_last_partition(reader):  # otherwise the Trainer would loop through empty epochs
             self.trainer.should_stop = True

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_tq.checks import counted
+from lightning_tq.checks import byte_text, counted
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import TransferQueueError
 
@@ -259,13 +259,3 @@ def _per_s(per_s: float | None) -> str:
     if per_s is None:
         return ""
     return f"{per_s:,.0f}" if per_s >= 10 or not per_s else f"{per_s:.1f}"
-
-
-def byte_text(number: int) -> str:
-    """A number of bytes, as "1.5 MiB"."""
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

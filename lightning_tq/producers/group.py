@@ -227,9 +227,9 @@ class ProducerGroup:
         """The first process that ended with an error or by a signal."""
         return next((failure for process in list(self._processes) if (failure := process.failure())), None)
 
-    def all_done(self) -> bool:
-        """True if there were producers and all have ended."""
-        return bool(self._processes) and all(process.popen.poll() is not None for process in self._processes)
+    def num_running(self) -> int | None:
+        """How many processes have not ended; None if none was started."""
+        return sum(process.popen.poll() is None for process in list(self._processes)) if self._processes else None
 
     def end(self) -> None:
         """End the running processes: SIGTERM, then SIGKILL. Idempotent; does nothing in a fork."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from producing import fill
+from producing import fill, rows
 from recorders import Recorder
 
 from lightning_tq import Producer, TQDataModule
@@ -73,6 +73,44 @@ def test_an_epoch_that_another_fit_trained_is_reported_and_the_next_one_is_train
         "epoch 0 trains nothing: partition 'train@0' has no untrained batch for task 'learn'. Its samples were trained "
         "before, or fill no batch. To train them again, set Stream(replay=True) or another task."
     ]
+
+
+def test_an_epoch_of_an_empty_partition_says_so(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 0)
+    trainer().fit(Recorder(), datamodule=dm)
+    assert (
+        "epoch 0 trains nothing: partition 'train' is empty. Compare the names in Stream(partition=...) and the "
+        "producers." in caplog.messages
+    )
+
+
+@pytest.mark.parametrize(
+    ("tags", "there_are"), [(None, "They have no tags."), ({"kind": "math"}, "Their tags are 'kind'.")]
+)
+def test_an_epoch_whose_filter_no_sample_matches_says_which_tags_there_are(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, tags: dict[str, str] | None, there_are: str
+) -> None:
+    dm = data(train=stream("train", where="env == 'math'"))
+    dm.client.put(rows(8), partition_id="train", tags=None if tags is None else [tags] * 8)
+    dm.client.seal_partition("train")
+    trainer().fit(Recorder(), datamodule=dm)
+    assert (
+        "epoch 0 trains nothing: none of the 8 samples of partition 'train' matches where=\"env == 'math'\". "
+        f"{there_are}" in caplog.messages
+    )
+
+
+def test_too_few_samples_that_match_a_filter_are_not_said_to_be_none(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train", where="env == 'math'", tail="drop"))
+    dm.client.put(rows(8), partition_id="train", tags=[{"env": "math"}] * 3 + [{"env": "code"}] * 5)
+    dm.client.seal_partition("train")
+    trainer().fit(Recorder(), datamodule=dm)
+    assert "Its samples were trained before, or fill no batch." in caplog.text
 
 
 def test_a_stream_shorter_than_num_batches_is_an_error(data: Make, trainer: MakeTrainer) -> None:

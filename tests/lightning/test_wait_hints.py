@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream that waits long says why it may never end: a look-ahead, a missing seal, a field that nobody puts."""
+"""A stream that waits long says why it may never end: a full queue, a look-ahead, a partition that nobody makes."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from producing import fill, produce, rows
+from producing import fill, produce, produce_epochs, rows
 from recorders import Recorder
 from tensordict import TensorDict
 
@@ -100,9 +101,10 @@ def test_a_hook_that_is_too_late_for_the_first_batch_is_named(
     hints.then = lambda text: fill(dm.client, "train", 8)
     trainer(callbacks=[rollout(hook, lambda trainer: None)]).fit(Recorder(), datamodule=dm)
     assert hints.texts == [
-        "stream 'train' waits for its first batch, which Lightning fetches before on_train_start and "
-        f"on_train_epoch_start when the length is unknown. If Rollout.{hook} makes its samples, this is a deadlock: "
-        "make them in on_fit_start, or set Stream(num_batches=...)."
+        "stream 'train' waits for partition 'train', which is not in the queue; the queue is empty. Lightning fetches "
+        "the first batch before on_train_start and on_train_epoch_start when the length is unknown. If "
+        f"Rollout.{hook} makes what is missing, this is a deadlock: make it in on_fit_start, or set "
+        "Stream(num_batches=...)."
     ]
 
 
@@ -127,8 +129,9 @@ def test_a_sanity_check_before_there_are_validation_samples_is_explained(
     hints.then = lambda text: fill(dm.client, "val", 4)
     trainer().fit(Recorder(), datamodule=dm)
     assert hints.texts == [
-        "stream 'val' waits for more of partition 'val', but this is the sanity check, which runs before training. If "
-        "producers make validation samples later, this is a deadlock: set Trainer(num_sanity_val_steps=0)."
+        "stream 'val' waits for partition 'val', which is not in the queue; it holds 'train' (8 samples, sealed). This "
+        "is the sanity check, which runs before training. If what it lacks is made later, this is a deadlock: set "
+        "Trainer(num_sanity_val_steps=0)."
     ]
 
 
@@ -144,8 +147,8 @@ def test_producers_that_ended_without_a_seal_are_told_to_seal(trainer: MakeTrain
         trainer().fit(model, datamodule=dm)
     assert len(model.indexes()) == count
     assert hints.texts[-1] == (
-        "stream 'train' waits for more of partition 'train', but all producers of this run have ended and none has "
-        "sealed it. If nothing else fills it, seal it when it is complete: client.seal_partition('train')."
+        "stream 'train' waits for more of partition 'train'. All producers of this run have ended and none has sealed "
+        "it. If nothing else fills it, seal it when it is complete: client.seal_partition('train')."
     )
 
 
@@ -181,3 +184,158 @@ def test_a_sealed_partition_that_lacks_a_field_is_not_told_to_seal(
         "stream 'train' waits for more of partition 'train', but it is sealed and 8 samples lack field 'reward'. Put "
         "what is missing, or clear those samples."
     ]
+
+
+NOT_IN_THE_QUEUE = "stream 'train' waits for partition 'train@0', which is not in the queue; "
+COMPARE = "compare the names in Stream(partition=...) and the producers."
+
+
+def test_a_queue_that_is_full_is_named_before_any_other_cause(trainer: MakeTrainer, hints: Hints) -> None:
+    def put() -> None:
+        client = tq.get_client()
+        client.put(rows(8).set("image", torch.zeros(8, 1024)), partition_id="train")  # 32 KiB
+        client.seal_partition("train")
+
+    with TQDataModule(train=stream("train"), queue={"units": 1, "memory": "64KiB"}) as dm:
+        dm.client.put({"x": torch.zeros(8, 1536)}, partition_id="old")  # 48 KiB
+        hints.then = lambda text: dm.client.clear_partition("old") if "is full" in text else None
+        writer = threading.Thread(target=put)
+        writer.start()
+        trainer().fit(Recorder(), datamodule=dm)
+        writer.join()
+    assert hints.texts[-1] == (
+        "stream 'train' waits for partition 'train', and the queue is full (64.0 KiB): a put of 'TransferQueueClient' "
+        "waits for room. Add the callback PartitionSwitch(), which clears finished partitions, set "
+        "Stream(clear_consumed=True), or raise QueueConfig(memory=...)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "holds", "epoch", "advice"),
+    [
+        (produce, {"partition": "train", "count": 8}, "'train' (8 samples, sealed)", 0, f"C{COMPARE[1:]}"),
+        (
+            produce_epochs, {"epochs": 1, "train": 4, "val": 1},
+            "'train@0' (4 samples, sealed), 'val@0' (1 sample, sealed)", 1,
+            "Make samples for epoch 1 as well, or lower max_epochs.",
+        ),
+    ],
+    ids=["another name", "too few epochs"],
+)  # fmt: skip
+def test_a_partition_that_no_producer_made_is_compared_with_those_that_there_are(
+    trainer: MakeTrainer,
+    hints: Hints,
+    target: Callable[..., None],
+    args: dict[str, Any],
+    holds: str,
+    epoch: int,
+    advice: str,
+) -> None:
+    hints.then = lambda text: fill(tq.get_client(), f"train@{epoch}", 4) if "have ended" in text else None
+    producer = Producer(target=target, args=args)
+    with TQDataModule(train=stream("train@{epoch}"), queue={"units": 1}, producers=[producer]) as dm:
+        trainer(max_epochs=epoch + 1).fit(Recorder(), datamodule=dm)
+    assert hints.texts[-1] == (
+        f"stream 'train' waits for partition 'train@{epoch}', which is not in the queue; it holds {holds}. All "
+        f"producers of this run have ended. {advice}"
+    )
+
+
+@pytest.mark.parametrize("holds", ["", "train"])
+def test_without_producers_the_ways_to_fill_the_queue_are_named(
+    data: Make, trainer: MakeTrainer, hints: Hints, holds: str
+) -> None:
+    dm = data(train=stream("train@{epoch}"))
+    if holds:
+        fill(dm.client, holds, 8)
+    hints.then = lambda text: fill(dm.client, "train@0", 8)
+    trainer().fit(Recorder(), datamodule=dm)
+    there = "it holds 'train' (8 samples, sealed)" if holds else "the queue is empty"
+    assert hints.texts == [
+        f"{NOT_IN_THE_QUEUE}{there}. This data module has no producers, so only this process (dm.client) or others "
+        f"that join {dm.address} can fill it.{f' If it should be there, {COMPARE}' if holds else ''}"
+    ]
+
+
+def test_a_producer_that_has_put_nothing_yet_is_said_to_run(trainer: MakeTrainer, hints: Hints) -> None:
+    hints.then = lambda text: fill(tq.get_client(), "train@0", 8)
+    producer = Producer(target=["tail", "-f", "/dev/null"])
+    with TQDataModule(train=stream("train@{epoch}"), queue={"units": 1}, producers=[producer]) as dm:
+        trainer().fit(Recorder(), datamodule=dm)
+    assert hints.texts == [f"{NOT_IN_THE_QUEUE}the queue is empty. 1 producer is running."]
+
+
+def test_a_partition_without_a_sample_is_reported_as_such(data: Make, trainer: MakeTrainer, hints: Hints) -> None:
+    dm = data(train=stream("train"))
+    dm.client.create_partition("train")
+    hints.then = lambda text: fill(dm.client, "train", 8)
+    trainer().fit(Recorder(), datamodule=dm)
+    assert hints.texts == ["stream 'train' waits for partition 'train', which has no sample yet."]
+
+
+@pytest.mark.parametrize(
+    ("partition", "said"),
+    [("train", "If Rollout.on_train_start makes what is missing, this is a deadlock"), ("val", "the sanity check")],
+    ids=["hook", "sanity check"],
+)
+def test_prompts_without_answers_do_not_hide_a_deadlock(
+    data: Make, trainer: MakeTrainer, hints: Hints, partition: str, said: str
+) -> None:
+    dm = data(train=stream("train"), val=stream("val", task="evaluate"))
+    meta = {name: dm.client.put(rows(8).select("x"), partition_id=name) for name in ("train", "val")}
+
+    def answer(text: str) -> None:
+        for name in meta:
+            dm.client.put(rows(8).select("text"), metadata=meta[name])
+            dm.client.seal_partition(name)
+
+    hints.then = answer
+    check = {"num_sanity_val_steps": 2 if partition == "val" else 0}
+    trainer(callbacks=[rollout("on_train_start", lambda trainer: None)], **check).fit(Recorder(), datamodule=dm)
+    (text,) = hints.texts
+    assert text.startswith(
+        f"stream {partition!r} waits for more of partition {partition!r}, but none of its samples has 'text' so far; "
+        "they have 'x'. "
+    )
+    assert said in text
+
+
+def test_a_validation_that_waits_for_a_missing_partition_repeats_the_reason(
+    data: Make, trainer: MakeTrainer, hints: Hints
+) -> None:
+    dm = data(val=stream("val"), producers=[Producer(target=["true"])])
+    hints.then = lambda text: fill(dm.client, "val", 4) if len(hints.texts) == 3 else None
+    trainer().validate(Recorder(), datamodule=dm, verbose=False)
+    reason = "The producers of this data module don't run in validate: set Producer(stages=['fit', 'validate'])."
+    repeated = f"stream 'val' waits for partition 'val', which is not in the queue; the queue is empty. {reason}"
+    assert reason in hints.texts[0]
+    assert hints.texts[1:] == [repeated, repeated]
+
+
+def test_a_partition_that_an_earlier_fit_may_have_cleared_is_reported_as_such(
+    data: Make, trainer: MakeTrainer, hints: Hints
+) -> None:
+    dm = data(train=stream("train"))
+    fill(dm.client, "train", 8)
+    trainer().fit(Recorder(), datamodule=dm)
+    dm.client.clear_partition("train")
+    hints.then = lambda text: fill(dm.client, "train", 8)
+    trainer().fit(Recorder(), datamodule=dm)
+    (text,) = hints.texts
+    assert text.endswith("can fill it. An earlier fit of this process may have cleared it.")
+
+
+def test_producers_of_a_second_fit_in_the_queue_of_the_first_one_are_told_what_it_holds(
+    data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dm = data(train=stream("train@{epoch}"), producers=[Producer(target=["true"])])
+    for epoch in range(2):
+        fill(dm.client, f"train@{epoch}", 4)
+    told = (
+        "The queue of an earlier fit holds 'train@0', 'train@1', and producers can't put into what is sealed. For a "
+        "new queue, call close() of that fit's data module first."
+    )
+    trainer().fit(Recorder(), datamodule=dm)
+    assert told not in caplog.messages
+    trainer(max_epochs=2).fit(Recorder(), datamodule=dm)
+    assert told in caplog.messages

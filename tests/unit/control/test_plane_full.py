@@ -91,6 +91,20 @@ def test_who_waited_for_room_in_vain_is_told_which_tasks_hold_it_up(make_plane):
     refused(reply, "StorageFullError", *texts)
 
 
+def test_who_waited_for_room_in_vain_is_told_how_many_samples_nothing_but_a_clear_keeps(make_plane):
+    plane = make_plane(capacity=6)
+    put(plane, 6)
+    token = fetch(plane, 4, 0, 0, task="train").token
+    fetch(plane, 2, 0, 1, task="train")
+    ask(plane, ACTOR, p.Ack, "p", "train", [token])
+    reply = ask(plane, ROLLOUT, p.Reserve, "p", 1, wait_s=0.0)
+    text = (
+        "Task 'train' has not acknowledged 2 of them, at least 4 of them are consumed and not cleared (clear_consumed, "
+        "clear_partition)."
+    )
+    refused(reply, "StorageFullError", text)
+
+
 def test_a_writer_that_waits_for_a_partition_that_is_sealed_meanwhile_is_told_at_once(make_plane):
     plane = make_plane(capacity=1)
     put(plane, 1, partition="q")
