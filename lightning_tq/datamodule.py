@@ -41,7 +41,7 @@ from lightning_tq.trainer_compat import (
     refuse_finders,
     resume_path,
 )
-from transfer_queue import TransferQueueClient
+from transfer_queue import TransferQueueClient, get_metrics_endpoint
 from transfer_queue.errors import InvalidRequestError
 
 # Mappings are accepted, too. With them in the type, the command line would not check the options of a stream.
@@ -216,6 +216,9 @@ class TQDataModule(LightningDataModule):
         shared = run_on_rank_zero(trainer, lambda: self._prepare(entry, topology, streams))
         rank_zero_info(f"Queue: {shared.address} (watch it with: lightning-tq status --watch {shared.address})")
         run_on_every_rank(trainer, lambda: self._join(shared))
+        endpoint = get_metrics_endpoint()
+        if endpoint is not None:
+            rank_zero_info(f"Metrics: http://{endpoint}/metrics")
         self._run = Run(
             trainer, topology, self._switch(trainer), self._group, self.client, self._ack, streams, self._positions,
             self._connection.conf, self._partitions_at_start, self._members,

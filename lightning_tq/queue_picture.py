@@ -53,7 +53,9 @@ class History:
 def check_matplotlib(option: str) -> None:
     """Raise ConfigError, which names this option, where matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{option} needs matplotlib: pip install 'lightning-tq[plot]', or omit it.")
+        raise ConfigError(
+            f"{option} needs matplotlib: install lightning-tq with its extra 'plot' (docs/start.md), or omit it."
+        )
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:

@@ -43,7 +43,7 @@ class QueueMonitor(Callback):
         """Args:
             every_n_steps: Training batches between two sets of values. Each set takes one request to the controller.
             plot: At the end of a fit, draw ready samples, waiting and staleness over time into this file, such as
-                "queue.png". Needs matplotlib: pip install 'lightning-tq[plot]'.
+                "queue.png". Needs matplotlib, which the extra "plot" installs.
             tag: Tag that holds the version (optimizer steps) that a sample was made with.
         Raises:
             InvalidRequestError: ``every_n_steps`` is no number of steps.

@@ -22,7 +22,9 @@ from transfer_queue.errors import ConfigError, TransferQueueError
 try:
     from aiohttp import web
 except ImportError:
-    raise ConfigError("the dashboard needs the package aiohttp: pip install 'lightning-tq[dashboard]'.") from None
+    raise ConfigError(
+        "the dashboard needs the package aiohttp: install lightning-tq with its extra 'dashboard' (docs/start.md)."
+    ) from None
 
 DEFAULT_PORT = 8766
 _EVERY_S = 1.0

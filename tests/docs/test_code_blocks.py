@@ -67,7 +67,7 @@ def run(directory: Path, *command: str) -> str:
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100 * SLOW, check=False
     )
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -92,7 +92,8 @@ def test_the_yaml_blocks_of_a_page_are_runs(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(block for block in blocks(page) if block.language == "yaml"):
         path = tmp_path / f"block{number}.yaml"
         path.write_text(block.code)
-        run(tmp_path, sys.executable, "-m", "lightning_tq", "fit", "--config", str(path))
+        said = run(tmp_path, sys.executable, "-m", "lightning_tq", "fit", "--config", str(path))
+        assert "left over" not in said, "a run that is shown should train all of its samples"
 
 
 def commands() -> list[tuple[str, str]]:
@@ -103,8 +104,9 @@ def commands() -> list[tuple[str, str]]:
             lines = block.code.replace("\\\n", " ").splitlines() if block.language == "sh" else []
             for line in lines:
                 for part in line.split("#")[0].split("&&"):
-                    if not part.strip().startswith("pip ") and ("lightning-tq " in part or "python -m " in part):
-                        found.append((name(page), part.strip()))
+                    part = part.strip()
+                    if not part.startswith(("pip ", "git ")) and ("lightning-tq " in part or "python -m " in part):
+                        found.append((name(page), part))
     return found
 
 

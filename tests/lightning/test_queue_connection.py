@@ -57,3 +57,17 @@ def test_before_a_run_a_data_module_says_how_to_open_its_queue(name: str) -> Non
         getattr(dm, name)
     with dm:
         assert getattr(dm, name) is not None
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_run_prints_where_its_metrics_are(
+    trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, served: bool
+) -> None:
+    if served:
+        pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
+    with TQDataModule(train=stream(), queue={"units": 1, "metrics": {"enabled": served}}) as dm:
+        fill(dm.client, "train", 8)
+        with caplog.at_level("INFO"):
+            trainer().fit(Recorder(), datamodule=dm)
+        said = [text for text in caplog.messages if text.startswith("Metrics: ")]
+        assert said == ([f"Metrics: http://{tq.get_metrics_endpoint()}/metrics"] if served else [])

@@ -87,6 +87,9 @@ def test_a_history_is_bounded_and_keeps_even_distances(monkeypatch: pytest.Monke
 
 def test_without_matplotlib_the_option_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_picture, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"QueueMonitor\(plot='queue.png'\) needs matplotlib: pip install"):
+    with pytest.raises(
+        ConfigError,
+        match=r"QueueMonitor\(plot='queue.png'\) needs matplotlib: install lightning-tq with its extra 'plot'",
+    ):
         QueueMonitor(plot="queue.png")
     assert QueueMonitor().plot is None

@@ -35,7 +35,7 @@ def test_an_actor_class_is_not_called() -> None:
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
 @pytest.mark.parametrize("use", [TransferQueueController.remote, SimpleStorageUnit.options, lambda: tq.init(RAY)])
 def test_without_ray_it_says_what_to_install(use) -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'lightning-tq\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"install lightning-tq with its extra 'ray' \(docs/start.md\)"):
         use()
 
 

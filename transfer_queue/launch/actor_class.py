@@ -56,5 +56,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"Ray can't be imported ({error}): pip install 'lightning-tq[ray]'.") from error
+        raise ConfigError(
+            f"Ray can't be imported ({error}): install lightning-tq with its extra 'ray' (docs/start.md)."
+        ) from error
     return ray

@@ -52,7 +52,8 @@ class Exporter:
             from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError:
             raise ConfigError(
-                "metrics.enabled needs the package prometheus-client: pip install 'lightning-tq[metrics]'."
+                "metrics.enabled needs the package prometheus-client: "
+                "install lightning-tq with its extra 'metrics' (docs/start.md)."
             ) from None
         self._make_storage = storage
         self._storage: StorageManager | None = None

@@ -59,8 +59,8 @@ def test_a_backend_that_is_not_available_says_so_at_the_start():
 @pytest.mark.parametrize(
     ("backend", "module", "says"),
     [
-        ("RayStore", "ray", "needs Ray, which can't be imported .*: pip install ray"),
-        ("MooncakeStore", "mooncake.store", "pip install mooncake-transfer-engine-non-cuda.*apt install libibverbs1"),
+        ("RayStore", "ray", "needs Ray, which can't be imported .*: install lightning-tq with its extra 'ray'"),
+        ("MooncakeStore", "mooncake.store", "extra 'mooncake'.*apt install libibverbs1"),
     ],
 )
 def test_a_missing_package_is_named_with_what_to_install(backend, module, says, monkeypatch):

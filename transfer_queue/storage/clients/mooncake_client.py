@@ -196,6 +196,7 @@ def _mooncake() -> Any:
         return import_module("mooncake.store")
     except ImportError as error:
         raise BackendUnavailableError(
-            f"storage backend 'MooncakeStore' can't be loaded ({error}). It needs the package: pip install "
-            f"mooncake-transfer-engine-non-cuda, and the libraries of RDMA: apt install libibverbs1."
+            f"storage backend 'MooncakeStore' can't be loaded ({error}): install lightning-tq "
+            "with its extra 'mooncake' (docs/start.md), "
+            "and the libraries of RDMA: apt install libibverbs1."
         ) from error

@@ -180,5 +180,6 @@ def _ray() -> Any:
         return import_module("ray")
     except ImportError as error:
         raise BackendUnavailableError(
-            f"storage backend 'RayStore' needs Ray, which can't be imported ({error}): pip install ray."
+            f"storage backend 'RayStore' needs Ray, which can't be imported ({error}): "
+            "install lightning-tq with its extra 'ray' (docs/start.md)."
         ) from error
