@@ -159,7 +159,7 @@ class StreamReader:
             return None
         return (
             f"{dropped} samples of partition {self.partition!r} could not fill a last round of task "
-            f"{self.stream.task!r} and were left over (tail policy)."
+            f"{self.stream.task!r}, or a group of its sampler, and were left over (tail policy)."
         )
 
     # ---- iterators ----

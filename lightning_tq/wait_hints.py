@@ -280,6 +280,17 @@ def _own_hooks(trainer: Trainer) -> list[str]:
 
 def why_nothing(client: TransferQueueClient, reader: StreamReader) -> str:
     """Why a stream came to the end of its partition without a batch."""
+    with suppress(TransferQueueError):  # the queue may end now, or the partition be cleared
+        if text := _why_empty(client, reader):
+            return text
+    return (
+        f"partition {reader.partition!r} has no untrained batch for task {reader.stream.task!r}. Its samples were "
+        f"trained before, or fill no batch. To train them again, set Stream(replay=True) or another task."
+    )
+
+
+def _why_empty(client: TransferQueueClient, reader: StreamReader) -> str:
+    """Why there is no sample for the stream; "" if there are or were some."""
     name, stream = reader.partition, reader.stream
     partition = client.get_stats()["partitions"].get(name)
     if partition is None:
@@ -294,7 +305,4 @@ def why_nothing(client: TransferQueueClient, reader: StreamReader) -> str:
             f"none of the {counted(partition['samples'], 'sample')} of partition {name!r} matches "
             f"where={stream.where!r}. {f'Their tags are {list_names(tags)}' if tags else 'They have no tags'}."
         )
-    return (
-        f"partition {name!r} has no untrained batch for task {stream.task!r}. Its samples were trained before, or fill "
-        f"no batch. To train them again, set Stream(replay=True) or another task."
-    )
+    return ""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ def unsettled(stats: dict[str, Any]) -> dict[str, Any]:
     clients = {
         name: numbers
         for name, numbers in stats["clients"].items()
-        if f".{os.getpid()}." not in name and not name.startswith(servers)
+        if not re.search(rf"[._]{os.getpid()}\.", name) and not name.startswith(servers)
     }
     found = {"held": held, "waiting": stats["waiting"], "clients": clients}
     return {name: what for name, what in found.items() if what}
