@@ -42,32 +42,36 @@ def percentile(values: list[float], percent: int) -> float:
 # ---- puts and gets of many sessions ----
 
 
-def put_and_get(conf: Any, number: int, barrier: Barrier, seconds: float, took_ms: list[float]) -> None:
-    """One session in one thread: the milliseconds of each of its puts, and of each fetch with get."""
+def put_and_get(
+    conf: Any, number: int, barrier: Barrier, seconds: float, took_ms: list[float], cpu_s: list[float]
+) -> None:
+    """One session in one thread: the milliseconds of each of its puts, and of each fetch with get; its CPU seconds."""
     client, data, partition = joined_client(conf), one_sample(), f"small-{number}"
     client.put(data, partition_id=partition)
     get_one(client, partition)
     barrier.wait(DEADLINE_S)
-    ends = time.perf_counter() + seconds
+    ends, cpu = time.perf_counter() + seconds, time.thread_time()
     while (began := time.perf_counter()) < ends:
         client.put(data, partition_id=partition)
         between = time.perf_counter()
         get_one(client, partition)
         took_ms += [(between - began) * 1e3, (time.perf_counter() - between) * 1e3]
+    cpu_s.append(time.thread_time() - cpu)
     client.close()
 
 
 def one_process(conf: Any, first: int, threads: int, barrier: Barrier, seconds: float, line: Connection) -> None:
     took_ms: list[list[float]] = [[] for _ in range(threads)]
+    cpu_s: list[float] = []
     running = [
-        threading.Thread(target=put_and_get, args=(conf, first + n, barrier, seconds, took_ms[n]))
+        threading.Thread(target=put_and_get, args=(conf, first + n, barrier, seconds, took_ms[n], cpu_s))
         for n in range(threads)
     ]
     for thread in running:
         thread.start()
     for thread in running:
         thread.join()
-    line.send(list(itertools.chain(*took_ms)))
+    line.send((list(itertools.chain(*took_ms)), sum(cpu_s)))
 
 
 def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, float]:
@@ -84,14 +88,20 @@ def crowd(conf: Any, processes: int, threads: int, seconds: float) -> dict[str, 
         running[-1].start()
         lines.append(line)
     try:
-        took_ms = list(itertools.chain(*(received(line) for line in lines)))
+        told = [received(line) for line in lines]
     finally:
         for process in running:
             end(process)
     cpu_s = sum(server.cpu_times()[:2]) - cpu_s
-    found = {"operations_per_s": len(took_ms) / seconds, "server_cpu_us_per_operation": cpu_s / len(took_ms) * 1e6}
-    found["p50_ms"] = statistics.median(took_ms)
-    return {**found, "p99_ms": percentile(took_ms, 99), "longest_ms": max(took_ms)}
+    took_ms = list(itertools.chain(*(took for took, _ in told)))
+    return {
+        "operations_per_s": len(took_ms) / seconds,
+        "server_cpu_us_per_operation": cpu_s / len(took_ms) * 1e6,
+        "client_cpu_us_per_operation": sum(cpu for _, cpu in told) / len(took_ms) * 1e6,
+        "p50_ms": statistics.median(took_ms),
+        "p99_ms": percentile(took_ms, 99),
+        "longest_ms": max(took_ms),
+    }
 
 
 # ---- a step of many ranks ----
