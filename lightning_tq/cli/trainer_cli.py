@@ -100,14 +100,16 @@ class TQCLI(LightningCLI):
         options: Options of LightningCLI.
         """
         os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI's calls, not the user's
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
-        given = options.get("args")
-        self._first_arg = str(next(iter(sys.argv[1:] if given is None else given), ""))
+        given = sys.argv[1:] if options.get("args") is None else options["args"]
+        self._first_arg = str(next(iter(given), ""))
+        # Half a second, for what only help and printed configurations show.
+        explains = any(str(arg).startswith(("-h", "--print_config")) or str(arg).endswith("help") for arg in given)
+        set_parsing_settings(docstring_parse_attribute_docstrings=explains)
         defaults = {
             "model_class": model_class or LightningModule,
             "datamodule_class": TQDataModule,
             "subclass_mode_model": model_class is None,
-            "subclass_mode_data": names_a_data_class(sys.argv[1:] if given is None else given),
+            "subclass_mode_data": names_a_data_class(given),
             "seed_everything_default": 0,  # Lightning's own default, which comes with a warning
             # A second run in the same directory must not fail because of the first one's saved configuration.
             "save_config_kwargs": {"overwrite": True},
