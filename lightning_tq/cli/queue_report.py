@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -17,6 +17,7 @@ from lightning_tq.checks import byte_text, counted
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import TransferQueueError
 
+R = TypeVar("R")
 Numbers = dict[str, Any]
 Holdings = dict[str, int]
 """What a client holds, by kind."""
@@ -61,7 +62,7 @@ async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
     units: list[Numbers] = []
     error = None
     try:
-        answers = await asyncio.wait_for(client.async_get_storage_stats(), _UNITS_TIMEOUT_S)
+        answers = await _within(_UNITS_TIMEOUT_S, client.async_get_storage_stats())
         # "path" describes this client's own route for values, and it moves none.
         units = [{name: number for name, number in unit.items() if name != "path"} for unit in answers]
     except asyncio.TimeoutError:
@@ -69,6 +70,17 @@ async def take_snapshot(client: TransferQueueClient) -> QueueSnapshot:
     except TransferQueueError as failure:  # the controller's numbers are still useful
         error = str(failure)
     return QueueSnapshot(stats, units, time.monotonic(), error)
+
+
+async def _within(seconds: float, asked: Coroutine[Any, Any, R]) -> R:
+    """As ``asyncio.wait_for``, which drops a cancellation that comes together with the result before Python 3.12."""
+    asking = asyncio.ensure_future(asked)
+    try:
+        if not (await asyncio.wait([asking], timeout=seconds))[0]:
+            raise asyncio.TimeoutError
+        return asking.result()
+    finally:
+        asking.cancel()
 
 
 def others(stats: Numbers) -> dict[str, Holdings]:

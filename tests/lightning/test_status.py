@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -22,7 +23,7 @@ from rich.console import Console
 import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
-from lightning_tq.cli.queue_report import QueueSnapshot, make_report, tables
+from lightning_tq.cli.queue_report import QueueSnapshot, make_report, tables, take_snapshot
 from tests.lightning.conftest import ROOT, stream
 
 pytestmark = pytest.mark.timeout(120)
@@ -281,3 +282,21 @@ def test_its_options_need_neither_a_trainer_nor_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'lightning', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+
+
+def test_a_look_that_is_cancelled_in_the_moment_of_its_answer_ends_so():
+    async def cancel_with_the_answer(client):
+        looking = asyncio.ensure_future(take_snapshot(client))
+        asking: list[asyncio.Task[Any]] = []
+        while not asking:
+            await asyncio.sleep(0)
+            asking = [task for task in asyncio.all_tasks() if "storage_stats" in repr(task.get_coro())]
+        asking[0].add_done_callback(lambda _: looking.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+
+    tq.init()
+    try:
+        asyncio.run(cancel_with_the_answer(tq.get_client()))
+    finally:
+        tq.close()
