@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from transfer_queue.errors import InvalidRequestError, TransferQueueError
 
 _KEPT_LINES = 80
 _STOP_TIMEOUT_S = 5.0
+_OF_A_RANK = re.compile(r"((LOCAL|GROUP|ROLE|NODE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+"""Environment variables of a trainer's rank. A producer that had them could join the process group of the ranks."""
 _STAGES = ("fit", "validate", "test", "predict")
 
 
@@ -52,7 +55,8 @@ class Producer:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     env: dict[str, str] = field(default_factory=dict)
-    """Additional environment variables of the processes."""
+    """Additional environment variables of the processes. They inherit the trainer's, but not those of its rank:
+    RANK, WORLD_SIZE, MASTER_ADDR and the like."""
     stages: list[str] = field(default_factory=lambda: ["fit"])
     """Entry points during which it runs: fit, validate, test, predict."""
     name: str | None = None
@@ -249,7 +253,7 @@ def _end(pid: int, processes: list[ProducerProcess]) -> None:
 
 def _environment(producer: Producer, worker: int, address: str, key_file: str | None) -> Mapping[str, str]:
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)},
         "TQ_ADDRESS": address,
         **({} if key_file is None else {"TQ_KEY_FILE": key_file}),
         "TQ_CLIENT_NAME": f"{producer.short_name()}-{worker}",

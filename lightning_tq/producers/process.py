@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from typing import IO, Any
 IMPORTING_MAIN = "TQ_IMPORTING_MAIN"
 """Environment variable that is set while a producer process runs the trainer's main program to find its function."""
 
+_PORT = "MASTER_PORT"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,10 +72,14 @@ def main(order: StartOrder) -> None:
 def refuse_to_train() -> None:
     """Raise SystemExit where a producer process runs the main program only to find its function."""
     if IMPORTING_MAIN in os.environ:
-        sys.exit(
-            f"a producer process runs {sys.argv[0]} to find {os.environ[IMPORTING_MAIN]!r}, and got to a training "
-            "there. Put what trains below 'if __name__ == \"__main__\":', or the function into another module."
-        )
+        sys.exit(_refusal("got to a training there"))
+
+
+def _refusal(happened: str) -> str:
+    return (
+        f"a producer process runs {sys.argv[0]} to find {os.environ[IMPORTING_MAIN]!r}, and {happened}. "
+        "Put what trains below 'if __name__ == \"__main__\":', or the function into another module."
+    )
 
 
 def _end_with_parent(parent: int) -> None:
@@ -106,13 +112,21 @@ def _find_function(order: StartOrder) -> Callable[..., Any]:
 def _main_module(order: StartOrder) -> types.ModuleType:
     """The trainer's main program, run under another name so that its ``if __name__ == "__main__"`` block is skipped."""
     module = types.ModuleType("__mp_main__")
-    os.environ[IMPORTING_MAIN] = str(order.function)
-    if order.main_name is not None:
-        names = runpy.run_module(order.main_name, run_name="__mp_main__", alter_sys=True)
-    else:
-        assert order.main_path is not None
-        names = runpy.run_path(order.main_path, run_name="__mp_main__")
+    port = os.environ.get(_PORT)
+    # With such a port a process group that the program starts fails at once. Otherwise it would wait for other ranks.
+    os.environ.update({IMPORTING_MAIN: str(order.function), _PORT: "-1"})
+    try:
+        if order.main_name is not None:
+            names = runpy.run_module(order.main_name, run_name="__mp_main__", alter_sys=True)
+        else:
+            assert order.main_path is not None
+            names = runpy.run_path(order.main_path, run_name="__mp_main__")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(_refusal("failed there"))
     del os.environ[IMPORTING_MAIN]
+    if os.environ.pop(_PORT) == "-1" and port is not None:
+        os.environ[_PORT] = port
     module.__dict__.update(names)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # arguments were pickled with classes of __main__
     return module
@@ -125,4 +139,8 @@ def _worker_numbers(function: Callable[..., Any], order: StartOrder) -> dict[str
 
 
 if __name__ == "__main__":
-    main(StartOrder.read(sys.stdin.buffer))
+    try:
+        _order = StartOrder.read(sys.stdin.buffer)
+    except EOFError:  # such as a rank that a main program starts while a producer process imports it
+        sys.exit("this program is started by a run, which writes an order to its standard input.")
+    main(_order)

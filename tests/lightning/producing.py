@@ -51,8 +51,9 @@ def produce_then_stay(partition: str, count: int, pid_file: str) -> None:
 
 
 def tell_name(folder: str) -> None:
-    """Makes a file with the name of its client, and with the arguments of the main program, then one batch."""
-    Path(folder, tq.get_client().client_id).write_text(json.dumps(sys.argv))
+    """Makes a file with its client's name, with the main program's arguments and the number of ranks; one batch."""
+    told = [sys.argv, os.environ.get("MASTER_PORT"), os.environ.get("WORLD_SIZE")]
+    Path(folder, tq.get_client().client_id).write_text(json.dumps(told))
     produce("train", 4, seal=False)
 
 

@@ -16,6 +16,7 @@ from producing import fill
 
 from lightning_tq import FabricLoader, Producer, ProducerError
 from tests.lightning.conftest import ROOT, stream
+from tests.own_processes import SLOW
 from transfer_queue.errors import InvalidRequestError
 
 pytestmark = pytest.mark.timeout(150)
@@ -169,3 +170,33 @@ def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert losses[2] < losses[1] < losses[0]
     assert losses[2] < 0.01
+
+
+_WITHOUT_GUARD = """
+import torch
+import transfer_queue as tq
+from lightning.fabric import Fabric
+from lightning_tq import FabricLoader, Producer, Stream
+
+def produce():
+    tq.get_client().put({"x": torch.rand(8, 4)}, partition_id="train")
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+train = Stream(partition="train", task="learn", fields=["x"], batch_size=4)
+for data, _ in FabricLoader(fabric, train, producers=[Producer(target=produce)]):
+    pass
+"""
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
+def test_ranks_that_a_producer_starts_with_the_main_program_are_an_error(tmp_path: Path, launcher: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_WITHOUT_GUARD)
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)], cwd=tmp_path, capture_output=True,
+        text=True, timeout=120 * SLOW, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "to find '__main__:produce', and failed there. Put what trains below 'if __name__" in done.stderr

@@ -167,17 +167,22 @@ def test_a_producer_of_a_spawned_process_is_found_in_the_main_program() -> None:
     assert Producer(target=produce).start_order(0).function == "__main__:produce"
 
 
-def test_clients_of_producers_have_their_names(trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_producers_have_names_and_the_programs_arguments_but_nothing_of_its_rank(
+    trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     args = {"folder": str(tmp_path)}
     producers = [
-        Producer(target=producing.tell_name, args=args),
+        Producer(target=producing.tell_name, args=args, env={"WORLD_SIZE": "3"}),
         Producer(target=producing.tell_name, args=args, name="reward model/2", count=2),
     ]
     with TQDataModule(train=stream(), producers=producers) as dm:
         trainer(limit_train_batches=3).fit(Recorder(), datamodule=dm)
-    names = {path.name.rpartition("_")[0] for path in tmp_path.iterdir()}
-    assert names == {"tell_name-0", "reward-model-2-0", "reward-model-2-1"}
-    assert {path.read_text() for path in tmp_path.iterdir()} == {json.dumps(sys.argv)}
+    told = {path.name.rpartition("_")[0]: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(told) == {"tell_name-0", "reward-model-2-0", "reward-model-2-1"}
+    assert told.pop("tell_name-0") == [sys.argv, None, "3"], "what its Producer sets is kept"
+    assert list(told.values()) == [[sys.argv, None, None]] * 2
 
 
 def test_producers_live_on_when_the_thread_that_started_them_ends(data: Make) -> None:
