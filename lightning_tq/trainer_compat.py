@@ -154,12 +154,13 @@ def correct_progress(checkpoint: dict[str, Any], unstepped: int) -> None:
     if _stopped_within_an_epoch(progress, epochs["current"]):  # which Lightning has ended all the same
         for counts in epochs.values():
             counts["processed"] = counts["completed"] = counts["started"] - 1
-    at_epoch_end = epochs["current"]["started"] == epochs["current"]["processed"] == epochs["current"]["completed"] + 1
+    between_epochs = epochs["current"]["started"] == epochs["current"]["processed"]
     at_batch_end = total["completed"] == total["processed"] - 1
-    if at_epoch_end or (at_batch_end and progress["is_last_batch"]):
-        # With max_steps, Lightning would end an epoch twice and skip the next one. From its last batch (which always
+    if between_epochs or (at_batch_end and progress["is_last_batch"]):
+        # With max_steps, Lightning would end an epoch twice and skip the next one. Saved by on_train_epoch_start, it
+        # would skip that epoch, because the batches of the one before are over. From its last batch (which always
         # steps), it would resume in the ended epoch, or train the next one without counting that this one began.
-        if not at_epoch_end:  # as Lightning counts it when it resumes at the end of another batch
+        if not between_epochs:  # as Lightning counts it when it resumes at the end of another batch
             loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         for counts in (total, *epochs.values()):
             counts |= dict.fromkeys(counts, counts["started"])  # Lightning leaves "ready" behind when it restarts

@@ -130,6 +130,20 @@ def test_a_fit_resumes_within_a_batch_after_its_first_rows_were_cleared(
     assert [len(rows) for _, rows in after.seen["train"]] == [2, 2, 2, 1, 2, 2, 2, 1][step:]
 
 
+class Steps(Recorder):
+    """Records (optimizer step, epoch, batch_idx, indexes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer.reset_parameters()
+        self.steps: list[tuple[int, int, int, list[int]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps.append((self.global_step, self.current_epoch, batch_idx, list(batch.meta.global_indexes)))
+        return super().training_step(batch, batch_idx)
+
+
 LIMITS: dict[str, dict[str, Any]] = {"epochs": {}, "steps": {"max_steps": 12}, "validation": {"val_check_interval": 4}}
 
 
@@ -138,21 +152,11 @@ LIMITS: dict[str, dict[str, Any]] = {"epochs": {}, "steps": {"max_steps": 12}, "
 def test_a_fit_resumes_from_any_checkpoint_as_if_it_had_not_stopped(
     data: Make, trainer: MakeTrainer, tmp_path: Path, limits: str, options: dict[str, Any]
 ) -> None:
-    class Steps(Recorder):
-        """Records (optimizer step, epoch, batch_idx, indexes)."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer.reset_parameters()
-            self.steps: list[tuple[int, int, int, list[int]]] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.steps.append((self.global_step, self.current_epoch, batch_idx, list(batch.meta.global_indexes)))
-            return super().training_step(batch, batch_idx)
-
     class SaveEach(Callback):
-        """Saves at the end of some batches (also within accumulations), of epochs and of validation."""
+        """Saves at the end of some batches (also within accumulations) and of validation, and around epochs."""
+
+        def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+            self.save(trainer, "start")
 
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             if len(whole.steps) in (1, 6, 10, 11, 19):
