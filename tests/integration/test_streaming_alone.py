@@ -156,3 +156,34 @@ def test_a_worker_whose_reader_is_killed_before_it_reads_ends(script):
     process.kill()
     process.communicate(timeout=WAIT_S)
     assert psutil.wait_procs(family, WAIT_S)[1] == []
+
+
+KEPT_WORKER = """
+import multiprocessing, sys, torch
+import transfer_queue as tq
+from tensordict import TensorDict
+
+if __name__ == "__main__":
+    tq.init()
+    tq.get_client().put(TensorDict({"x": torch.rand(4)}, batch_size=4), partition_id="train")
+    dataset = tq.StreamingDataset(None, 4, 4, ["x"], "train", "learn", 0)
+    options = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
+    items = iter(tq.StreamingDataLoader(dataset, 1, prefetch_factor=1, **options))
+    next(items)
+    if sys.argv[1] == "idle":
+        tq.get_client().seal_partition("train")
+        next(items, None)
+    print(*(each.pid for each in multiprocessing.active_children()), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "waiting"])
+def test_a_worker_whose_parent_is_not_its_reader_ends_with_it(script, state):
+    process = script(KEPT_WORKER, state)
+    pids = process.stdout.readline().split()
+    assert len(pids) == 1, process.communicate()
+    worker = psutil.Process(int(pids[0]))
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+    worker.wait(WAIT_S)

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
 
 ProcessBatchFn = Callable[..., Iterable[Any]]
+_LOOK_EVERY_S = 1.0
 
 
 class Origin(NamedTuple):
@@ -197,7 +198,7 @@ class StreamingDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is None:
             return self._items(self.origin())
-        _end_if_orphaned()
+        _end_with_loader()
         if self.worker_cursor is not None:
             return self._bundles_for(self.worker_cursor, self.worker_cursor.join())
         return self._items(Origin(self.position, -1))  # workers of a plain DataLoader would each track another position
@@ -231,7 +232,7 @@ class StreamingDataset(IterableDataset[Any]):
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, spec = self._own_client(), self._spec(start, stride)
-        should_stop = _end_of_worker(is_over) if worker is not None else (self.should_stop or _never)
+        should_stop = (self.should_stop if worker is None else is_over) or _never
         fetch = BatchFetcher(client, spec, start.partition_id, partial(_pause, should_stop))
         stream = BatchStream(fetch, start.batch_index + first, stride, self.prefetch)
         with closing(iter(stream)) as batches:
@@ -296,17 +297,23 @@ def _pause(should_stop: Callable[[], bool], seconds: float) -> bool:
     return should_stop()
 
 
-def _end_if_orphaned() -> None:
-    """End this worker if its loader's process has ended already: torch would take another process for the loader's."""
-    loader = multiprocessing.parent_process()
-    if loader is not None and not loader.is_alive():
+@cache
+def _end_with_loader() -> None:
+    """End this worker soon after its loader's process ends.
+
+    torch looks at the parent process only, while it waits for a request. With "forkserver" that is another process.
+    """
+    loader, parent = multiprocessing.parent_process(), os.getppid()
+    if loader is None:
+        return
+
+    def watch() -> None:
+        # A process that the loader's has forked can keep the sentinel open, so the parent counts as well.
+        while loader.is_alive() and os.getppid() == parent:
+            loader.join(_LOOK_EVERY_S)
         os._exit(1)
 
-
-def _end_of_worker(is_over: Callable[[], bool] | None) -> Callable[[], bool]:
-    """Return a check that is True once the loader's process has ended or the iteration is over."""
-    loader = os.getppid()
-    return lambda: os.getppid() != loader or (is_over is not None and is_over())
+    threading.Thread(target=watch, name="transfer-queue-loader-watch", daemon=True).start()
 
 
 def _config_of_this_process() -> DictConfig:
