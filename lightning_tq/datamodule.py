@@ -238,6 +238,8 @@ class TQDataModule(LightningDataModule):
         for each in streams:
             each.stream.register(self.client, topology.dp_size)
         assert self._group is not None
+        if self._group.runs_in(entry):
+            self.client.expect_producers()  # an earlier run's have died, and these take seconds to start
         self._group.start(self.address, entry, self._connection.conf["key_file"])
         return SharedQueue.of(self._own_trainer(), self._connection)
 

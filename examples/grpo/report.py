@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger
@@ -30,24 +30,28 @@ class RunReport(L.Callback):
     """
 
     def __init__(self) -> None:
-        self._started = self._trained_from = time.perf_counter()
+        self._started = time.perf_counter()
+        self._first_wait_s: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._trained_from = time.perf_counter()
         for logger in trainer.loggers:
             logger.log_metrics({"val/accuracy": float(pl_module.warmup_accuracy)}, step=trainer.global_step)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if self._first_wait_s is None:
+            self._first_wait_s = trainer.datamodule.train_reader().waited_s
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
         if logger is None or not trainer.is_global_zero:
             return  # fast_dev_run removes the loggers
         logger.save()
-        now = time.perf_counter()
         series = read_metrics(Path(logger.log_dir) / "metrics.csv")
         picture = Path(logger.root_dir) / "reward.png"
         draw(series, picture)
         waited_s = trainer.datamodule.train_reader().waited_s
-        print(summary(series, trainer.world_size, waited_s, now - self._trained_from, now - self._started))
+        wall_s = time.perf_counter() - self._started
+        print(summary(series, trainer.world_size, waited_s, self._first_wait_s or 0.0, wall_s))
         print(f"  picture             {picture}", flush=True)
 
 
@@ -62,12 +66,12 @@ def read_metrics(path: Path) -> Series:
     return series
 
 
-def summary(series: Series, world_size: int, waited_s: float, training_s: float, wall_s: float) -> str:
+def summary(series: Series, world_size: int, waited_s: float, first_wait_s: float, wall_s: float) -> str:
     """Results and waits of the run, as text.
 
     Args:
         waited_s: Seconds that training waited for batches.
-        training_s: Seconds since the warm-up, with validation.
+        first_wait_s: Seconds of these for the first batch, which the log's line on the bottleneck leaves out.
         wall_s: Seconds since the start of the run, with the warm-up.
     """
     accuracy, staleness = _values(series, "val/accuracy"), _values(series, "train/staleness")
@@ -80,7 +84,7 @@ def summary(series: Series, world_size: int, waited_s: float, training_s: float,
             f"  answers trained on  {world_size * sum(_values(series, 'train/answers')):.0f}",
             f"  staleness           mean {fmean(staleness):.2f}, "
             f"max {max(_values(series, 'train/staleness_max')):.0f} versions",
-            f"  waited for data     {waited_s:.1f} s, {waited_s / training_s:.1%} of the training time",
+            f"  waited for data     {waited_s:.1f} s, {first_wait_s:.1f} s of it for the first batch",
             f"  wall time           {wall_s:.0f} s",
         )
     )

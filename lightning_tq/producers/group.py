@@ -227,6 +227,10 @@ class ProducerGroup:
                 for worker in range(producer.count):
                     self._processes.append(ProducerProcess(producer, worker, address, key_file))
 
+    def runs_in(self, stage: str) -> bool:
+        """Whether one of the producers starts in this entry point."""
+        return any(stage in producer.stages for producer in self._producers)
+
     def failure(self) -> ProducerError | None:
         """The first process that ended with an error or by a signal."""
         return next((failure for process in list(self._processes) if (failure := process.failure())), None)

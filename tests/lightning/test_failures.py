@@ -27,7 +27,7 @@ from lightning_tq import Producer, ProducerError, TQDataModule
 from lightning_tq.producers.group import ProducerGroup
 from tests.lightning.conftest import HERE, ROOT, stream
 from tests.own_processes import SLOW, own_processes
-from transfer_queue import BatchTimeoutError
+from transfer_queue import BatchTimeoutError, ProducersGoneError
 from transfer_queue.errors import InvalidRequestError, NotInitializedError, SamplerError
 
 Make = Callable[..., TQDataModule]
@@ -195,6 +195,24 @@ def test_producers_live_on_when_the_thread_that_started_them_ends(data: Make) ->
     assert group.failure() is None
     assert group.num_running() != 0
     group.end()
+
+
+def test_a_fit_waits_for_its_own_producers_where_those_of_an_earlier_run_have_died(trainer: MakeTrainer) -> None:
+    args = {"partition": "train", "count": 4}
+    with TQDataModule(
+        train=stream(),
+        queue={"producer_grace_s": 0.0},
+        producers=[Producer(target=producing.produce, args=args)],
+    ) as dm:
+        earlier = ProducerGroup([Producer(target=producing.produce_then_stay, args={**args, "pid_file": os.devnull})])
+        earlier.start(dm.address)
+        assert dm.client.get_meta(producing.FIELDS, 4, "train", task_name="probe", timeout_s=60.0).size == 4
+        earlier.end()
+        with pytest.raises(ProducersGoneError):
+            dm.client.get_meta(producing.FIELDS, 4, "train", task_name="probe", timeout_s=60.0)
+        model = Recorder()
+        trainer().fit(model, datamodule=dm)
+        assert len(set(model.indexes())) == 8
 
 
 def test_finished_producers_do_not_end_the_fit(trainer: MakeTrainer) -> None:

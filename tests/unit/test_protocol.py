@@ -52,6 +52,7 @@ REQUESTS = [
     p.WaitKeys(1, "p", "v == 1", 2, 3.0),
     p.ForgetTask(25, "t"),
     p.GetStats(25),
+    p.ExpectProducers(25),
     p.EvictClient(25, "client"),
     p.JoinUnit(25, "unit0", "host", ["ipc:///unit0", "tcp://host:1"], 2**40),
     p.ListUnits(25, 7, 30.0),

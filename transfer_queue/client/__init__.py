@@ -59,6 +59,7 @@ class TransferQueueClient(AsyncTransferQueueClient):
     clear_partition = blocking(AsyncTransferQueueClient.async_clear_partition)
     get_partition_list = blocking(AsyncTransferQueueClient.async_get_partition_list)
     forget_task = blocking(AsyncTransferQueueClient.async_forget_task)
+    expect_producers = blocking(AsyncTransferQueueClient.async_expect_producers)
     evict_client = blocking(AsyncTransferQueueClient.async_evict_client)
     get_stats = blocking(AsyncTransferQueueClient.async_get_stats)
     get_lost_samples = blocking(AsyncTransferQueueClient.async_get_lost_samples)

@@ -183,6 +183,17 @@ class Partitions(Keys):
         """
         return int((await self.session.ask(p.ForgetTask, p.Done, task_name)).value)
 
+    async def async_expect_producers(self) -> None:
+        """Call this before new producers start, where earlier ones may have died and other consumers of them remain.
+
+        A fetch that finds too few samples fails once all producers of a field died (``ProducersGoneError``). Those that
+        died until now don't count any more. So fetches wait for the new ones, however long they take to start.
+
+        Examples:
+            >>> client.expect_producers()
+        """
+        await self.session.ask(p.ExpectProducers, p.Done)
+
     async def async_evict_client(self, client: str) -> bool:
         """End the session of a client that hangs, as if it had died; ``get_stats()["clients"]`` names them.
 

@@ -203,6 +203,12 @@ def forget_task(state: PlaneState, request: p.ForgetTask) -> p.Reply:
     return p.Done(request.id, len(known))
 
 
+def expect_producers(state: PlaneState, request: p.ExpectProducers) -> p.Reply:
+    """Forget the producers that died, because others replace them, however long these take to start."""
+    state.producers.forget_deaths()
+    return p.Done(request.id, True)
+
+
 def clear_partition(state: PlaneState, client: str, request: p.ClearPartition) -> p.Reply:
     """Clear a partition. Fetches that wait for it get the end of stream."""
     if request.partition not in state.partitions:

@@ -57,6 +57,7 @@ class ControlPlane:
             p.WatchKeys: lambda client, request, now: key_waits.wait(state, client, request, now),
             p.WaitKeys: lambda client, request, now: key_waits.wait(state, client, request, now),
             p.ForgetTask: lambda client, request, now: lifecycle.forget_task(state, request),
+            p.ExpectProducers: lambda client, request, now: lifecycle.expect_producers(state, request),
             p.EvictClient: self._evict,
             p.GetStats: lambda client, request, now: queries.stats(state, request, now),
             p.JoinUnit: lambda client, request, now: units.join(state, client, request),

@@ -155,6 +155,11 @@ class Producers:
                 grace_ends.add(producers.died_at + self._grace_s)
         return grace_ends
 
+    def forget_deaths(self) -> None:
+        """No field has lost its producers, whichever died so far."""
+        for producers in self._fields.values():
+            producers.died_at = None
+
     def missing(self, fields: Sequence[str], now: float) -> str | None:
         """A field with lost producers, or None."""
         for name in fields:

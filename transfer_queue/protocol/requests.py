@@ -21,8 +21,6 @@ NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
 LONGEST_WAIT_S = 1e9
 """What infinitely long means on the wire."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]
-
-
 UnitNumber = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 UnitRuns = list[tuple[UnitNumber, Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]]]
 """Where the values of consecutive rows lie: (number of the storage unit, number of rows)."""
@@ -360,6 +358,10 @@ class ForgetTask(Request, frozen=True):
     task: str
 
 
+class ExpectProducers(Request, frozen=True):
+    """New producers are about to start. Until one of them comes and dies, no fetch fails for producers that died."""
+
+
 class GetStats(Request, frozen=True):
     """Statistics of everything, in pages of partitions in the order in which they were made.
 
@@ -446,10 +448,7 @@ class ReadFrozen(Request, frozen=True):
 
 
 class Thaw(Request, frozen=True):
-    """The values are read. The reply names those that were cleared meanwhile: they may be deleted now.
-
-    ``call``: number of the Freeze.
-    """
+    """The values of this Freeze are read. The reply names those that were cleared since: they may be deleted now."""
 
     call: Call
 
@@ -490,8 +489,8 @@ AnyRequest = (
     Hello | Goodbye | CreatePartition | SealPartition | RegisterTask | Reserve | CheckFields | Publish | Insert | Fetch
     | Cancel | Ack | Describe | ConsumptionStatus | FieldStatus | ResetConsumption | SetTags | ClearSamples
     | ClearConsumed | ClearPartition | ListPartitions | ResolveKeys | Put | KeysOf | ListKeys | WatchKeys | WaitKeys
-    | ForgetTask | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun | Freeze | ReadFrozen
-    | Thaw | Stage | RestorePart | Restore
+    | ForgetTask | ExpectProducers | GetStats | EvictClient | JoinUnit | ListLost | ListUnits | WatchRun | LeaveRun
+    | Freeze | ReadFrozen | Thaw | Stage | RestorePart | Restore
 )  # fmt: skip
 KEPT = (
     Fetch, Reserve, CheckFields, ResolveKeys, Publish, Put, Insert, ClearSamples, ClearConsumed, ClearPartition, Freeze,

@@ -80,6 +80,21 @@ def test_a_producer_that_says_goodbye_is_not_dead(make_plane):
     assert plane.expire(50.0) == []
 
 
+def test_producers_that_died_dont_count_where_new_ones_are_expected(make_plane):
+    plane = grace(make_plane)
+    put(plane, 1)
+    batch(plane, 1)
+    plane.client_gone(ROLLOUT, now=1.0)
+    refused(fetch(plane, 1, now=10.0), "ProducersGoneError")
+    assert ask(plane, ACTOR, p.ExpectProducers, now=10.0).value is True
+    park(plane, 1, wait_s=600.0, now=10.0)
+    assert plane.expire(500.0) == []
+    put(plane, 1, client="replacement", now=500.0)
+    park(plane, 1, wait_s=600.0, now=500.0)
+    plane.client_gone("replacement", now=501.0)
+    refused(plane.expire(506.0)[0].reply, "ProducersGoneError", "field 'x'")
+
+
 def test_one_living_producer_of_a_field_is_enough(make_plane):
     plane = grace(make_plane)
     put(plane, 1)

@@ -292,6 +292,7 @@ def test_statistics_name_a_field_whose_producers_have_all_died(plane):
         p.ListKeys(7),
         p.GetStats(7),
         p.ForgetTask(7, "nobody"),
+        p.ExpectProducers(7),
         p.EvictClient(7, "nobody"),
         p.JoinUnit(7, "nowhere", "host", []),
         p.ListUnits(7),
