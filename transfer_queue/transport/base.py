@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +93,10 @@ class Outgoing:
     envelope: Envelope
     header: bytes
     frames: Sequence[Buffer] = field(default=())
+
+
+Ready = Callable[[float], Iterable[Outgoing]]
+"""Called with monotonic seconds when something has happened. Returns answers to be sent."""
 
 
 class Handler(Protocol):
