@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from tests.local_caller import LocalCaller
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError, UnitLostError
+from transfer_queue.protocol import unpack_indexes
 from transfer_queue.server.front import Front
 from transfer_queue.storage.shm.manager import SharedMemoryManager, shares_of
 from transfer_queue.storage.shm.messages import (
@@ -32,7 +33,6 @@ from transfer_queue.storage.shm.messages import (
     Write,
     Written,
     decode_columns,
-    unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Peer, RawReply

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
-from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row
+from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row, pack_indexes, unpack_indexes
 from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
 from transfer_queue.storage.shm.messages import (
     AskHeld,
@@ -28,8 +28,6 @@ from transfer_queue.storage.shm.messages import (
     UnitStats,
     decode_answer,
     encode_columns,
-    pack_indexes,
-    unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import INLINE_NBYTES
 from transfer_queue.storage.shm.unit_client import (

@@ -21,7 +21,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     to_wire,
 )
-from transfer_queue.protocol import Done, Failed, Reply, Request
+from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, unpack_indexes
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.block_store import BlockStore
 from transfer_queue.storage.shm.messages import (
@@ -44,9 +44,7 @@ from transfer_queue.storage.shm.messages import (
     Written,
     answer_in_frames,
     answer_in_place,
-    pack_indexes,
     unpack_columns,
-    unpack_indexes,
 )
 from transfer_queue.storage.shm.session_memory import Leases, Uncommitted, UncommittedWrite
 from transfer_queue.storage.shm.spill import SpillFile, Warming
