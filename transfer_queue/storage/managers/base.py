@@ -63,14 +63,10 @@ class KVStorageManager(StorageManager):
         from transfer_queue.storage import columns
 
         data = await columns.parsed_rows(data, data_parser)
-        indexes, rows = list(metadata.global_indexes), columns.num_rows(data)
-        if rows != len(indexes):
-            raise InvalidRequestError(
-                f"put of {rows} rows for {len(indexes)} samples: data and metadata must have the same number of rows. "
-                f"Nothing was stored."
-            )
+        indexes = list(metadata.global_indexes)
+        columns.check_rows(data, indexes)
         by_field = _rows_by_field(data)
-        if not rows or not by_field:
+        if not indexes or not by_field:
             return data
         references = {name: [_reference(value) for value in values] for name, values in by_field.items()}
         # First of all, so that a put that is interrupted from here on is cleared with its samples.

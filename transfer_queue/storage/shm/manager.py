@@ -172,12 +172,7 @@ class SharedMemoryManager(StorageManager):
 
         data = await columns.parsed_rows(data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
-        rows = columns.num_rows(data)
-        if rows != len(indexes):
-            raise InvalidRequestError(
-                f"put of {rows} rows for {len(indexes)} samples: data and metadata must have the same number of rows. "
-                f"Nothing was stored."
-            )
+        columns.check_rows(data, indexes)
         if await self._store(indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
