@@ -42,7 +42,6 @@ REQUESTS = [
     Commit(3, [2]),
     Read(4, b"", ["a"], True),
     Delete(5, b"12345678"),
-    Delete(6, b"", ["a"]),
     Release(7, [1, 4]),
     EndSession(8, "me", [2]),
     AskUnitStats(9),

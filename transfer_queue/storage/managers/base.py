@@ -110,16 +110,14 @@ class KVStorageManager(StorageManager):
     async def clear_data(self, metadata: HasRows) -> None:
         await self.clear_rows(metadata.global_indexes)
 
-    async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
-        wanted = None if fields is None else set(fields)
-        held = {n: own for n, own in (await self._references.held(indexes)).items() if wanted is None or n in wanted}
+    async def clear_rows(self, indexes: Sequence[int]) -> None:
         keys, metas = list[str](), list[Any]()
-        for name, own in held.items():
+        for name, own in (await self._references.held(indexes)).items():
             keys += _keys(own.tolist(), name)
             metas += [each.backend_meta for each in (await self._referred(own, [name]))[name]]
         if keys:
             await off_loop(self.storage_client.clear, keys, custom_backend_meta=metas)
-        await self._references.clear_rows(indexes, fields)
+        await self._references.clear_rows(indexes)
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:
         """References that the client had not committed are dropped; it had put no values for them yet."""

@@ -251,12 +251,11 @@ class SharedMemoryManager(StorageManager):
             raise
         return units
 
-    async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
+    async def clear_rows(self, indexes: Sequence[int]) -> None:
         """In every unit, because values that were put again may lie in several."""
         wanted = _as_indexes(indexes)
-        names = None if fields is None else sorted(set(fields))
         if len(wanted):
-            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted), names), Deleted)
+            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
 
     async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
         """Return by field which of these samples have a value. Fields that none of them has are left out."""

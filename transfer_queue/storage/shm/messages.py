@@ -108,10 +108,9 @@ class Rows(Reply, frozen=True):
 
 
 class Delete(Request, frozen=True):
-    """Delete these fields (None: all) of these indexes. Unknown ones are ignored."""
+    """Delete all fields of these indexes. Unknown ones are ignored."""
 
     indexes: bytes
-    fields: list[str] | None = None
 
 
 class Deleted(Reply, frozen=True):
