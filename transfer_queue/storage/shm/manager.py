@@ -90,9 +90,7 @@ class SharedMemoryManager(StorageManager):
         return len(await self._units.all(fresh=False)) > 1
 
     async def writes_in_front(self) -> bool:
-        """Whether this client's values are best stored in the controller's process."""
-        if not self.is_in_front:
-            return False
+        """Whether this client's values are best stored in the controller's process, where a unit is."""
         return self.session.controller.address.startswith("ipc://") or not await self._units.has_near()
 
     # ---- one message to the front ----
