@@ -133,9 +133,18 @@ class Outbound(_Buffers):
             self.replace([*self.left(), *parts])
             self.num_messages += 1
             return
-        self.replace(parts)
+        moved: list[int] = []
+        self._state = (parts, moved)
         self.num_messages = 1
-        self.flush(sink)
+        if len(parts) > _MAX_BUFFERS:
+            self.flush(sink)
+            return
+        try:
+            moved.extend(map(sink.sendmsg, (parts,)))  # see ``move``
+        except BlockingIOError:
+            return
+        if moved[0] == sum(map(len, parts)):
+            self._state = ([], [])
 
     def flush(self, sink: ByteSink) -> None:
         """Send as much as possible now."""
@@ -182,6 +191,9 @@ class Inbound:
         chunk = chunks[-1]
         if not chunk:
             raise EOFError
+        if len(chunks) == 1 and (message := _whole(chunk)) is not None:
+            chunks.clear()
+            return [message]
         size += sum(map(len, chunks[measured:]))
         self._state = (chunks, (len(chunks), size), None)
         if size < self._need:
@@ -224,6 +236,27 @@ class Inbound:
             return None
         sizes = memoryview(data)[sizes_at:header_at].cast("Q").tolist() if num_frames else ()
         return request_id, data[header_at:body_at], sizes, body_at
+
+
+def _whole(chunk: bytes) -> Message | None:
+    """Decode a chunk that is exactly one message, as nearly every small one is. None: it is not.
+
+    Without this and the first attempt in ``Outbound.send``, small puts and gets take 4 % longer (benchmarks.small_ops).
+    """
+    if len(chunk) < _PREFIX.size:
+        return None
+    mark, header_size, request_id, num_frames = _PREFIX.unpack_from(chunk)
+    header_at = _PREFIX.size + num_frames * _SIZE
+    body_at = header_at + header_size
+    if mark != _MARK or len(chunk) < body_at:
+        return None
+    if not num_frames:
+        return Message(request_id, chunk[header_at:], []) if len(chunk) == body_at else None
+    memory = memoryview(chunk)
+    sizes = memory[_PREFIX.size : header_at].cast("Q").tolist()
+    if len(chunk) != body_at + sum(sizes):
+        return None
+    return Message(request_id, chunk[header_at:body_at], _views(memory, body_at, sizes))
 
 
 def _views(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
