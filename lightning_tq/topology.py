@@ -80,8 +80,11 @@ def fabric_topology(fabric: Fabric, dp_rank: Rank | None = None, dp_size: int | 
 def run_on_rank_zero(owner: Trainer | Fabric, action: Callable[[], R]) -> R:
     """Run on global rank 0, and return its result or raise its error on every rank. This is a collective."""
     if owner.is_global_zero:
-        with _BroadcastOfError(owner.strategy):
+        try:
             result = action()
+        except Exception as error:  # of any kind: the other ranks would wait forever
+            owner.strategy.broadcast((None, to_wire(error)), src=0)
+            raise
         owner.strategy.broadcast((result, None), src=0)
         return result
     received: tuple[Any, Any] = owner.strategy.broadcast((None, None), src=0)
@@ -109,20 +112,6 @@ def run_on_every_rank(owner: Trainer | Fabric, action: Callable[[], None]) -> No
     for rank, found in enumerate(errors):
         if found is not None:
             raise from_wire(found[0], f"rank {rank} can't take part: {found[1]}")
-
-
-class _BroadcastOfError:
-    """Sends an error of its block to the other ranks, which would otherwise wait forever, and lets it through."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception):  # Ctrl-C reaches the other ranks, too
-            self._strategy.broadcast((None, to_wire(error)), src=0)
 
 
 def _topology(owner: Trainer | Fabric, dp_rank: Rank | None, dp_size: int | None) -> Topology:

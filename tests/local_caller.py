@@ -36,7 +36,7 @@ class LocalCaller:
         _callers[self._route] = self
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
-        """See ``Caller``."""
+        """See ``SocketCaller``."""
         asked: dict[int, Call] = {}
         pending: list[concurrent.futures.Future[RawReply]] = []
         try:
@@ -63,7 +63,7 @@ class LocalCaller:
                 self._waiting.pop(number, None)
 
     async def post(self, call: Call) -> None:
-        """See ``Caller``."""
+        """See ``SocketCaller``."""
         self._post(call, call.header)
 
     def close(self) -> None:

@@ -66,6 +66,14 @@ class ControllerConfig:
     """The controller's address; filled by init()."""
 
 
+def _parsed(amount: str | int, rule: str) -> int:
+    """A number of bytes. Raises ConfigError with the rule that this option of SimpleStorage breaks."""
+    nbytes = parse_bytes(amount)
+    if nbytes is None or nbytes < 1:
+        raise ConfigError(f"backend.SimpleStorage.{rule}, got {amount!r}.")
+    return nbytes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpillConfig:
     """Values on disk where ``memory`` is full: the oldest ones go to a file, and are read from there."""
@@ -88,13 +96,9 @@ class SpillConfig:
         """Most bytes on disk of all units; None: half of what is free."""
         if self.max_bytes is None:
             return None
-        nbytes = parse_bytes(self.max_bytes)
-        if nbytes is None or nbytes < 1:
-            raise ConfigError(
-                f"backend.SimpleStorage.ssd_offload.max_bytes must be null, a number of bytes or a text such as "
-                f"'100GiB', got {self.max_bytes!r}."
-            )
-        return nbytes
+        return _parsed(
+            self.max_bytes, "ssd_offload.max_bytes must be null, a number of bytes or a text such as '100GiB'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,13 +142,7 @@ class SharedMemoryConfig:
             return None
         if self.memory == "auto":
             return machine_memory() // _SHARE_OF_MACHINE
-        nbytes = parse_bytes(self.memory)
-        if nbytes is None or nbytes < 1:
-            raise ConfigError(
-                f"backend.SimpleStorage.memory must be 'auto', null, a number of bytes or a text such as '4GiB', got "
-                f"{self.memory!r}."
-            )
-        return nbytes
+        return _parsed(self.memory, "memory must be 'auto', null, a number of bytes or a text such as '4GiB'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

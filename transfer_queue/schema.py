@@ -37,7 +37,7 @@ def extract_field_schema(data: TensorDictBase) -> Schema:
 def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
     """(``extract_field_schema``, number of rows)."""
     columns = _columns(data)
-    num_rows = count_rows(data, columns)
+    num_rows = _count_rows(data, columns)
     for name, column in columns.items():
         length = _length(name, column)
         if length is not None and length != num_rows:
@@ -50,12 +50,10 @@ def described_rows(data: TensorDictBase) -> tuple[Schema, int]:
     return {str(name): _describe(column) for name, column in columns.items()}, num_rows
 
 
-def count_rows(data: TensorDictBase, columns: Mapping[str, Any] | None = None) -> int:
+def _count_rows(data: TensorDictBase, columns: Mapping[str, Any]) -> int:
     """Rows of ``data``: its batch size, or the length of its columns if it was made without one."""
     if len(data.batch_size):
         return int(data.batch_size[0])
-    if columns is None:
-        columns = _columns(data)
     lengths = (_length(name, column) for name, column in columns.items())
     return next((length for length in lengths if length is not None), 0)
 

@@ -153,7 +153,7 @@ def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_an
         assert write.lease(7, 1.0, b"") is not None
         write.leased(0)
         connection.close()
-        packed, frames = write.packed({}, AT_ONCE)
+        packed, frames = write.packed(AT_ONCE)
         assert ([header.offset for header in packed.headers], packed.lease, frames) == ([0], 7, [])
         late = UnitWrite(connection, slice(0, 4), 4, columns, 0)
         assert (late.lease(8, 1.0, b""), connection.path) == (None, "frames")

@@ -167,14 +167,6 @@ def test_a_value_that_was_cleared_or_never_put_is_an_error_that_names_it(storage
         storage.get([5, 70], "a")
 
 
-def test_clearing_some_fields_keeps_the_others(storage):
-    storage.put({"a": torch.zeros(2), "b": torch.ones(2)}, [0, 1])
-    run_blocking(storage.manager.clear_rows([0, 1], ["a"]))
-    assert storage.column([0, 1], "b").tolist() == [1, 1]
-    with pytest.raises(StorageKeyNotFoundError, match="field 'a'"):
-        storage.get([0], "a")
-
-
 def test_what_was_read_may_be_modified_without_changing_what_is_stored(storage):
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     storage.put({"d": torch.zeros(2, 2), "j": nested, "o": [{"n": 0}, {"n": 0}], "s": torch.zeros(2)}, [0, 1])

@@ -81,6 +81,13 @@ def client(queue: Any) -> tq.TransferQueueClient:
 
 
 @pytest.fixture
+def emptied(client: tq.TransferQueueClient) -> None:
+    """Begin with an empty queue, whatever the test before left."""
+    for partition in client.get_partition_list():
+        client.clear_partition(partition)
+
+
+@pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
     """A partition of the test's own."""
     return str(request.node.name)

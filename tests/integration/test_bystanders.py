@@ -32,11 +32,7 @@ CONF = {
 MOMENT_S = 2.0 * SLOW
 
 
-@pytest.fixture(autouse=True)
-def emptied(client):
-    """Each test begins with an empty queue, whatever the one before it left."""
-    for partition in client.get_partition_list():
-        client.clear_partition(partition)
+pytestmark = pytest.mark.usefixtures("emptied")
 
 
 def small_puts_while(done: Callable[[], bool], client: tq.TransferQueueClient, least: int = 5) -> float:

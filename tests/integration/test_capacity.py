@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from plain_rows import rows
 
 import transfer_queue as tq
 
@@ -24,10 +23,6 @@ CONF = {
     }
 }
 WAIT_S = 20.0
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 @pytest.fixture(autouse=True)

@@ -8,19 +8,14 @@ import inspect
 import logging
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from plain_rows import rows
 
 import transfer_queue as tq
 
 CONF = {"controller": {"polling_mode": True}}
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 # ---- making a client ----

@@ -9,16 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from plain_rows import rows
 
 import transfer_queue as tq
 from transfer_queue.client.kv import batch_put
 
 WAIT_S = 20.0
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def together(works: list[Callable[[], Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_rows import rows
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -25,10 +26,6 @@ CONF = {
     "server_processes": "each",
     "backend": {"SimpleStorage": {"num_data_storage_units": 1, "capacity_bytes": 1 << 20, "put_timeout_s": 20.0}},
 }
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def unit() -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from plain_rows import rows
 
 import transfer_queue as tq
 from tests.integration.noticing import until, until_parked
@@ -24,10 +24,6 @@ from transfer_queue.transport.modes import run_blocking
 
 CONF = {"controller": {"producer_grace_s": 0.2}}
 WAIT_S = 20.0
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def joined(*processes: Any) -> None:

@@ -3,33 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from plain_rows import Point, rows
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue import protocol as p
 from transfer_queue.interface import connect
 from transfer_queue.transport.modes import run_blocking
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
-
-
-class Point:
-    """Of no plain type, and importable, so that pickle could store it."""
-
-    def __init__(self, x: int) -> None:
-        self.x = x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Point) and other.x == self.x
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 # ---- bad requests ----
 

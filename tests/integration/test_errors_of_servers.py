@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
+from plain_rows import Point, rows
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
@@ -21,22 +22,6 @@ from transfer_queue.errors import UnitLostError
 from transfer_queue.transport.modes import run_blocking
 
 JOIN_S = 20.0 * SLOW
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
-
-
-class Point:
-    """Of no plain type, and importable, so that pickle could store it."""
-
-    def __init__(self, x: int) -> None:
-        self.x = x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Point) and other.x == self.x
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class Pickled:

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from plain_rows import rows
+from tensordict import NonTensorStack
 
 import transfer_queue as tq
 from transfer_queue.transport.modes import run_blocking
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def stored_values() -> int:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
+from plain_rows import rows
 
 import transfer_queue as tq
 from tests.own_processes import SLOW, own_processes
@@ -30,10 +30,6 @@ JOIN_S = 20.0 * SLOW
 SCRIPT_S = 80.0 * SLOW
 """Importing torch takes a busy machine half a minute."""
 MAX_RSS_BYTES = 80e6
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def servers() -> list[psutil.Process]:

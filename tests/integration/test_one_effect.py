@@ -28,11 +28,7 @@ from transfer_queue.client.get import fetch_request
 CONF = {"backend": {"SimpleStorage": {"total_storage_size": CAPACITY, "put_timeout_s": 0.3}}}
 
 
-@pytest.fixture(autouse=True)
-def emptied(client):
-    """Each test begins with an empty queue, whatever the one before it left."""
-    for partition in client.get_partition_list():
-        client.clear_partition(partition)
+pytestmark = pytest.mark.usefixtures("emptied")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -24,11 +24,7 @@ CONF = {
 }
 
 
-@pytest.fixture(autouse=True)
-def emptied(client):
-    """Each test begins with an empty queue, whatever the one before it left."""
-    for partition in client.get_partition_list():
-        client.clear_partition(partition)
+pytestmark = pytest.mark.usefixtures("emptied")
 
 
 def of(conf: Any, which: str) -> list[int]:

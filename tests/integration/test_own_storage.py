@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_rows import rows
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -53,10 +54,6 @@ def own(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tq.TransferQueu
     client.initialize_storage_manager("Shelf", queue.backend.SimpleStorage)
     yield client
     client.close()
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def kept(client: tq.TransferQueueClient) -> dict[tuple[int, str], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_rows import rows
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
@@ -15,10 +16,6 @@ from transfer_queue.interface import connect
 from transfer_queue.transport.modes import run_blocking
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def stored_values(client: tq.TransferQueueClient) -> int:

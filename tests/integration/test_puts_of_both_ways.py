@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from plain_rows import rows
 
 import transfer_queue as tq
 from tests.integration.calls import before, die, giving_up, request_of
@@ -57,10 +57,6 @@ def other(queue: Any) -> Iterator[tq.TransferQueueClient]:
     client = connect("other", queue)
     yield client
     client.close()
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def values(client: tq.TransferQueueClient) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from plain_rows import rows
+from tensordict import NonTensorStack
 
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, until
@@ -46,10 +47,6 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tq.Transf
 def megabytes(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(count)
     return [torch.randint(0, 255, (1, MIB), dtype=torch.uint8, generator=generator) for _ in range(count)]
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 def total(client: tq.TransferQueueClient, name: str) -> int:

@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_rows import rows
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client import connect
 
 CONF = {"controller": {"polling_mode": True, "sampler_modules": ["tests.integration.scoring_sampler"]}}
-
-
-def rows(**columns: Any) -> TensorDict:
-    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
 
 
 # ---- versions ----

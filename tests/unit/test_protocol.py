@@ -20,6 +20,7 @@ SPEC = {
     "y": p.FieldSpec(None, None, is_non_tensor=True),
 }
 TAGS = {7: {"a": 1, "b": 2.5, "c": "text", "d": None, "e": [True, {"f": []}]}}
+decode_message = p.message_decoder()
 INDEXES = p.pack_indexes([0, 5, 2**40])
 
 REQUESTS = [
@@ -91,15 +92,15 @@ def of(verb, messages):
 
 def sent(request):
     """The message that carries a request, decoded."""
-    return p.decode_message(p.encode_request(request))
+    return decode_message(p.encode_request(request))
 
 
 @pytest.mark.parametrize("verb", p.AnyRequest.__args__, ids=lambda verb: verb.__name__)
 def test_every_request_survives_the_trip(verb):
     (request,) = of(verb, REQUESTS)
     message = p.ClientMessage([3, 2**63 - 1], request, [4])
-    assert p.decode_message(p.encode_request(request, [3, 2**63 - 1], [4])) == message
-    assert p.decode_message(memoryview(p.encode_request(request))) == p.ClientMessage([], request)
+    assert decode_message(p.encode_request(request, [3, 2**63 - 1], [4])) == message
+    assert decode_message(memoryview(p.encode_request(request))) == p.ClientMessage([], request)
 
 
 @pytest.mark.parametrize("begin", [of(verb, REQUESTS)[0] for verb in (p.Reserve, p.CheckFields, p.ResolveKeys)])
@@ -117,7 +118,7 @@ def test_requests_and_replies_are_told_apart():
     with pytest.raises(msgspec.DecodeError):
         p.decode_reply(p.encode(p.GetStats(1)))
     with pytest.raises(ProtocolError, match="protocol version 3"):
-        p.decode_message(p.encode(p.ClientMessage([], p.Done(1))))
+        decode_message(p.encode(p.ClientMessage([], p.Done(1))))
 
 
 def packed(*request):
@@ -125,11 +126,11 @@ def packed(*request):
 
 
 def test_fields_appended_since_may_be_missing_from_an_older_message():
-    assert p.decode_message(packed("Fetch", 1, "p", "t", ["x"], 4)).request == p.Fetch(1, "p", "t", ["x"], 4)
+    assert decode_message(packed("Fetch", 1, "p", "t", ["x"], 4)).request == p.Fetch(1, "p", "t", ["x"], 4)
 
 
 def test_fields_of_a_newer_message_are_ignored():
-    assert p.decode_message(packed("SealPartition", 1, "p", "new")).request == p.SealPartition(1, "p")
+    assert decode_message(packed("SealPartition", 1, "p", "new")).request == p.SealPartition(1, "p")
 
 
 @pytest.mark.parametrize(
@@ -151,16 +152,16 @@ def test_fields_of_a_newer_message_are_ignored():
 )
 def test_what_is_no_message_of_ours_is_a_protocol_error(data):
     with pytest.raises(ProtocolError):
-        p.decode_message(data)
+        decode_message(data)
 
 
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(st.binary(max_size=60))
 def test_random_bytes_are_a_message_or_a_typed_error_and_nothing_else(data):
     with suppress(ProtocolError, InvalidRequestError):
-        assert isinstance(p.decode_message(data).request, p.Request)
+        assert isinstance(decode_message(data).request, p.Request)
     with suppress(ProtocolError, InvalidRequestError):
-        assert isinstance(p.decode_message(b"\x92\x90" + data).request, p.Request)
+        assert isinstance(decode_message(b"\x92\x90" + data).request, p.Request)
 
 
 class Read(msgspec.Struct, frozen=True, tag="unit.read", array_like=True):
@@ -177,7 +178,7 @@ def test_a_decoder_may_know_the_requests_of_another_server_too():
     with pytest.raises(InvalidRequestError, match=r"rows\[0\] of Read: Expected `int`, got `str`"):
         decode(p.encode_request(Read(1, ["two"])))
     with pytest.raises(ProtocolError):
-        p.decode_message(p.encode_request(Read(1, [2])))
+        decode_message(p.encode_request(Read(1, [2])))
 
 
 def test_messages_cannot_be_changed():
@@ -261,7 +262,7 @@ def test_what_is_nested_too_deep_is_refused_by_its_sender_and_by_its_receiver(ma
             p.encode_request(make(nested(depth)))
     for depth in (p.MAX_DEPTH, 300):
         with pytest.raises(ProtocolError, match="nested deeper than 64 levels"):
-            p.decode_message(p.encode(p.ClientMessage([], make(nested(depth)))))
+            decode_message(p.encode(p.ClientMessage([], make(nested(depth)))))
 
 
 def test_a_tag_that_holds_itself_is_refused():
@@ -276,7 +277,7 @@ def test_a_message_nested_deeper_than_the_interpreter_allows_is_a_protocol_error
     assert head.endswith(b"\x80")
     for depth in (990, 100_000):
         with pytest.raises(ProtocolError, match="nested deeper"):
-            p.decode_message(head[:-1] + b"\x81\xa1a" + b"\x91" * depth + b"\x01")
+            decode_message(head[:-1] + b"\x81\xa1a" + b"\x91" * depth + b"\x01")
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1])

@@ -198,7 +198,7 @@ def _to_entry(spec: FieldSpec, count: int) -> dict[str, Any]:
     return entry
 
 
-def to_meta(batch: Batch, extra_info: Mapping[str, Any] | None = None) -> BatchMeta:
+def to_meta(batch: Batch) -> BatchMeta:
     """The metadata that a reply describes."""
     indexes = unpack_indexes(batch.indexes).tolist()
     count = len(indexes)
@@ -208,7 +208,7 @@ def to_meta(batch: Batch, extra_info: Mapping[str, Any] | None = None) -> BatchM
         [batch.partition] * count,
         None,
         np.frombuffer(batch.status, dtype=np.int8),
-        extra_info,
+        None,
         [batch.tags.get(index, {}) for index in indexes] if batch.tags else None,
         padding_mask=padding,
         token=batch.token,

@@ -11,7 +11,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_tags, to_meta, to_specs
-from transfer_queue.client.put import DataParser, Puts, RowTags, as_tensordict
+from transfer_queue.client.key_watch import listed_after
+from transfer_queue.client.put import DataParser, Puts, as_tensordict
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.storage.columns import parsed_rows
@@ -53,20 +54,13 @@ class Keys(Puts):
         )
 
     async def put_by_key(
-        self,
-        keys: Sequence[str],
-        partition_id: str,
-        rows: TensorDict | None,
-        specs: Mapping[str, p.FieldSpec],
-        tags: RowTags,
+        self, keys: list[str], partition_id: str, rows: TensorDict | None, tags: Sequence[Tag | None] | None
     ) -> p.Batch:
         """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then."""
-        wait_s = await self.put_timeout_s()
-        writes = sorted(specs)
-        begin = p.ResolveKeys(
-            self.session.number(), partition_id, list(keys), True, True, dict(specs), wait_s, writes
-        )  # fmt: skip
-        reply = await self.write(begin, rows, tags)
+        specs = {} if rows is None else to_specs(extract_field_schema(rows))
+        number, wait_s = self.session.number(), await self.put_timeout_s()
+        begin = p.ResolveKeys(number, partition_id, keys, True, True, specs, wait_s, sorted(specs))
+        reply = await self.write(begin, rows, {row: tag for row, tag in enumerate(tags or ()) if tag})
         assert isinstance(reply, p.Batch)
         return reply
 
@@ -101,18 +95,16 @@ class Keys(Puts):
             >>> client.kv_list("train", where="done == true")
             {'train': {'q1': {'done': True}}}
         """
-        names = [partition_id] if partition_id is not None else await self._partitions()
+        names: list[Any] = [partition_id]
+        if partition_id is None:
+            names = (await self.session.ask(p.ListPartitions, p.Names)).names
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for name in names:
             page = await self.session.ask(p.ListKeys, p.KeyList, name, None, 0, where)
             found.update(page.keys)
-            while page.more:  # in pages, so that a long list holds up no other client
-                page = await self.session.ask(p.ListKeys, p.KeyList, name, page.last, 0, where)
-                found.setdefault(name, {}).update(page.keys.get(name, {}))
+            if page.more:  # in pages, so that a long list holds up no other client
+                found.setdefault(name, {}).update(await listed_after(self.session, name, page.last, where))
         return found
-
-    async def _partitions(self) -> list[str]:
-        return [str(name) for name in (await self.session.ask(p.ListPartitions, p.Names)).names]
 
 
 def check_keys(keys: Sequence[str] | str) -> list[str]:
@@ -165,7 +157,7 @@ async def batch_put(
     while True:
         tries -= 1
         try:
-            batch = await _put_once(client, names, partition_id, rows, tags)
+            batch = await client.put_by_key(names, partition_id, rows, tags)
         except (SampleClearedError, UnknownPartitionError):
             if not tries:
                 raise
@@ -177,19 +169,6 @@ async def batch_put(
             partition_id=partition_id,
             fields=sorted(batch.fields),
         )
-
-
-async def _put_once(
-    client: AsyncTransferQueueClient,
-    names: list[str],
-    partition: str,
-    rows: TensorDict | None,
-    tags: Sequence[Tag | None] | None,
-) -> p.Batch:
-    specs = {} if rows is None else to_specs(extract_field_schema(rows))
-    return await client.put_by_key(
-        names, partition, rows, specs, {row: tag for row, tag in enumerate(tags or ()) if tag}
-    )
 
 
 def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:

@@ -97,11 +97,6 @@ class Tasks:
         task.tail = request.tail or task.tail
         self._tasks[request.task] = task
 
-    def set_sampler(self, name: str, sampler: BaseSampler) -> None:
-        """Use this sampler object: only for tasks in the plane's own process."""
-        self._tasks[name] = task = self.get(name)
-        task.sampler, task.spec = sampler, None
-
     def add(self, task: Task) -> None:
         """Add a task, replacing one of the same name."""
         self._tasks[task.name] = task

@@ -45,16 +45,13 @@ class ListedKeys:
     def appeared(self, rows: Rows) -> None:
         """These rows became samples."""
         if len(self._keys):
-            self._name(rows)
+            self.named(rows)
             self.retagged(rows)
 
-    def _name(self, rows: Rows) -> None:
+    def named(self, rows: Rows) -> None:
+        """Those of these rows that have keys are listed once they are samples."""
         indexes = self._table.column("index")[rows].tolist()
         self._table.ensure_column(_COLUMN, bool)[rows] = [self._keys.key_of(index) is not None for index in indexes]
-
-    def loaded(self, rows: Rows) -> None:
-        """These rows of a checkpoint have keys, if they have become samples."""
-        self._name(rows)
 
     def retagged(self, rows: Rows) -> None:
         """The tags of these rows changed."""

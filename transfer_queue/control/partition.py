@@ -24,14 +24,11 @@ _serials = itertools.count(1)
 
 
 class Partition:
-    """Only the plane changes it. ``preallocate``: the fewest samples that its first insert makes room for.
-
-    ``restored``: the number of the restore that made it, which is part of its new tokens.
-    """
+    """Only the plane changes it. ``preallocate``: the fewest samples that its first insert makes room for."""
 
     def __init__(
         self, name: str, incarnation: int, allocator: IndexAllocator, preallocate: int = 1,
-        num_samples: int | None = None, restored: int | None = None,
+        num_samples: int | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.num_samples = num_samples
@@ -55,7 +52,7 @@ class Partition:
         self.preallocate = preallocate
         self.incarnation = incarnation
         self.serial = next(_serials)  # of this object; a restored partition keeps the saved incarnation
-        self._restored = restored
+        self._restored: int | None = None
         self._num_forgotten = 0
         self._lost: dict[str, Indexes] = {}
         self._allocator = allocator

@@ -106,7 +106,7 @@ class Restored:
             if partition.keys.index_of(key) is not None:
                 raise ValueError(f"key {key!r} of partition {saved.name!r} is there twice")
             partition.keys.bind(key, at)
-        partition.listed.loaded(partition.rows_of(named))
+        partition.listed.named(partition.rows_of(named))
 
     def finish(self) -> None:
         """All slices are in.

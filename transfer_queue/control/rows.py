@@ -194,8 +194,8 @@ class IndexAllocator:
     ``num_used``: samples and reservations of all partitions, which count towards the capacity. Partitions update it.
     """
 
-    def __init__(self, first: int = 0) -> None:
-        self.next_index = first
+    def __init__(self) -> None:
+        self.next_index = 0
         self.num_used = 0
 
     def allocate(self, count: int) -> Indexes:

@@ -242,5 +242,4 @@ def _mark_as_forked() -> None:
         receipt.mark = _DROPPED_BUT_FORKED
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)
+os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)

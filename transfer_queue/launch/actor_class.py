@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from transfer_queue.errors import ConfigError
@@ -43,8 +43,7 @@ class ActorClass:
     def _actor_class(self) -> Any:
         if self._made is None:
             ray = import_ray()
-            module, _, name = self._path.partition(":")
-            cls = getattr(import_module(module), name)
+            cls = resolve_name(self._path)
             for method in self._at_once:
                 ray.method(concurrency_group=AT_ONCE)(getattr(cls, method))
             self._made = ray.remote(concurrency_groups={AT_ONCE: _AT_ONCE_THREADS}, **self._defaults)(cls)

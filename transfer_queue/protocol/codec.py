@@ -185,9 +185,6 @@ def _with_arrays(message: ClientMessage[Any]) -> ClientMessage[Any]:
     return msgspec.structs.replace(message, request=msgspec.structs.replace(fetch, sampler_args=arguments))
 
 
-decode_message = message_decoder()
-
-
 def _with_name(text: str, data: bytes | memoryview, kinds: dict[str, type[msgspec.Struct]]) -> str | None:
     """Fields travel by position, which says nothing to the caller that gave the value."""
     location = _LOCATION.search(text)

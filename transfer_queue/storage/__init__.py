@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 _HOME = {
@@ -24,8 +24,7 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve_name(_HOME[name])
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeVar
 
 from transfer_queue.errors import UnknownBackendError
@@ -79,8 +79,7 @@ def resolve(name: str) -> type[StorageManager]:
             f"registered in this process, too: import its module first."
         )
     if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
+        return resolve_name(found)  # type: ignore[no-any-return]
     return found
 
 

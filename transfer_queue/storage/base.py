@@ -157,13 +157,9 @@ class StorageManager(ABC):
         data = await self.get_data(RowsOf(indexes, sorted(set(fields)), units))
         return batches.relaid(data, layout or self.config.get("layout", "jagged"))
 
-    async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
-        """Delete these fields (None: all) of these samples.
-
-        A backend that can't delete single fields keeps them until the samples are cleared.
-        """
-        if fields is None:
-            await self.clear_data(RowsOf(indexes))
+    async def clear_rows(self, indexes: Sequence[int]) -> None:
+        """``clear_data`` without metadata."""
+        await self.clear_data(RowsOf(indexes))
 
     @asynccontextmanager
     async def stored(

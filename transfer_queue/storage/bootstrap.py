@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 Provider = TypeVar("Provider", bound=Callable[[Any], Any])
@@ -37,8 +37,4 @@ class StorageBootstrapProvider:
     def get_provider(cls, name: str) -> Callable[[Any], Any] | None:
         """The backend's provider; None if it needs none."""
         found = cls._providers.get(name)
-        if not isinstance(found, str):
-            return found
-        module, _, attribute = found.partition(":")
-        provider: Callable[[Any], Any] = getattr(import_module(module), attribute)
-        return provider
+        return resolve_name(found) if isinstance(found, str) else found

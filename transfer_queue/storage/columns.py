@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,15 @@ def num_rows(data: Any) -> int:
             raise InvalidRequestError("data has no batch dimension: build it with batch_size=[number of samples]")
         return int(data.batch_size[0])
     return max((len(column) for column in data.values()), default=0)
+
+
+def check_rows(data: Any, indexes: Sized) -> None:
+    """Raise InvalidRequestError unless there is one row per index."""
+    if num_rows(data) != len(indexes):
+        raise InvalidRequestError(
+            f"put of {num_rows(data)} rows for {len(indexes)} samples: data and metadata must have the same number of "
+            f"rows. Nothing was stored."
+        )
 
 
 def prepare(data: Any, allow_pickle: bool = False) -> dict[str, Column]:

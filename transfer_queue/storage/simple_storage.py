@@ -3,15 +3,4 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transfer_queue import storage
-
-_NAMES = ("SimpleStorageUnit", "StorageKeyNotFoundError")
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(storage, name)
+from transfer_queue.storage import __getattr__ as __getattr__

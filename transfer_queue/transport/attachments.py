@@ -9,17 +9,13 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 
-from transfer_queue.transport.base import Outgoing
-
-SUFFIX = ".arena"
-"""The suffix of the socket's path, after that of the server's socket."""
+from transfer_queue.transport.base import Outgoing, Ready
 
 _BORROW_TIMEOUT_S = 10.0
 _BACKLOG = 512
 _MAX_GREETING_NBYTES = 4096
 
-Ready = Callable[[float], Iterable[Outgoing]]
-Attend = Callable[[int, Ready], Callable[[], None]]
+Attend = Callable[[int, Ready], Callable[[], object]]
 
 
 class Lender:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -49,31 +49,6 @@ class RawReply(NamedTuple):
     frames: list[memoryview]
 
 
-class Caller(Protocol):
-    """The calling side: many calls at once, answers in the order of the calls."""
-
-    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
-        """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
-
-        Either all answers are returned, or the cancel of every sent call is sent. That covers a deadline, a cancelled
-        task, Ctrl-C, a closed ``PendingCall``, and an error in a call or in making it.
-
-        Raises:
-            QueueUnreachableError: a peer has ended, or did not answer within ``timeout_s``.
-        """
-        ...
-
-    async def post(self, call: Call) -> None:
-        """Send a message that expects no answer, without waiting.
-
-        The unsent rest goes before the connection's next message. An event loop sends it as soon as there is room.
-
-        Raises:
-            QueueUnreachableError: the peer has ended, as far as this is known by now.
-        """
-        ...
-
-
 class Envelope(NamedTuple):
     """The client that sent a request, and the route of the answer. ``request_id`` is ``NOBODY_WAITS`` if none is
     expected.
@@ -93,6 +68,10 @@ class Outgoing:
     envelope: Envelope
     header: bytes
     frames: Sequence[Buffer] = field(default=())
+
+
+Ready = Callable[[float], Iterable[Outgoing]]
+"""Called with monotonic seconds when something has happened. Returns answers to be sent."""
 
 
 class Handler(Protocol):

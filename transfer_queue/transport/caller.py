@@ -71,14 +71,29 @@ class SocketCaller:
         self._wake = Descriptors(self, *os.pipe())
 
     async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
-        """See ``Caller``. Raises ClosedError after ``close``, even if that came while the call waited."""
+        """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
+
+        Either all answers are returned, in the order of the calls, or the cancel of every sent call is sent. That
+        covers a deadline, a cancelled task, Ctrl-C, a closed ``PendingCall``, and an error in a call or in making it.
+
+        Raises:
+            QueueUnreachableError: a peer has ended, or did not answer within ``timeout_s``.
+            ClosedError: after ``close``, even if that came while the call waited.
+        """
         self._check_process()
         if is_blocking():
             return await self._call_blocking(calls, timeout_s)
         return await self._call_on_loop(calls, timeout_s)
 
     async def post(self, call: Call) -> None:
-        """See ``Caller``. Raises ClosedError after ``close``."""
+        """Send a message that expects no answer, without waiting.
+
+        The unsent rest goes before the connection's next message. An event loop sends it as soon as there is room.
+
+        Raises:
+            QueueUnreachableError: the peer has ended, as far as this is known by now.
+            ClosedError: after ``close``.
+        """
         self._check_process()
         if not is_blocking():
             self._loop_connection(call.peer, asyncio.get_running_loop()).post(call)

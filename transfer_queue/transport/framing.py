@@ -239,7 +239,10 @@ class Inbound:
 
 
 def _whole(chunk: bytes) -> Message | None:
-    """Decode a chunk that is exactly one message, as nearly every small one is. None: it is not."""
+    """Decode a chunk that is exactly one message, as nearly every small one is. None: it is not.
+
+    Without this and the first attempt in ``Outbound.send``, small puts and gets take 4 % longer (benchmarks.small_ops).
+    """
     if len(chunk) < _PREFIX.size:
         return None
     mark, header_size, request_id, num_frames = _PREFIX.unpack_from(chunk)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, Envelope, Handler, Listener, Outgoing, Route
+from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, Envelope, Handler, Listener, Outgoing, Ready, Route
 from transfer_queue.transport.unix import UnixListener
 from transfer_queue.transport.waiting import Readiness
 from transfer_queue.utils.logging_utils import get_logger
@@ -18,7 +18,6 @@ from transfer_queue.utils.machine import close_descriptor, open_process
 if TYPE_CHECKING:
     from transfer_queue.transport.tcp_wire import ServerKeys
 
-Ready = Callable[[float], Iterable[Outgoing]]
 _log = get_logger(__name__)
 
 
@@ -129,7 +128,7 @@ class SocketServer:
         self._readiness = self._loop.readiness
         self._handler: Handler | None = None
         self._routes: dict[str, set[Route]] = {}
-        self._watched: dict[int, Ready] = {}
+        self._watched: set[int] = set()
         self._attended: dict[int, Ready] = {}
         self._last_acts: list[Callable[[], None]] = []
         try:
@@ -169,34 +168,35 @@ class SocketServer:
             self._act(ended)
             return lambda: None
 
-        def end(_: int) -> None:
-            self._unwatch(descriptor, ended)
-            self._act(ended)
+        def end(now: float) -> Iterable[Outgoing]:
+            stop()
+            return ended(now)
 
-        self._watched[descriptor] = ended
-        self._readiness.add(descriptor, end)
-        return lambda: self._unwatch(descriptor, ended)
+        def stop() -> None:
+            if dismiss():
+                self._watched.discard(descriptor)
+                close_descriptor(descriptor)
 
-    def _unwatch(self, descriptor: int, ended: Ready) -> None:
-        if self._watched.get(descriptor) is ended:  # otherwise it ended, and the number may now mean another file
-            del self._watched[descriptor]
-            self._readiness.remove(descriptor)
-            close_descriptor(descriptor)
+        dismiss = self.attend(descriptor, end)
+        self._watched.add(descriptor)
+        return stop
 
-    def attend(self, descriptor: int, ready: Ready) -> Callable[[], None]:
+    def attend(self, descriptor: int, ready: Ready) -> Callable[[], bool]:
         """Call ``ready(now)`` in the serving thread whenever this descriptor is readable, and send what it returns.
 
-        Returns a function that stops attending: call it in the serving thread, before the descriptor is closed.
-        Idempotent.
+        Returns a function that stops attending, and says whether it did so now: call it in the serving thread, before
+        the descriptor is closed. Idempotent.
         """
         self._readiness.add(descriptor, lambda _: self._act(ready))
         self._attended[descriptor] = ready
         return lambda: self._dismiss(descriptor, ready)
 
-    def _dismiss(self, descriptor: int, ready: Ready) -> None:
-        if self._attended.get(descriptor) is ready:
-            del self._attended[descriptor]
-            self._readiness.remove(descriptor)
+    def _dismiss(self, descriptor: int, ready: Ready) -> bool:
+        if self._attended.get(descriptor) is not ready:  # it has stopped, and the number may now mean another file
+            return False
+        del self._attended[descriptor]
+        self._readiness.remove(descriptor)
+        return True
 
     # ---- serving ----
 

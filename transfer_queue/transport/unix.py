@@ -142,21 +142,17 @@ class UnixRoute:
         parts = encode(answer.envelope.request_id, answer.header, answer.frames)
         try:
             self._outbound.send(self._socket, parts)
-        except OSError:
-            self._drop_answers()
+        except OSError:  # the client has closed its end; what it sent before is still read
+            self._outbound.clear()
         if self._outbound or self._wanted != READ:
             self._choose_events()
 
     def _flush(self) -> None:
         try:
             self._outbound.flush(self._socket)
-        except OSError:
-            self._drop_answers()
+        except OSError:  # the client has closed its end; what it sent before is still read
+            self._outbound.clear()
         self._choose_events()
-
-    def _drop_answers(self) -> None:
-        """The client has closed its end and reads no answers. What it sent before is still read."""
-        self._outbound.clear()
 
     def _choose_events(self) -> None:
         waiting = self._outbound.num_messages if self._outbound else 0

@@ -35,6 +35,6 @@ def test_a_forgotten_key_may_name_another_sample():
 
 
 def test_indexes_are_contiguous_per_call_and_never_come_again():
-    allocator = IndexAllocator(first=5)
-    assert [allocator.allocate(count).tolist() for count in (2, 1, 3)] == [[5, 6], [7], [8, 9, 10]]
+    allocator = IndexAllocator()
+    assert [allocator.allocate(count).tolist() for count in (2, 1, 3)] == [[0, 1], [2], [3, 4, 5]]
     assert allocator.allocate(1).dtype == "int64"

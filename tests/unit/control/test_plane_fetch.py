@@ -29,6 +29,7 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control.draw import Task
 from transfer_queue.sampler.base import BaseSampler
 
 # ---- what is refused, before anything is consumed ----
@@ -407,8 +408,8 @@ class Counting(BaseSampler):
 def test_a_poll_asks_the_sampler_once_and_leaves_those_who_wait_alone(plane):
     put(plane, 4)
     polled, waiting = Counting(), Counting()
-    plane.state.tasks.set_sampler("polled", polled)
-    plane.state.tasks.set_sampler("waiting", waiting)
+    plane.state.tasks.add(Task("polled", polled))
+    plane.state.tasks.add(Task("waiting", waiting))
     park(plane, 2, task="waiting")
     assert not_ready(fetch(plane, 2, task="polled")) == (2, 4, 4, {})
     assert (polled.calls, waiting.calls) == (1, 1)

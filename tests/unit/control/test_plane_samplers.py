@@ -216,7 +216,7 @@ class Own(BaseSampler):
 def test_a_sampler_that_answers_nonsense_is_an_error_for_who_asked_and_consumes_nothing(plane, answer, parts):
     put(plane, 2)
     reserve(plane, 1)
-    plane.state.tasks.set_sampler("train", Own(answer))
+    plane.state.tasks.add(Task("train", Own(answer)))
     refused(fetch(plane, 1, 0, 0, wait_s=9.0), "SamplerError", *parts)
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [0, 0]
     assert (plane.next_deadline(), batch(plane, 2, task="other")) == (None, [0, 1])
@@ -227,7 +227,7 @@ def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_sam
     def fail(ready):
         raise error("on purpose")
 
-    plane.state.tasks.set_sampler("train", Own(fail))
+    plane.state.tasks.add(Task("train", Own(fail)))
     park(plane, 2)
     park(plane, 2, task="other", client=CRITIC)
     own, *others = publish(plane, reserve(plane, 2))
@@ -239,7 +239,7 @@ def test_a_samplers_failure_answers_the_parked_fetch_and_the_publish_all_the_sam
 
 def test_the_plane_tells_which_sampler_runs_and_for_which_task(plane):
     seen = []
-    plane.state.tasks.set_sampler("train", Own(lambda ready: seen.append(running()) or ([0], [0])))
+    plane.state.tasks.add(Task("train", Own(lambda ready: seen.append(running()) or ([0], [0]))))
     put(plane, 1)
     batch(plane, 1)
     assert (seen, running()) == (["Own of task 'train'"], None)
@@ -290,7 +290,7 @@ def test_any_method_of_a_sampler_may_fail_and_every_fetch_is_answered(plane, met
 
     sampler = SequentialSampler()
     setattr(sampler, method, fail)
-    plane.state.tasks.set_sampler("train", sampler)
+    plane.state.tasks.add(Task("train", sampler))
     put(plane, samples)
     seal(plane)
     refused(fetch(plane, 2), "SamplerError", "SequentialSampler failed: LookupError", method)
@@ -300,14 +300,14 @@ def test_a_partition_is_not_cleared_when_a_sampler_cannot_forget_it(plane):
     put(plane, 1)
     sampler = Own(([], []))
     sampler.clear_cache = lambda partition_id: 1 // 0
-    plane.state.tasks.set_sampler("train", sampler)
+    plane.state.tasks.add(Task("train", sampler))
     refused(ask(plane, ACTOR, p.ClearPartition, "p"), "SamplerError", "Own failed: ZeroDivisionError")
     assert batch(plane, 1, task="other") == [0]
 
 
 def test_a_users_sampler_gets_a_list_and_only_the_arguments_it_names(plane):
     sampler = Own(([0], [0]))
-    plane.state.tasks.set_sampler("train", sampler)
+    plane.state.tasks.add(Task("train", sampler))
     put(plane, 3)
     assert batch(plane, 1, 0, 0, sampler_args={"temperature": 1}) == [0]
     assert [(type(offered), offered) for offered in sampler.offered] == [(list, [0, 1, 2])]
@@ -320,7 +320,7 @@ def test_a_users_sampler_gets_the_callers_arguments_and_what_the_plane_knows(pla
             return ready_indexes[:batch_size], ready_indexes[:batch_size]
 
     sampler = Curious()
-    plane.state.tasks.set_sampler("train", sampler)
+    plane.state.tasks.add(Task("train", sampler))
     put(plane, 2, lengths=[5])
     batch(plane, 1, 0, 3, sampler_args={"temperature": 2, "task_name": "forged"})
     known = {"task_name": "train", "partition_id": "p", "dp_size": None, "dp_rank": 0, "batch_index": 3}
@@ -328,14 +328,14 @@ def test_a_users_sampler_gets_the_callers_arguments_and_what_the_plane_knows(pla
 
 
 def test_sampling_with_replacement_consumes_nothing_and_batches_keep_their_answer(plane):
-    plane.state.tasks.set_sampler("train", Own(([1, 1], [])))
+    plane.state.tasks.add(Task("train", Own(([1, 1], []))))
     put(plane, 2)
     assert [batch(plane, 2, 0, i) for i in (0, 1, 0)] == [[1, 1]] * 3
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [0, 0]
 
 
 def test_a_sampler_may_consume_more_than_it_gives_and_each_sample_once(plane):
-    plane.state.tasks.set_sampler("train", Own(([0], [0, 1, 1, 99])))
+    plane.state.tasks.add(Task("train", Own(([0], [0, 1, 1, 99]))))
     put(plane, 3)
     batch(plane, 1, 0, 0)
     assert list(ask(plane, ACTOR, p.ConsumptionStatus, "p", "train").status) == [1, 1, 0]
@@ -343,7 +343,7 @@ def test_a_sampler_may_consume_more_than_it_gives_and_each_sample_once(plane):
 
 def test_a_round_that_fails_for_one_rank_exists_for_none(plane):
     answers = iter([([0], [0]), ([], []), ([0], [0]), ([1], [1])])
-    plane.state.tasks.set_sampler("train", Own(lambda ready: next(answers)))
+    plane.state.tasks.add(Task("train", Own(lambda ready: next(answers))))
     register(plane, dp_size=2)
     put(plane, 2)
     park(plane, 1, 0, 0)
@@ -354,7 +354,7 @@ def test_a_round_that_fails_for_one_rank_exists_for_none(plane):
 
 def test_ranks_of_a_round_are_offered_only_what_the_ranks_before_them_left(plane):
     sampler = Own(lambda ready: (ready[-1:], ready[-1:]))
-    plane.state.tasks.set_sampler("train", sampler)
+    plane.state.tasks.add(Task("train", sampler))
     register(plane, dp_size=3)
     put(plane, 3)
     assert batch(plane, 1, 0, 0) == [2]

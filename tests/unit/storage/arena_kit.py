@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.protocol import Failed, Reply, Request
+from transfer_queue.protocol import Failed, Reply, Request, pack_indexes
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.messages import (
     ColumnHeader,
@@ -23,7 +23,6 @@ from transfer_queue.storage.shm.messages import (
     Rows,
     Write,
     Written,
-    pack_indexes,
     unpack_columns,
 )
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply

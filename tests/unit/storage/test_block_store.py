@@ -110,15 +110,8 @@ def test_a_missing_value_names_field_and_sample():
 def test_deleting_what_is_unknown_changes_nothing():
     store = BlockStore()
     store.write(ints(1), whole("a", wire([1])))
-    assert (store.delete(ints(0, 2, 5000)), store.delete(ints(1), ["b"]), store.delete(ints())) == (0, 0, 0)
+    assert (store.delete(ints(0, 2, 5000)), store.delete(ints())) == (0, 0)
     assert read(store, "a", 1) == [1]
-
-
-def test_deleting_some_fields_keeps_the_others():
-    store = BlockStore()
-    store.write(ints(1), whole("a", wire([1])) + whole("b", wire([2])))
-    assert store.delete(ints(1), ["a"]) == 1
-    assert (read(store, "b", 1), store.num_values, store.num_samples) == ([2], 1, 1)
 
 
 @pytest.mark.parametrize("make", [wire, ragged])
@@ -299,10 +292,10 @@ class AgainstADict(RuleBasedStateMachine):
         self.store.write(ints(*indexes), whole(field, make(values)))
         self.model.update({(index, field): value for index, value in zip(indexes, values, strict=True)})
 
-    @rule(indexes=st.lists(st.integers(0, 200), max_size=60), fields=st.sampled_from([None, ["a"], ["b", "c"]]))
-    def delete(self, indexes, fields):
-        gone = [key for key in self.model if key[0] in indexes and (fields is None or key[1] in fields)]
-        assert self.store.delete(ints(*indexes), fields) == len(gone)
+    @rule(indexes=st.lists(st.integers(0, 200), max_size=60))
+    def delete(self, indexes):
+        gone = [key for key in self.model if key[0] in indexes]
+        assert self.store.delete(ints(*indexes)) == len(gone)
         for key in gone:
             del self.model[key]
 

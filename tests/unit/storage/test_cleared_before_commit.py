@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transfer_queue.protocol import Done, Request
+from transfer_queue.protocol import Done, Request, pack_indexes
 from transfer_queue.storage.shm.messages import (
     ColumnHeader,
     Columns,
@@ -21,7 +21,6 @@ from transfer_queue.storage.shm.messages import (
     Rows,
     Write,
     Written,
-    pack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.storage.wire_columns import dense_layout

@@ -17,13 +17,12 @@ from tensordict import TensorDict
 from tests.local_caller import LocalCaller
 from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError, UnitLostError
+from transfer_queue.protocol import unpack_indexes
 from transfer_queue.server.front import Front
 from transfer_queue.storage.shm.manager import SharedMemoryManager, shares_of
 from transfer_queue.storage.shm.messages import (
     Abort,
     Commit,
-    Delete,
-    Deleted,
     EndSession,
     EndWrite,
     Read,
@@ -32,7 +31,6 @@ from transfer_queue.storage.shm.messages import (
     Write,
     Written,
     decode_columns,
-    unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit
 from transfer_queue.transport.base import Peer, RawReply
@@ -167,16 +165,13 @@ def test_nothing_is_sent_for_no_rows_and_no_fields():
     assert (session.asked, session.told) == ([], [])
 
 
-def test_a_read_asks_for_each_field_once_and_a_clear_names_its_fields():
+def test_a_read_asks_for_each_field_once():
     session = NotedSession(Rows(0, []))
     manager = SharedMemoryManager(session, config(1))
     with pytest.raises(Exception):  # noqa: B017, PT011 (the answer holds no values)
         run_blocking(manager.get_rows([1], ["b", "a", "b"]))
-    session.answer = Deleted(0, 0)
-    run_blocking(manager.clear_rows([1], ["b", "a", "b"]))
-    (read, delete) = [request for asks, _ in session.asked for _, request, _ in asks]
-    packed = np.array([1]).tobytes()
-    assert (read, delete) == (Read(1, packed, ["a", "b"]), Delete(2, packed, ["a", "b"]))
+    (read,) = [request for asks, _ in session.asked for _, request, _ in asks]
+    assert read == Read(1, np.array([1]).tobytes(), ["a", "b"])
 
 
 def test_what_a_read_pinned_is_released():

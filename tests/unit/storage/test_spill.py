@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.protocol import Failed
+from transfer_queue.protocol import Failed, pack_indexes
 from transfer_queue.storage.objects import encode_rows
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
 from transfer_queue.storage.shm.messages import (
@@ -30,7 +30,6 @@ from transfer_queue.storage.shm.messages import (
     Rows,
     Write,
     Written,
-    pack_indexes,
     unpack_columns,
 )
 from transfer_queue.storage.shm.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile

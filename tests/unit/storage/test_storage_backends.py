@@ -69,8 +69,6 @@ def test_a_registered_backend_needs_only_put_get_and_clear(own, session):
     run_blocking(manager.put_data(data, meta))
     assert run_blocking(manager.get_rows([3, 4], ["b"]))["b"].is_nested
     assert run_blocking(manager.get_rows([3, 4], ["b"], "dense"))["b"].tolist() == [[0, 1], [2, 3]]
-    run_blocking(manager.clear_rows([3, 4], ["b"]))
-    assert not hasattr(manager, "cleared")
     run_blocking(manager.clear_rows([3, 4]))
     assert manager.cleared == [3, 4]
     run_blocking(manager.close())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from transfer_queue.errors import ProtocolError, StorageFullError
-from transfer_queue.protocol import Done, Failed, encode, encode_request, message_decoder
+from transfer_queue.protocol import Done, Failed, encode, encode_request, message_decoder, pack_indexes
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
     ColumnHeader,
@@ -25,9 +25,7 @@ from transfer_queue.storage.shm.messages import (
     decode_answer,
     decode_columns,
     encode_columns,
-    pack_indexes,
     unpack_columns,
-    unpack_indexes,
 )
 from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
 
@@ -44,7 +42,6 @@ REQUESTS = [
     Commit(3, [2]),
     Read(4, b"", ["a"], True),
     Delete(5, b"12345678"),
-    Delete(6, b"", ["a"]),
     Release(7, [1, 4]),
     EndSession(8, "me", [2]),
     AskUnitStats(9),
@@ -136,8 +133,3 @@ def test_fields_whose_rows_lie_alike_share_a_table():
         rows = WireColumn(INT, 2, np.zeros(80, np.uint8), selection=np.array([9, 3]))
         packer.add_at(name, np.array([1, 0]), rows, 4096)
     assert [pack_indexes(np.array(numbers)) for numbers in ([1, 0], [9, 3])] == packer.tables
-
-
-def test_indexes_must_be_whole_numbers():
-    with pytest.raises(ProtocolError, match="7 bytes"):
-        unpack_indexes(b"1234567")

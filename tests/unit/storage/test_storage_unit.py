@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from transfer_queue.protocol import Done, Failed, Reply, Request
+from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes
 from transfer_queue.storage.shm.field_blocks import STEP_NBYTES
 from transfer_queue.storage.shm.messages import (
     AskUnitStats,
@@ -22,7 +22,6 @@ from transfer_queue.storage.shm.messages import (
     UnitStats,
     Write,
     Written,
-    pack_indexes,
 )
 from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
 from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
@@ -91,8 +90,8 @@ def test_each_request_is_answered_once_under_its_own_number(small):
 @pytest.mark.parametrize(
     ("request_", "code", "fragment"),
     [
-        (Write(1, b"123", Columns([])), "ProtocolError", "whole number of int64"),
-        (Read(1, b"123", ["a"]), "ProtocolError", "whole number of int64"),
+        (Write(1, b"123", Columns([])), "ProtocolError", "indexes are 8 bytes each"),
+        (Read(1, b"123", ["a"]), "ProtocolError", "indexes are 8 bytes each"),
         (Read(1, pack_indexes(np.array([4])), ["a"]), "StorageKeyNotFoundError", "field 'a' for sample 4"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from transfer_queue.errors import UnknownBackendError
@@ -95,8 +95,5 @@ class StorageClientFactory:
             raise UnknownBackendError(
                 f"Unknown StorageClient {client_type!r}. Known: {', '.join(sorted(cls._clients))}."
             )
-        if isinstance(found, str):
-            module, _, attribute = found.partition(":")
-            client: StorageKVClient = getattr(import_module(module), attribute)(config)
-            return client
-        return found(config)
+        client: type[StorageKVClient] = resolve_name(found) if isinstance(found, str) else found
+        return client(config)

@@ -63,14 +63,10 @@ class KVStorageManager(StorageManager):
         from transfer_queue.storage import columns
 
         data = await columns.parsed_rows(data, data_parser)
-        indexes, rows = list(metadata.global_indexes), columns.num_rows(data)
-        if rows != len(indexes):
-            raise InvalidRequestError(
-                f"put of {rows} rows for {len(indexes)} samples: data and metadata must have the same number of rows. "
-                f"Nothing was stored."
-            )
+        indexes = list(metadata.global_indexes)
+        columns.check_rows(data, indexes)
         by_field = _rows_by_field(data)
-        if not rows or not by_field:
+        if not indexes or not by_field:
             return data
         references = {name: [_reference(value) for value in values] for name, values in by_field.items()}
         # First of all, so that a put that is interrupted from here on is cleared with its samples.
@@ -114,16 +110,14 @@ class KVStorageManager(StorageManager):
     async def clear_data(self, metadata: HasRows) -> None:
         await self.clear_rows(metadata.global_indexes)
 
-    async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
-        wanted = None if fields is None else set(fields)
-        held = {n: own for n, own in (await self._references.held(indexes)).items() if wanted is None or n in wanted}
+    async def clear_rows(self, indexes: Sequence[int]) -> None:
         keys, metas = list[str](), list[Any]()
-        for name, own in held.items():
+        for name, own in (await self._references.held(indexes)).items():
             keys += _keys(own.tolist(), name)
             metas += [each.backend_meta for each in (await self._referred(own, [name]))[name]]
         if keys:
             await off_loop(self.storage_client.clear, keys, custom_backend_meta=metas)
-        await self._references.clear_rows(indexes, fields)
+        await self._references.clear_rows(indexes)
 
     async def end_session(self, client: str, published: Sequence[int]) -> None:
         """References that the client had not committed are dropped; it had put no values for them yet."""

@@ -21,7 +21,6 @@ _log = get_logger(__name__)
 
 _FILE_SUFFIX = ".file"
 _SCHEME = "ipc://"
-_TIMEOUT_S = 10.0
 
 
 def arena_path(address: str) -> str | None:
@@ -59,7 +58,7 @@ def map_arena(address: str) -> MappedArena | None:
 
 def _mapped(path: str) -> ByteArray | None:
     """The memory that the socket at this path lends; None if it can't be mapped here."""
-    borrowed = borrow(path, _TIMEOUT_S)
+    borrowed = borrow(path)
     if borrowed is None:
         return None
     descriptor, greeting = borrowed

@@ -166,17 +166,12 @@ class BlockStore:
         held = [self._fields[name] for name in fields if name in self._fields]
         return len(indexes) * sum(field.mean_nbytes_near(ends) for field in held)
 
-    def delete(self, indexes: IntArray, fields: Iterable[str] | None = None) -> int:
-        """Delete these fields (None: all) of these indexes, skipping unknown ones. Returns the number of values
-        deleted.
-        """
+    def delete(self, indexes: IntArray) -> int:
+        """Delete all fields of these indexes, skipping unknown ones. Returns the number of values deleted."""
         slots = distinct(self._table.find(indexes))
         deleted = 0
         self.look_for_disk()
-        for name in list(self._fields if fields is None else fields):
-            field = self._fields.get(name)
-            if field is None:
-                continue
+        for name, field in list(self._fields.items()):
             mine = slots[~field.missing(slots)]
             if not len(mine):
                 continue

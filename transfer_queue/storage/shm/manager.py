@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
-from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row
+from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row, pack_indexes, unpack_indexes
 from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
 from transfer_queue.storage.shm.messages import (
     AskHeld,
@@ -28,8 +28,6 @@ from transfer_queue.storage.shm.messages import (
     UnitStats,
     decode_answer,
     encode_columns,
-    pack_indexes,
-    unpack_indexes,
 )
 from transfer_queue.storage.shm.unit import INLINE_NBYTES
 from transfer_queue.storage.shm.unit_client import (
@@ -92,9 +90,7 @@ class SharedMemoryManager(StorageManager):
         return len(await self._units.all(fresh=False)) > 1
 
     async def writes_in_front(self) -> bool:
-        """Whether this client's values are best stored in the controller's process."""
-        if not self.is_in_front:
-            return False
+        """Whether this client's values are best stored in the controller's process, where a unit is."""
         return self.session.controller.address.startswith("ipc://") or not await self._units.has_near()
 
     # ---- one message to the front ----
@@ -174,12 +170,7 @@ class SharedMemoryManager(StorageManager):
 
         data = await columns.parsed_rows(data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
-        rows = columns.num_rows(data)
-        if rows != len(indexes):
-            raise InvalidRequestError(
-                f"put of {rows} rows for {len(indexes)} samples: data and metadata must have the same number of rows. "
-                f"Nothing was stored."
-            )
+        columns.check_rows(data, indexes)
         if await self._store(indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
@@ -258,12 +249,11 @@ class SharedMemoryManager(StorageManager):
             raise
         return units
 
-    async def clear_rows(self, indexes: Sequence[int], fields: Iterable[str] | None = None) -> None:
+    async def clear_rows(self, indexes: Sequence[int]) -> None:
         """In every unit, because values that were put again may lie in several."""
         wanted = _as_indexes(indexes)
-        names = None if fields is None else sorted(set(fields))
         if len(wanted):
-            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted), names), Deleted)
+            await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
 
     async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
         """Return by field which of these samples have a value. Fields that none of them has are left out."""

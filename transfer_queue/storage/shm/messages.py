@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.errors import ProtocolError, from_wire
-from transfer_queue.protocol import Done, Failed, Reply, Request
+from transfer_queue.protocol import Call, Done, Failed, Reply, Request, pack_indexes, unpack_indexes
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
 
 FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
@@ -18,8 +18,6 @@ FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 Located: TypeAlias = list[tuple[str, WireColumn, Positions, Positions]]
 """(field, block, positions in the batch, their row indices in the block)."""
 
-Nbytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
-Call = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
@@ -110,10 +108,9 @@ class Rows(Reply, frozen=True):
 
 
 class Delete(Request, frozen=True):
-    """Delete these fields (None: all) of these indexes. Unknown ones are ignored."""
+    """Delete all fields of these indexes. Unknown ones are ignored."""
 
     indexes: bytes
-    fields: list[str] | None = None
 
 
 class Deleted(Reply, frozen=True):
@@ -222,16 +219,6 @@ def _decode(decoder: Any, header: bytes | memoryview) -> Any:
         return decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a storage message of {len(header)} bytes can't be decoded: {error}") from error
-
-
-def pack_indexes(indexes: IntArray) -> bytes:
-    return np.ascontiguousarray(indexes, np.int64).tobytes()
-
-
-def unpack_indexes(packed: bytes) -> IntArray:
-    if len(packed) % 8:
-        raise ProtocolError(f"{len(packed)} bytes of indexes are no whole number of int64")
-    return np.frombuffer(packed, np.int64)
 
 
 View = Callable[[int, int], ByteArray]

@@ -45,20 +45,20 @@ class Leases:
         """Remove the lease and return its memory; None if there is no such lease."""
         return _take(self._leases, client, call)
 
-    def release(self, client: str, call: int) -> bool:
-        """End the lease or pin of this call. Returns whether there was one."""
-        lease, pin = _take(self._leases, client, call), _take(self._pins, client, call)
-        return lease is not None or pin is not None
+    def release(self, client: str, call: int) -> None:
+        """End the lease or pin of this call, if there is one."""
+        _take(self._leases, client, call)
+        _take(self._pins, client, call)
 
     def memory_of(self, client: str) -> list[ByteArray]:
         """All memory that the client has leased or pinned."""
         pinned = self._pins.get(client, {}).values()
         return [*self._leases.get(client, {}).values(), *(extent for extents in pinned for extent in extents)]
 
-    def end(self, client: str) -> bool:
-        """The client's session has ended. Returns whether it had a lease or a pin."""
-        lease, pin = self._leases.pop(client, None), self._pins.pop(client, None)
-        return bool(lease or pin)
+    def end(self, client: str) -> None:
+        """The client's session has ended."""
+        self._leases.pop(client, None)
+        self._pins.pop(client, None)
 
     def held_by(self) -> dict[str, tuple[int, int]]:
         """Per client, the number of its leases and of its pins."""

@@ -21,7 +21,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     to_wire,
 )
-from transfer_queue.protocol import Done, Failed, Reply, Request
+from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, unpack_indexes
 from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.shm.block_store import BlockStore
 from transfer_queue.storage.shm.messages import (
@@ -44,9 +44,7 @@ from transfer_queue.storage.shm.messages import (
     Written,
     answer_in_frames,
     answer_in_place,
-    pack_indexes,
     unpack_columns,
-    unpack_indexes,
 )
 from transfer_queue.storage.shm.session_memory import Leases, Uncommitted, UncommittedWrite
 from transfer_queue.storage.shm.spill import SpillFile, Warming
@@ -399,13 +397,12 @@ class StorageUnit:
 
     def _delete(self, client: str, request: Delete, frames: list[memoryview]) -> list[UnitReply]:
         indexes = unpack_indexes(request.indexes)
-        answers = [UnitReply(client, Deleted(request.id, self._store.delete(indexes, request.fields)))]
-        if request.fields is None:
-            self._uncommitted.delete(indexes)
-            # Writes for these samples that still wait for room are pointless now.
-            error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
-            lost = self._remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
-            answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
+        answers = [UnitReply(client, Deleted(request.id, self._store.delete(indexes)))]
+        self._uncommitted.delete(indexes)
+        # Writes for these samples that still wait for room are pointless now.
+        error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
+        lost = self._remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
+        answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
         return answers + self._admit()
 
     def _held(self, client: str, request: AskHeld, frames: list[memoryview]) -> list[UnitReply]:

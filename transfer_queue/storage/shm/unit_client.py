@@ -126,11 +126,8 @@ class UnitWrite:
         if offset < 0:
             self.lease_call = 0
 
-    def packed(self, whole: dict[str, WireColumn], copy: Copy) -> tuple[Columns, list[Any]]:
-        """Return the message's columns and frames. Arena values are there once ``copy`` is finished.
-
-        ``whole`` caches the wire columns that several units' frames are cut from.
-        """
+    def packed(self, copy: Copy) -> tuple[Columns, list[Any]]:
+        """Return the message's columns and frames. Arena values are there once ``copy`` is finished."""
         packer, offset = Packer(), self._offset
         for name, column in self._columns.items():
             nbytes = self._sizes.get(name)
@@ -139,9 +136,7 @@ class UnitWrite:
                 packer.add_at(name, slice(0, self._count), stored, offset)
                 offset += whole_pages(nbytes)
                 continue
-            if name not in whole:
-                whole[name] = column.wire_column()
-            for where, rows in cut(whole[name], self._rows):
+            for where, rows in cut(column.wire_column(), self._rows):
                 packer.add(name, where, rows)
         return Columns(packer.headers, packer.tables, self.lease_call), packer.frames
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, TransferQueueError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
-from transfer_queue.storage.copying import AT_ONCE
+from transfer_queue.storage.copying import AT_ONCE, Copies
 from transfer_queue.storage.shm.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
 from transfer_queue.storage.shm.unit_client import MemoryColumns, UnitWrite, decide_paths
 from transfer_queue.storage.shm.unit_directory import UnitDirectory
@@ -115,12 +115,10 @@ class UnitWriter:
     def packed(self, write: UnitWrite) -> tuple[Columns, list[Any]]:
         """Copies into the arena the columns that lie there."""
         if not write.lease_call:
-            return write.packed({}, AT_ONCE)
-        from transfer_queue.storage.copying import Copies
-
+            return write.packed(AT_ONCE)
         with self._session.using_memory():
             copies = Copies(into_mapped=True)
-            made = write.packed({}, copies)
+            made = write.packed(copies)
             copies.finish()
         return made
 
