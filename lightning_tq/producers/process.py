@@ -11,6 +11,7 @@ import pickle
 import runpy
 import signal
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable
@@ -82,10 +83,20 @@ def _refusal(happened: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End when the parent's thread does that started this process, even if it is killed."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
+    """End when the parent does, even if it is killed. On Linux, when its thread does that started this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also applies after exec
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it ended before this process could notice
         os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    never = threading.Event()
+    while not never.wait(1.0):
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _find_function(order: StartOrder) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -128,8 +129,9 @@ def test_what_an_attended_descriptor_lets_go_is_sent(tmp_path, caller):
     os.close(write)
 
 
-def test_readiness_tells_what_can_be_done():
-    readiness = Readiness()
+@pytest.mark.parametrize("make", [select.poll, getattr(select, "epoll", select.poll)])
+def test_readiness_tells_the_same_whatever_it_polls_with(make):
+    readiness = Readiness(make())
     read, write = os.pipe()
     told: list[str] = []
     readiness.add(read, lambda ready: told.append(f"read {ready & READ}"))

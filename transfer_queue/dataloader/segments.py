@@ -242,4 +242,5 @@ def _mark_as_forked() -> None:
         receipt.mark = _DROPPED_BUT_FORKED
 
 
-os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_mark_as_forked, after_in_child=_mapped.clear)

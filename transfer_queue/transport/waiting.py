@@ -32,17 +32,19 @@ LONGEST_WAIT_S = 3600.0
 
 LONGEST_S = 1e-3
 """An exchange takes 0.1 to 0.3 ms, and a busy client asks again within one millisecond."""
+_YIELD: Callable[[], None] | None = getattr(os, "sched_yield", None)
 _PREEMPTED_S = 50e-6
 """A gap between two polls of at least this length means that another thread had the core, or the clock ticked."""
 _PRICE = 8
 """A failed spin costs as much as this many successful ones save."""
 _LONGEST_REST = 6
 """As a power of two: how many waits pass without a spin if all spins have failed."""
+_THIS_THREAD: int = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 def _times_preempted() -> int:
     """How often this thread has lost its core to another one."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+    return resource.getrusage(_THIS_THREAD).ru_nivcsw
 
 
 class Spin:
@@ -56,10 +58,10 @@ class Spin:
         self,
         longest_s: float,
         clock: Callable[[], float] = time.perf_counter,
-        pass_on: Callable[[], None] = os.sched_yield,
+        pass_on: Callable[[], None] | None = _YIELD,
         times_preempted: Callable[[], int] = _times_preempted,
     ) -> None:
-        """``pass_on`` yields the core to another thread."""
+        """``pass_on`` yields the core to another thread; without it, nothing spins."""
         self._longest_s = longest_s
         self._clock = clock
         self._pass_on = pass_on
@@ -74,7 +76,7 @@ class Spin:
         Args:
             left_s: ``sleep`` returns after this long at the latest.
         """
-        if not 0 < self._longest_s < left_s:
+        if not self._may_look(left_s):
             return sleep()
         if not self._rests():
             return self._look(poll) or sleep()
@@ -84,11 +86,15 @@ class Spin:
             self._doubt -= 1
         return found
 
+    def _may_look(self, left_s: float) -> bool:
+        return self._pass_on is not None and 0 < self._longest_s < left_s
+
     def _rests(self) -> bool:
         self._rested += 1
         return self._rested < 1 << self._doubt // _PRICE
 
     def _look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
+        assert self._pass_on is not None
         preempted = self._times_preempted()
         looked = self._clock()
         end = looked + self._longest_s
@@ -110,7 +116,7 @@ def longest_s() -> float:
 
     On a single core it is always 0, because a spinning thread would delay the process that it waits for.
     """
-    if len(os.sched_getaffinity(0)) < 2:
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < 2:
         return 0.0
     return environment_number("TQ_SPIN_US", LONGEST_S * 1e6) / 1e6
 
@@ -179,8 +185,10 @@ Act = Callable[[int], None]
 class Readiness:
     """Waits for descriptors. Level triggered: what is left undone is reported again."""
 
-    def __init__(self) -> None:
-        self._poller = select.epoll()
+    def __init__(self, poller: Any = None) -> None:
+        """``poller``: replaces the default, which is epoll if available."""
+        self._poller: Any = poller or (select.epoll() if hasattr(select, "epoll") else select.poll())
+        self._is_epoll = hasattr(self._poller, "fileno")
         self._acts: dict[int, Act] = {}
         self._spin = Spin(longest_s())
 
@@ -200,15 +208,22 @@ class Readiness:
     def wait(self, timeout_s: float | None) -> Iterator[tuple[Act, int]]:
         """Yield the actions of ready descriptors; nothing after ``LONGEST_WAIT_S``. None: no deadline."""
         left_s = math.inf if timeout_s is None else timeout_s
-        longest_s = None if timeout_s is None else min(timeout_s, LONGEST_WAIT_S)
-        events = self._spin.wait(self._poller.poll, lambda: self._poller.poll(longest_s), left_s)
+        events = self._spin.wait(self._poller.poll, lambda: self._sleep(timeout_s), left_s)
         found = [(descriptor, self._acts.get(descriptor), ready) for descriptor, ready in events]
         for descriptor, act, ready in found:
             # A previous action may have closed this descriptor, and a new one may have its number.
             if act is not None and self._acts.get(descriptor) is act:
                 yield act, ready
 
+    def _sleep(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, LONGEST_WAIT_S)
+            timeout_s = timeout_s if self._is_epoll else math.ceil(timeout_s * 1000)
+        events: list[tuple[int, int]] = self._poller.poll(timeout_s)
+        return events
+
     def close(self) -> None:
         """Remove all descriptors, without closing them."""
         self._acts.clear()
-        self._poller.close()
+        if self._is_epoll:
+            self._poller.close()
