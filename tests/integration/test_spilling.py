@@ -92,6 +92,18 @@ def test_a_checkpoint_has_the_values_on_disk_and_loads_into_less_memory_than_the
     tq.close()
 
 
+def test_a_checkpoint_of_small_puts_loads_into_the_memory_that_they_were_put_into(client, tmp_path):
+    data = megabytes(24)  # of 16, or of 8 in each of two units
+    for each in data:
+        client.put(rows(x=each), partition_id="p")
+    client.save_checkpoint(tmp_path / "saved")
+    client.clear_partition("p")
+    client.load_checkpoint(tmp_path / "saved")
+    meta = client.get_meta(["x"], 24, "p", task_name="t")
+    read = [client.get_data(meta[at : at + 1])["x"].values() for at in range(24)]
+    assert torch.equal(torch.stack(read), torch.cat(data))
+
+
 def test_others_are_served_while_values_go_to_disk_and_come_back(tmp_path):
     tq.init(spilling(tmp_path))
     client, longest = tq.get_client(), 0.0

@@ -195,14 +195,14 @@ class BlockReader:
             self._shapes = SavedFile(directory, block.shapes).array(INT64, (block.rows, len(block.layout.shape)))
         self._skip = self._header()
 
-    def chunks(self) -> Iterator[tuple[IntArray, WireColumn]]:
-        """Yield (samples, their rows), a few MiB at a time."""
+    def chunks(self, most_nbytes: int = READ_NBYTES) -> Iterator[tuple[IntArray, WireColumn]]:
+        """Yield (samples, their rows), about ``most_nbytes`` at a time."""
         layout = self._block.layout
         if self._offsets is None:
             edges = np.arange(self._block.rows + 1) * layout.row_nbytes
         else:
             edges = self._offsets * (layout.itemsize if layout.kind == "ragged" else 1)
-        cuts = _cuts(edges)
+        cuts = _cuts(edges, most_nbytes)
         sizes = (int(edges[stop] - edges[start]) for start, stop in cuts)
         for (start, stop), data in zip(cuts, self._values.chunks(sizes, self._skip), strict=True):
             try:
@@ -234,11 +234,11 @@ class BlockReader:
         return row_meta
 
 
-def _cuts(edges: IntArray) -> list[tuple[int, int]]:
-    """Split the rows into runs of about ``READ_NBYTES``, of ``MOST_ROWS`` rows at most and one row at least."""
+def _cuts(edges: IntArray, most_nbytes: int) -> list[tuple[int, int]]:
+    """Split the rows into runs of about ``most_nbytes``, of ``MOST_ROWS`` rows at most and one row at least."""
     cuts, start, count = [], 0, len(edges) - 1
     while start < count:
-        stop = int(np.searchsorted(edges, edges[start] + READ_NBYTES, side="right")) - 1
+        stop = int(np.searchsorted(edges, edges[start] + most_nbytes, side="right")) - 1
         stop = min(max(stop, start + 1), start + MOST_ROWS, count)
         cuts.append((start, stop))
         start = stop

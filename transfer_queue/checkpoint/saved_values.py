@@ -33,6 +33,8 @@ from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn
 from transfer_queue.transport.modes import off_loop
 
 _FIRST_ROWS = 64
+_SHARE_OF_UNIT = 4
+"""A loaded chunk takes at most this fraction (a quarter) of a unit's memory: many small puts may lie in it, and on disk."""
 
 
 # ---- saving ----
@@ -165,14 +167,20 @@ class SavedValues:
         Returns where the values lie, except those in unit 0. The samples have the indexes that were saved.
         """
         stored: list[StoredRows] = []
+        most_nbytes = await _chunk_nbytes(storage)
         for field, block in self._blocks:
-            chunks = block.chunks()
+            chunks = block.chunks(most_nbytes)
             while (chunk := await off_loop(_next, chunks)) is not None:
                 samples, column = chunk
                 units = await storage.store((samples + shift).tolist(), {field: column})
                 if units is not None:
                     stored.append((field, samples, by_row(units)))
         return stored
+
+
+async def _chunk_nbytes(storage: StorageManager) -> int:
+    capacities = [getattr(unit, "capacity_bytes", None) for unit in await storage.stats()]
+    return min([READ_NBYTES, *(max(1, most // _SHARE_OF_UNIT) for most in capacities if most is not None)])
 
 
 def _next(chunks: Iterator[tuple[IntArray, WireColumn]]) -> tuple[IntArray, WireColumn] | None:
