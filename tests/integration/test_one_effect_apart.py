@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 import transfer_queue as tq
 from tests.integration import given_up
-from tests.integration.faults import SERVED_S, comes_true, impatient_client, server_pids
+from tests.integration.faults import SERVED_S, client_of, comes_true, impatient_client, server_pids
 from tests.integration.given_up import CAPACITY, VERBS, WAYS, nothing_occupied
 from transfer_queue.transport.modes import run_blocking
 
@@ -101,4 +102,44 @@ def test_a_put_whose_publish_gets_no_answer_is_readable_or_never_was(queue, clie
     client.get_data(client.get_meta(None, partition_id=name, mode="force_fetch"))
     check_described(client, name)
     impatient.close()
+    given_up.check_one_effect(name, VERBS[verb])
+
+
+# ---- a put is cancelled when it is published ----
+
+
+def cancelling_at(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step of a put; its task is cancelled when it begins."""
+
+    async def stepped(*args: Any) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return await step(*args)
+
+    return stepped
+
+
+@pytest.mark.parametrize("verb", ["put", "large put", "put over values", "kv_put"])
+def test_a_put_that_is_cancelled_when_it_is_published_is_undone_or_whole(queue, client, name, monkeypatch, verb):
+    meta, cancelling = given_up.prepare(name), client_of(queue, "cancelling")
+    samples = given_up.numbers(client, name)["samples"]
+    storage = cancelling.storage_manager
+
+    async def go() -> None:
+        await VERBS[verb].act(cancelling, name, meta)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "commit", cancelling_at(storage.commit))
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(go())
+    if verb in ("put", "large put"):
+        assert comes_true(lambda: given_up.numbers(client, name)["samples"] == samples)
+    assert comes_true(lambda: nothing_occupied(client, name)), given_up.occupied(client)
+    kept = ("unreceived", "leaves")  # with leave to replace values, a put would hold up checkpoints
+    assert comes_true(
+        lambda: not any(each.get(what) for each in client.get_stats()["clients"].values() for what in kept)
+    )
+    check_described(client, name)
+    cancelling.close()
     given_up.check_one_effect(name, VERBS[verb])

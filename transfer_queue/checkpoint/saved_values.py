@@ -34,7 +34,7 @@ from transfer_queue.transport.modes import off_loop
 
 _FIRST_ROWS = 64
 _SHARE_OF_UNIT = 4
-"""A loaded chunk takes at most this fraction (a quarter) of a unit's memory: many small puts may lie in it, and on disk."""
+"""A loaded chunk takes at most this fraction (a quarter) of a unit's memory, into which small puts may have gone."""
 
 
 # ---- saving ----
@@ -179,7 +179,7 @@ class SavedValues:
 
 
 async def _chunk_nbytes(storage: StorageManager) -> int:
-    capacities = [getattr(unit, "capacity_bytes", None) for unit in await storage.stats()]
+    capacities: list[int | None] = [getattr(unit, "capacity_bytes", None) for unit in await storage.stats()]
     return min([READ_NBYTES, *(max(1, most // _SHARE_OF_UNIT) for most in capacities if most is not None)])
 
 

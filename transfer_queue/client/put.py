@@ -92,6 +92,8 @@ class WriteTransaction:
             if stored and (publish is None or isinstance(error, UnitLostError)):
                 await storage.abort(begin.id, units)
             await session.cancel(begin.id)
+            if publish is not None:
+                await session.cancel(publish.id)
             raise
         if isinstance(begin, p.Reserve):
             session.done(session.controller, publish.id, begin.id)

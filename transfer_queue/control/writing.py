@@ -84,15 +84,18 @@ class UncommittedPublish(Record):
 
 
 class CompletePut(Record):
-    """New samples with their values. If its session ends, the put stays: its caller may have the answer."""
+    """New samples with their values, as the put or its publish leaves them. If its session ends, they stay: its caller
+    may have the answer.
+    """
 
     __slots__ = ("_indexes", "_num_rewrites", "_partition", "_serial", "_state")
 
-    def __init__(self, state: PlaneState, put: p.Put, reply: p.Reserved) -> None:
-        super().__init__(p.Put, reply)
-        partition = state.get(put.begin.partition)
+    def __init__(
+        self, state: PlaneState, request: p.Put | p.Publish, reply: p.Reply, partition: Partition, indexes: p.Indexes
+    ) -> None:
+        super().__init__(type(request), reply)
         self._state, self._partition, self._serial = state, partition.name, partition.serial
-        self._num_rewrites, self._indexes = partition.num_rewrites, p.unpack_indexes(reply.indexes)
+        self._num_rewrites, self._indexes = partition.num_rewrites, indexes
 
     def cancel(self) -> bool:
         """Delete the samples, unless somebody has got one or written to it: a put is whole or not there."""
@@ -376,7 +379,11 @@ def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p
     if isinstance(reservation, Reservation):
         state.calls.take(client, request.completes)
         reservation.complete(request.indexes, request.uncommitted)
-    record = UncommittedPublish(state, client, request, reply) if request.uncommitted else Record(p.Publish, reply)
+    record = Record(p.Publish, reply)
+    if request.uncommitted and isinstance(reservation, Reservation) and reservation.kind is p.Reserve:
+        record = CompletePut(state, request, reply, partition, indexes)
+    elif request.uncommitted:
+        record = UncommittedPublish(state, client, request, reply)
     state.calls.add(client, request.id, record)
     return reply
 

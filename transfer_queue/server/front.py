@@ -334,7 +334,9 @@ class Front:
                 yield Step(Commit(put.id, [put.id]))
             answer = published if isinstance(begin, p.ResolveKeys) else first
             if isinstance(answer.reply, p.Reserved):
-                self.plane.state.calls.add(client, put.id, CompletePut(self.plane.state, put, answer.reply))
+                state = self.plane.state
+                partition, own = state.get(begin.partition), p.unpack_indexes(answer.reply.indexes)
+                state.calls.add(client, put.id, CompletePut(state, put, answer.reply, partition, own))
             else:
                 self._remember(client, put, answer.reply)
             return answer

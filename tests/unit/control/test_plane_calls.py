@@ -346,6 +346,17 @@ def test_a_publish_may_have_the_number_of_the_reservation_that_it_completes(plan
     assert batch(plane, 1) == [0]
 
 
+def test_a_published_put_whose_values_are_not_committed_is_undone_unless_a_task_was_given_some(plane):
+    replies = []
+    for number in (5001, 5011):
+        (own,) = plane.handle(ROLLOUT, p.Reserve(number, "p", 1), 0.0)
+        args = (number + 1, "p", own.reply.indexes, fields("x"))
+        replies += plane.handle(ROLLOUT, p.Publish(*args, completes=number, uncommitted=True), 0.0)
+    assert batch(plane, 1) == [0]
+    assert [cancel(plane, ROLLOUT, to.reply)[0] for to in replies] == ["kept", "undone"]
+    assert chores(plane) == [1]
+
+
 def test_a_call_that_can_not_be_undone_leaves_no_other_one_of_its_session_behind(plane):
     class Broken(Record):
         def undo(self) -> bool:
