@@ -190,10 +190,14 @@ class Run:
             return
         limit = self.trainer.num_training_batches
         if reader.stream.num_batches is None and reader.taken < limit < float("inf") and not reader.resumed:
+            if isinstance(self.trainer.limit_train_batches, int):
+                expects = "limit_train_batches expects"
+                advice = "Lower limit_train_batches, or remove it: the epoch ends with the partition."
+            else:  # a CombinedLoader of the user
+                expects, advice = "the loaders beside it have", "Set Stream(num_batches=...), the batches per epoch."
             logger.warning(
-                f"partition {reader.partition!r} ended after {reader.taken} batches, but limit_train_batches expects "
-                f"{limit}. Lightning then skips the validation of this epoch. Lower limit_train_batches, or remove "
-                f"it: the epoch ends with the partition."
+                f"partition {reader.partition!r} ended after {reader.taken} batches, but {expects} {limit}. Lightning "
+                f"then skips the validation of this epoch. {advice}"
             )
         if not reader.taken and not reader.resumed:
             self._warn_once(

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from producing import fill, rows
 from recorders import Recorder
+from torch.utils.data import DataLoader
 
 from lightning_tq import Producer, TQDataModule
 from tests.lightning.conftest import stream
@@ -169,3 +172,22 @@ def test_a_limit_that_the_stream_does_not_reach_is_reported(
     fill(dm.client, "train@0", 8)
     trainer(limit_train_batches=5).fit(Recorder(), datamodule=dm)
     assert "ended after 2 batches, but limit_train_batches expects 5" in caplog.text
+
+
+@pytest.mark.parametrize(("num_batches", "validated"), [(None, 0), (2, 4)])
+def test_a_stream_that_ends_before_the_loader_beside_it_is_reported_unless_its_length_is_known(
+    num_batches: int | None, validated: int, data: Make, trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Both(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    dm = data(train=stream("train@{epoch}", num_batches=num_batches), val=stream("val", task="evaluate"))
+    train, _ = fill(dm.client, "train@0", 8), fill(dm.client, "val", 4)
+    own = dm.train_dataloader
+    dm.train_dataloader = lambda: CombinedLoader([own(), DataLoader(range(20), batch_size=4)], "min_size")
+    model = Both()
+    trainer(num_sanity_val_steps=0).fit(model, datamodule=dm)
+    assert (model.indexes(), len(model.indexes("val"))) == (train, validated)
+    says = "ended after 2 batches, but the loaders beside it have 5. Lightning then skips the validation"
+    assert (says in caplog.text) == (num_batches is None)
