@@ -121,7 +121,7 @@ def _main_module(order: StartOrder) -> types.ModuleType:
         else:
             assert order.main_path is not None
             names = runpy.run_path(order.main_path, run_name="__mp_main__")
-    except Exception:
+    except Exception:  # of any kind, because the program is the user's
         traceback.print_exc()
         sys.exit(_refusal("failed there"))
     del os.environ[IMPORTING_MAIN]
