@@ -322,7 +322,7 @@ _DIES_BEFORE_COMMIT = """
 import os, sys, torch, transfer_queue as tq
 import tests.contract.backend_kit
 from tensordict import TensorDict
-from transfer_queue.storage.shm.messages import Commit
+from transfer_queue.storage.messages import Commit
 client = tq.get_client()
 call_many = client.session.call_many
 

@@ -20,9 +20,9 @@ from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, 
 from tests.contract.transport_kit import held
 from transfer_queue.storage.columns import prepare
 from transfer_queue.storage.copying import AT_ONCE
-from transfer_queue.storage.shm.arena_sharing import host_unit
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.shm.unit_client import UnitConnection, UnitWrite
+from transfer_queue.storage.unit.arena_sharing import host_unit
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer

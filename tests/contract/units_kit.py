@@ -20,9 +20,9 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import create
-from transfer_queue.storage.shm.arena_sharing import host_unit
 from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.unit.arena_sharing import host_unit
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer

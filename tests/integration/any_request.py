@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.storage.shm import messages
+from transfer_queue.storage import messages
 
 
 def every_request() -> list[p.Request]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import transfer_queue as tq
 from transfer_queue import protocol as p
 from transfer_queue.client.get import fetch_request
-from transfer_queue.storage.shm.messages import UnitRequest
+from transfer_queue.storage.messages import UnitRequest
 from transfer_queue.transport.base import Call, RawReply
 from transfer_queue.transport.caller import SocketCaller
 

@@ -20,7 +20,7 @@ from tests.integration.noticing import ended, until
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, UnknownPartitionError
 from transfer_queue.interface import connect
-from transfer_queue.storage.shm.messages import Commit, Write
+from transfer_queue.storage.messages import Commit, Write
 
 WAIT_S = 20.0
 STEADY = 4

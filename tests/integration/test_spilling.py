@@ -19,7 +19,7 @@ from tensordict import NonTensorStack
 
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, until
-from transfer_queue.storage.shm.spill import FOLDER
+from transfer_queue.storage.unit.spill import FOLDER
 
 MIB = 1 << 20
 

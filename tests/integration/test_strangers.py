@@ -24,7 +24,7 @@ from tests.integration.faults import (
     stranger,
 )
 from transfer_queue import protocol as p
-from transfer_queue.storage.shm import messages
+from transfer_queue.storage import messages
 
 CONF = {"backend": {"SimpleStorage": {"put_timeout_s": 1.0, "capacity_bytes": 64 << 20}}}
 GREETING = framed(b"stranger")

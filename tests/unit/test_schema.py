@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from transfer_queue.schema import extract_field_schema
+from transfer_queue.metadata.field_schema import extract_field_schema
 
 OBJECTS = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from transfer_queue.annotations import copy_tags, same_value
+from transfer_queue.metadata.annotations import copy_tags, same_value
 
 NAN = float("nan")
 EQUAL = [

@@ -13,8 +13,8 @@ import torch
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.field_schema import with_dtypes
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
-from transfer_queue.schema import with_dtypes
 from transfer_queue.storage.backends import create as create_storage
 from transfer_queue.storage.backends import storage_settings
 from transfer_queue.storage.shm.manager import SharedMemoryManager

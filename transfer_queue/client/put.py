@@ -12,10 +12,10 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.annotations import copy_tags
 from transfer_queue.client.base import ClientBase, check_tags, to_specs
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager

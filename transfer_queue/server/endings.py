@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.janitor import Janitor, StepwiseWrites
-from transfer_queue.storage.shm.messages import Delete, EndSession, EndWrite
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.messages import Delete, EndSession, EndWrite
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Buffer
 from transfer_queue.transport.server import guarded
 from transfer_queue.utils.logging_utils import get_logger

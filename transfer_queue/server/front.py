@@ -25,7 +25,7 @@ from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFul
 from transfer_queue.server.endings import PER_TURN, Answer, Endings, all_answers, answers_of, in_turns
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.server.meter import Meter
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     AskUnitStats,
     Commit,
     Delete,
@@ -36,7 +36,7 @@ from transfer_queue.storage.shm.messages import (
     Write,
     decode_columns,
 )
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Envelope, Outgoing
 from transfer_queue.utils.logging_utils import get_logger
 

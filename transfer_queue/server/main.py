@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transfer_queue.server.janitor import Janitor
     from transfer_queue.server.membership import Membership
     from transfer_queue.storage.base import StorageManager
-    from transfer_queue.storage.shm.spill import SpillFile
+    from transfer_queue.storage.unit.spill import SpillFile
     from transfer_queue.transport.server import SocketServer
 
 _UNIT_TIMEOUT_S = 30.0
@@ -161,8 +161,8 @@ def _make_front(
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
     from transfer_queue.server.watchdog import Watchdog
-    from transfer_queue.storage.shm.arena_sharing import host_unit
-    from transfer_queue.storage.shm.unit import INLINE_NBYTES
+    from transfer_queue.storage.unit.arena_sharing import host_unit
+    from transfer_queue.storage.unit.unit import INLINE_NBYTES
 
     conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
     config = typed(conf)
@@ -193,7 +193,7 @@ def _make_front(
 
 def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
     """This unit's share of the disk; None if nothing is spilled."""
-    from transfer_queue.storage.shm.spill import SpillFile
+    from transfer_queue.storage.unit.spill import SpillFile
 
     spill = storage.ssd_offload
     if not spill.enabled:

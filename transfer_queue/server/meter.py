@@ -14,7 +14,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.protocol import unpack_indexes
-from transfer_queue.storage.shm.messages import ColumnHeader, Delete, Read, Rows, UnitRequest, Write
+from transfer_queue.storage.messages import ColumnHeader, Delete, Read, Rows, UnitRequest, Write
 
 REQUEST_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 LOOP_BOUNDS_S = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)

@@ -16,8 +16,7 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     ColumnHeader,
     Columns,
     Lease,
@@ -29,7 +28,8 @@ from transfer_queue.storage.shm.messages import (
     encode_columns,
     unpack_columns,
 )
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire_columns import dense_layout
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
 

@@ -22,7 +22,7 @@ from tests.unit.server.front_kit import (
 from transfer_queue import protocol as p
 from transfer_queue.server.endings import PER_TURN
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.messages import Delete, Release, Rows, decode_answer
+from transfer_queue.storage.messages import Delete, Release, Rows, decode_answer
 
 # ---- fetches ----
 

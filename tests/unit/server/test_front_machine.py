@@ -26,7 +26,7 @@ from tests.unit.server.front_kit import (
     specs,
 )  # fmt: skip
 from transfer_queue import protocol as p
-from transfer_queue.storage.shm.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
+from transfer_queue.storage.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
 
 REFUSALS = {
     "ProducersGoneError",

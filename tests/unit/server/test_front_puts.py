@@ -22,7 +22,7 @@ from tests.unit.server.front_kit import (
 )  # fmt: skip
 from transfer_queue import protocol as p
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
+from transfer_queue.storage.messages import Commit, Lease, Leased, Release, Write, Written, decode_columns
 from transfer_queue.transport.base import Envelope
 
 

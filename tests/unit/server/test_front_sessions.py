@@ -26,8 +26,8 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.messages import AskUnitStats, Lease, Leased, Release, UnitStats
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.messages import AskUnitStats, Lease, Leased, Release, UnitStats
+from transfer_queue.storage.unit.unit import StorageUnit
 
 # ---- the beginning and the end of a session ----
 
@@ -263,7 +263,7 @@ class BreakingUnit(StorageUnit):
 @pytest.mark.parametrize("error", [MemoryError("no"), SystemExit("no")], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("step", ["Write", "Read", "Commit"])
 def test_an_error_of_any_kind_at_any_step_answers_its_caller_alone_and_leaves_nothing(caplog, step, error):
-    from transfer_queue.storage.shm import messages
+    from transfer_queue.storage import messages
 
     unit = BreakingUnit("u0")
     front = Front({}, front_of().plane, unit)

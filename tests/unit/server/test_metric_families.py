@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.server.front_kit import Client, front_of, samples_of
 from transfer_queue import protocol as p
 from transfer_queue.server.metric_families import metrics_of
-from transfer_queue.storage.shm.messages import AskUnitStats
+from transfer_queue.storage.messages import AskUnitStats
 
 pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.protocol import Failed, Reply, Request, pack_indexes
-from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     ColumnHeader,
     Columns,
     Commit,
@@ -25,7 +24,8 @@ from transfer_queue.storage.shm.messages import (
     Written,
     unpack_columns,
 )
-from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
+from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
 from transfer_queue.storage.wire_columns import ByteArray, Layout, WireColumn, dense_layout
 
 PAGE = PAGE_NBYTES

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from transfer_queue.errors import StorageKeyNotFoundError
-from transfer_queue.storage.shm.block_store import BlockStore
+from transfer_queue.storage.unit.block_store import BlockStore
 from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
 
 ROW = 1000

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from transfer_queue.protocol import Done, Request, pack_indexes
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     ColumnHeader,
     Columns,
     Commit,
@@ -22,7 +22,7 @@ from transfer_queue.storage.shm.messages import (
     Write,
     Written,
 )
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire_columns import dense_layout
 
 WRITER = "writer"

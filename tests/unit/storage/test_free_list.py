@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transfer_queue.storage.shm.arena import FreeList
+from transfer_queue.storage.unit.arena import FreeList
 
 SPACE = 64
 

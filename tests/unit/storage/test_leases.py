@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_queue.storage.shm.session_memory import Leases
+from transfer_queue.storage.unit.session_memory import Leases
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.shm.block_store import PageTable
+from transfer_queue.storage.unit.block_store import PageTable
 
 
 def ints(*numbers: int) -> np.ndarray:

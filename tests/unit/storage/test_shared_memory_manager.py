@@ -19,8 +19,7 @@ from transfer_queue import protocol as p
 from transfer_queue.errors import ConfigError, ProtocolError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.protocol import unpack_indexes
 from transfer_queue.server.front import Front
-from transfer_queue.storage.shm.manager import SharedMemoryManager, shares_of
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     Abort,
     Commit,
     EndSession,
@@ -32,7 +31,8 @@ from transfer_queue.storage.shm.messages import (
     Written,
     decode_columns,
 )
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.shm.manager import SharedMemoryManager, shares_of
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer, RawReply
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session

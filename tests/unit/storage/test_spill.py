@@ -19,9 +19,7 @@ from hypothesis import strategies as st
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.protocol import Failed, pack_indexes
-from transfer_queue.storage.objects import encode_rows
-from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     Columns,
     Commit,
     Delete,
@@ -32,8 +30,10 @@ from transfer_queue.storage.shm.messages import (
     Written,
     unpack_columns,
 )
-from transfer_queue.storage.shm.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.shm.unit import StorageUnit
+from transfer_queue.storage.objects import encode_rows
+from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.unit.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire_columns import WireColumn, dense_layout
 
 KIB = 1024

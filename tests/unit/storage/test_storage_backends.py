@@ -88,7 +88,7 @@ def test_a_class_that_is_no_manager_can_not_be_registered():
         backends.register("Bad")(dict)
 
 
-@pytest.mark.parametrize("module", ["transfer_queue.storage.shm.unit", "transfer_queue.storage.shm.manager"])
+@pytest.mark.parametrize("module", ["transfer_queue.storage.unit.unit", "transfer_queue.storage.shm.manager"])
 def test_servers_import_neither_torch_nor_tensordict(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'tensordict', 'ray', 'lightning') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ import pytest
 
 from transfer_queue.errors import ProtocolError, StorageFullError
 from transfer_queue.protocol import Done, Failed, encode, encode_request, message_decoder, pack_indexes
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     AskUnitStats,
     ColumnHeader,
     Columns,

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes
-from transfer_queue.storage.shm.field_blocks import STEP_NBYTES
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     AskUnitStats,
     ColumnHeader,
     Columns,
@@ -23,7 +22,8 @@ from transfer_queue.storage.shm.messages import (
     Write,
     Written,
 )
-from transfer_queue.storage.shm.unit import StorageUnit, UnitReply
+from transfer_queue.storage.unit.field_blocks import STEP_NBYTES
+from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
 from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
 
 KIB = 1024

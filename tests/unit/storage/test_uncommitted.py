@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena, refused
 from transfer_queue.protocol import Done
-from transfer_queue.storage.shm.messages import EndSession, Read
-from transfer_queue.storage.shm.session_memory import Uncommitted, UncommittedWrite
-from transfer_queue.storage.shm.unit import UnitReply
+from transfer_queue.storage.messages import EndSession, Read
+from transfer_queue.storage.unit.session_memory import Uncommitted, UncommittedWrite
+from transfer_queue.storage.unit.unit import UnitReply
 from transfer_queue.storage.wire_columns import WireColumn, dense_layout
 
 BYTE = dense_layout("uint8", 1, ())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena
-from transfer_queue.storage.shm.messages import EndSession, Leased, Read, Written
+from transfer_queue.storage.messages import EndSession, Leased, Read, Written
 from transfer_queue.storage.wire_columns import WireColumn
 
 

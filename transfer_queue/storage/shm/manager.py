@@ -12,7 +12,7 @@ import numpy as np
 from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
 from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row, pack_indexes, unpack_indexes
 from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     AskHeld,
     AskUnitStats,
     Commit,
@@ -29,7 +29,6 @@ from transfer_queue.storage.shm.messages import (
     decode_answer,
     encode_columns,
 )
-from transfer_queue.storage.shm.unit import INLINE_NBYTES
 from transfer_queue.storage.shm.unit_client import (
     MemoryColumns,
     ReadResult,
@@ -40,6 +39,7 @@ from transfer_queue.storage.shm.unit_client import (
 )
 from transfer_queue.storage.shm.unit_directory import UnitDirectory
 from transfer_queue.storage.shm.writer import UnitWriter
+from transfer_queue.storage.unit.unit import INLINE_NBYTES
 from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, groups
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 from transfer_queue.storage.copying import Copy
-from transfer_queue.storage.shm.arena import whole_pages
-from transfer_queue.storage.shm.arena_sharing import MappedArena, arena_path, map_arena
-from transfer_queue.storage.shm.messages import Columns, Lease, Packer, Release, Rows, UnitStats, unpack_columns
-from transfer_queue.storage.shm.unit import least_in_arena
+from transfer_queue.storage.messages import Columns, Lease, Packer, Release, Rows, UnitStats, unpack_columns
+from transfer_queue.storage.unit.arena import whole_pages
+from transfer_queue.storage.unit.arena_sharing import MappedArena, arena_path, map_arena
+from transfer_queue.storage.unit.unit import least_in_arena
 from transfer_queue.storage.wire_columns import Positions, WireColumn, as_run, count_of, cut
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import is_blocking

@@ -11,7 +11,7 @@ from typing import Any
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, TransferQueueError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
 from transfer_queue.storage.copying import AT_ONCE, Copies
-from transfer_queue.storage.shm.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
+from transfer_queue.storage.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
 from transfer_queue.storage.shm.unit_client import MemoryColumns, UnitWrite, decide_paths
 from transfer_queue.storage.shm.unit_directory import UnitDirectory
 from transfer_queue.storage.wire_columns import IntArray

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from transfer_queue.errors import InvalidRequestError, SchemaConflictError, UnsupportedValueError
-from transfer_queue.metadata_rows import pick
+from transfer_queue.metadata.meta_rows import pick
 
 if TYPE_CHECKING:
     import torch

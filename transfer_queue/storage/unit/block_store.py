@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import StorageKeyNotFoundError
-from transfer_queue.storage.shm.field_blocks import STEP_NBYTES, Block, FieldBlocks
-from transfer_queue.storage.shm.messages import FieldColumns, Located
-from transfer_queue.storage.shm.spill import SpillFile, Spilling, Warming, spans_of
+from transfer_queue.storage.messages import FieldColumns, Located
+from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks
+from transfer_queue.storage.unit.spill import SpillFile, Spilling, Warming, spans_of
 from transfer_queue.storage.wire_columns import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 

@@ -22,9 +22,7 @@ from transfer_queue.errors import (
     to_wire,
 )
 from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, unpack_indexes
-from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena, whole_pages
-from transfer_queue.storage.shm.block_store import BlockStore
-from transfer_queue.storage.shm.messages import (
+from transfer_queue.storage.messages import (
     Abort,
     AskHeld,
     AskUnitStats,
@@ -46,8 +44,10 @@ from transfer_queue.storage.shm.messages import (
     answer_in_place,
     unpack_columns,
 )
-from transfer_queue.storage.shm.session_memory import Leases, Uncommitted, UncommittedWrite
-from transfer_queue.storage.shm.spill import SpillFile, Warming
+from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.unit.block_store import BlockStore
+from transfer_queue.storage.unit.session_memory import Leases, Uncommitted, UncommittedWrite
+from transfer_queue.storage.unit.spill import SpillFile, Warming
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
 from transfer_queue.utils.wait_queue import WaitQueue
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from transfer_queue.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from transfer_queue.metadata import BatchMeta
+    from transfer_queue.metadata.batch_meta import BatchMeta
 
 
 T = TypeVar("T")

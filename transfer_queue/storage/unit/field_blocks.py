@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.storage.shm.spill import SPILL_STEP_NBYTES, SpillFile
+from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.wire_columns import (
     Allocate,
     ByteArray,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.storage.shm.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn
 
 SPILL_STEP_NBYTES = 512 * 1024

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transfer_queue.annotations import copy_tags, merge_extra_info
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.metadata_rows import as_ints, check_permutation, consecutive, even_sizes, pick
+from transfer_queue.metadata.annotations import copy_tags, merge_extra_info
+from transfer_queue.metadata.meta_rows import as_ints, check_permutation, consecutive, even_sizes, pick
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.storage.shm.arena import Arena
-from transfer_queue.storage.shm.messages import FieldColumns
+from transfer_queue.storage.messages import FieldColumns
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn, as_run, cut
 
 T = TypeVar("T")

@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.annotations import Annotations, Tags, copy_tags, merge_extra_info, same_value
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.kv_metadata import KVBatchMeta
-from transfer_queue.metadata_rows import (
-    SamplesView,
-    as_ints,
-    check_in_range,
-    check_length,
-    check_permutation,
-    consecutive,
-    even_sizes,
-    pick,
-)
-from transfer_queue.schema import (
+from transfer_queue.metadata.annotations import Annotations, Tags, copy_tags, merge_extra_info, same_value
+from transfer_queue.metadata.field_schema import (
     Schema,
     Shape,
     described_rows,
@@ -36,7 +25,18 @@ from transfer_queue.schema import (
     shapes_of,
     take_rows,
 )
-from transfer_queue.unread import UnreadBatch
+from transfer_queue.metadata.kv_meta import KVBatchMeta
+from transfer_queue.metadata.meta_rows import (
+    SamplesView,
+    as_ints,
+    check_in_range,
+    check_length,
+    check_permutation,
+    consecutive,
+    even_sizes,
+    pick,
+)
+from transfer_queue.metadata.unread import UnreadBatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.metadata_rows import check_length
+from transfer_queue.metadata.meta_rows import check_length
 
 Tags: TypeAlias = dict[str, Any]
 
