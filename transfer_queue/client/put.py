@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_tags, to_specs
-from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, StorageFullError, UnitLostError
+from transfer_queue.errors import InvalidRequestError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.storage.base import StorageManager
@@ -75,18 +75,18 @@ class WriteTransaction:
         indexes: list[int] = []
         publish: p.Publish | None = None
         units: p.UnitRuns | None = None
-        stored = False
+        stored, fresh = False, isinstance(begin, p.Reserve)
         try:
             answer = await session.send(begin, p.Reply, begin.wait_s, keep=True)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._columns is not None:
-                units = await storage.write(begin.id, indexes, self._columns, begin.partition)
+                units = await storage.write(begin.id, indexes, self._columns, begin.partition, fresh)
                 stored = True
             publish = self._publication(packed, indexes, units)
             published = await session.send(publish, p.Reply, keep=True)
-            if self._columns is not None:
-                await self._commit(storage, units)
+            if self._columns is not None and not fresh:
+                await storage.commit(begin.id, units)
         except BaseException as error:
             # Otherwise it may be published: the controller knows, and has the write ended accordingly.
             if stored and (publish is None or isinstance(error, UnitLostError)):
@@ -95,24 +95,12 @@ class WriteTransaction:
             if publish is not None:
                 await session.cancel(publish.id)
             raise
-        if isinstance(begin, p.Reserve):
+        if fresh:
             session.done(session.controller, publish.id, begin.id)
+            storage.written(begin.id, units)
         else:  # a checkpoint may wait until the values are replaced
             await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else answer
-
-    async def _commit(self, storage: StorageManager, units: p.UnitRuns | None) -> None:
-        """Commit what is published. For new samples that a unit did not answer, the controller does it.
-
-        If the unit has ended, its values are gone, as if it had ended a moment later. If it lives, it serves them.
-        """
-        try:
-            await storage.commit(self._begin.id, units)
-        except QueueUnreachableError:
-            if not isinstance(self._begin, p.Reserve):
-                raise  # it would still serve the values that this write replaces
-            # Soon, because at the session's end the unit would store it over what replaces it.
-            await self._session.cancel(self._begin.id)
 
     def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
         begin, fields = self._begin, self._begin.fields

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.kept_sets import KeptSets
 from transfer_queue.control.keys_and_tags import TagStore
 from transfer_queue.control.ledger import Ledger
 from transfer_queue.control.ready import ReadySet
@@ -28,10 +29,6 @@ ReadyKey = tuple[FieldNames, str | None]
 
 _MAX_ENDS = 64
 """How many ends of passes are remembered, the latest ones; no reader lags further behind."""
-
-_MAX_READY_SETS = 32
-"""Sets of fields, with their filters, that a task reads at the same time. The least recently used one is deleted, and
-scanned anew later."""
 
 _MAX_FILTERS_ENDED = 64
 """Filters whose end of stream is remembered, the latest ones."""
@@ -66,8 +63,9 @@ class Consumer:
         table.add_column(self._consumed, np.bool_)
         self.num_undrawn = self._num_offered = len(self._live())
         self.num_done = 0
-        self._ready: dict[ReadyKey, ReadySet] = {}
+        self._ready: KeptSets[ReadyKey] = KeptSets()
         self._undrawn_with: dict[str, int] = {}  # by field, once a reply has reported how many samples lack it
+        self._decided = 0
         self._over_at: int | None = None
         self._over_ranks: set[int] = set()
         self._ends: dict[int | None, list[int]] = {}
@@ -89,6 +87,11 @@ class Consumer:
         """Names of both in the table."""
         return self._given, self._consumed
 
+    def take_decided(self) -> bool:
+        """Whether something has happened since the last call that may decide a fetch which must not draw."""
+        before, self._decided = self._decided, self.ledger.num_changes
+        return before != self._decided
+
     def _live(self) -> Rows:
         live: Rows = (self._table.column("state") == RowState.LIVE).nonzero()[0]
         return live
@@ -100,14 +103,12 @@ class Consumer:
 
         With a filter it is a ``FilteredSet``, and each sample is compared once, and again when its tags change.
         """
-        ready = self._ready.pop((fields, where), None)
-        if ready is None:
+
+        def make() -> ReadySet:
             drawable = self._every_drawable(fields)
-            ready = ReadySet(drawable) if where is None else FilteredSet(parse_filter(where), self._tags, drawable)
-            if len(self._ready) >= _MAX_READY_SETS:
-                del self._ready[next(iter(self._ready))]
-        self._ready[fields, where] = ready
-        return ready
+            return ReadySet(drawable) if where is None else FilteredSet(parse_filter(where), self._tags, drawable)
+
+        return self._ready.get((fields, where), make)
 
     def lacking(self, name: str) -> int:
         """The number of undrawn samples without this field: counted once, then updated by each publish."""
@@ -119,8 +120,10 @@ class Consumer:
 
     def ready_counts(self) -> dict[str, int]:
         """Ready samples for every set of fields that was requested, as "a,b" or "a,b where <filter>"."""
-        names = {key: ",".join(key[0]) + (f" where {key[1]}" if key[1] is not None else "") for key in self._ready}
-        return {names[key]: ready.count for key, ready in self._ready.items()}
+        return {
+            ",".join(fields) + (f" where {where}" if where is not None else ""): ready.count
+            for (fields, where), ready in self._ready.items()
+        }
 
     def _every_drawable(self, fields: FieldNames) -> npt.NDArray[np.bool_]:
         mask: npt.NDArray[np.bool_] = (self._table.column("state") == RowState.LIVE) & (self.given == 0)

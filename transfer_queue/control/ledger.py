@@ -44,7 +44,7 @@ class Ledger:
     def __init__(self, name: str) -> None:
         self._name = name
         self.num_changes = 0
-        """Changes that may answer a waiting fetch which must not draw."""
+        """Changes that may answer a waiting fetch which must not draw, besides the entry that it waits for."""
         self._ranks: dict[int | None, dict[int, Entry]] = {}  # by rank and batch_index
         self._by_number: dict[int, Entry] = {}
         self._drawn: dict[int | None, Runs] = {}
@@ -133,7 +133,6 @@ class Ledger:
         entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
         self._add(entry)
         self._mark_drawn(key)
-        self.num_changes += 1
         return entry
 
     def _add(self, entry: Entry) -> None:

@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from transfer_queue.control.filtered import FilteredSet
+from transfer_queue.control.kept_sets import KeptSets
 from transfer_queue.control.keys_and_tags import KeyMap, TagStore
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, RowState, RowTable
 from transfer_queue.control.tag_filter import parse_filter
 
 _COLUMN = "keyed"
-_MAX_FILTERS = 32
-"""Filters that requests wait with at the same time. The least recently used one is deleted, and compared anew later."""
 _FEWEST, _MOST = 1_000, 100_000
 """Changes that are remembered: as many as there are keys, in these bounds. A listing is no longer than more of them."""
 
@@ -38,9 +37,15 @@ class ListedKeys:
         self._table = table
         self._keys = keys
         self._tags = tags
-        self._matching: dict[str | None, ReadySet] = {}
+        self._matching: KeptSets[str | None] = KeptSets()
+        self._seen = -1
 
     # ---- changes ----
+
+    def take_changed(self) -> bool:
+        """Whether there were changes since the last call. The first call counts as one."""
+        before, self._seen = self._seen, self.number
+        return before != self.number
 
     def appeared(self, rows: Rows) -> None:
         """These rows became samples."""
@@ -99,14 +104,12 @@ class ListedKeys:
 
     def matching(self, where: str | None) -> ReadySet:
         """The samples whose keys are listed and whose tags match, kept up to date."""
-        found = self._matching.pop(where, None)
-        if found is None:
+
+        def make() -> ReadySet:
             listed = self._all_listed()
-            found = ReadySet(listed) if where is None else FilteredSet(parse_filter(where), self._tags, listed)
-            if len(self._matching) >= _MAX_FILTERS:
-                del self._matching[next(iter(self._matching))]
-        self._matching[where] = found
-        return found
+            return ReadySet(listed) if where is None else FilteredSet(parse_filter(where), self._tags, listed)
+
+        return self._matching.get(where, make)
 
     def _all_listed(self) -> npt.NDArray[np.bool_]:
         live: npt.NDArray[np.bool_] = self._table.column("state") == RowState.LIVE

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from operator import attrgetter
 from typing import Any
 
@@ -12,25 +11,22 @@ import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control.checkpoints import REWRITERS
+from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
+from transfer_queue.control.checkpoints import Frozen
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.serving import describe as describe_samples
-from transfer_queue.control.state import PlaneState, line_of
+from transfer_queue.control.state import FETCHES, KEYS, SAVING, WRITERS, PlaneState
 from transfer_queue.control.tag_filter import TagFilter, parse_filter
-from transfer_queue.control.writing import WRITERS, Reservation
+from transfer_queue.control.writing import Reservation
 from transfer_queue.errors import TransferQueueError
 
-MOST_OF_A_PAGE = 5_000
-"""Samples or keys per reply. A page takes a few milliseconds, so a long list blocks no other client."""
-MOST_PARTITIONS = 100
-"""Partitions per reply: some milliseconds."""
-MOST_STATUS = 200_000
+_OF_ARRAYS = 40 * PAGE
 """Samples per reply that consists of arrays only."""
 
 
-def describe(state: PlaneState, request: p.Describe) -> p.Reply:
+def describe(state: PlaneState, call: Call, request: p.Describe) -> p.Reply:
     """Metadata of samples, consumed or not; without indexes, a page of all samples that the partition reports."""
     partition, more, fields = state.get(request.partition), False, request.fields
     if request.indexes is None:
@@ -47,32 +43,32 @@ def describe(state: PlaneState, request: p.Describe) -> p.Reply:
     return msgspec.structs.replace(batch, more=True) if more else batch
 
 
-def _page(limit: int, most: int = MOST_OF_A_PAGE) -> int:
+def _page(limit: int, most: int = PAGE) -> int:
     return min(limit, most) if limit > 0 else most
 
 
-def consumption_status(state: PlaneState, request: p.ConsumptionStatus) -> p.Reply:
+def consumption_status(state: PlaneState, call: Call, request: p.ConsumptionStatus) -> p.Reply:
     """One int8 per sample; zeros for an unknown task."""
     partition = state.partitions.get(request.partition)
     if request.summary:
         return p.Done(request.id, partition is not None and _all_consumed(partition, request.task))
     if partition is None:
         return p.Status(request.id, known=False)
-    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
+    rows, more = partition.page(request.after, _page(request.limit, _OF_ARRAYS))
     consumer = partition.consumers.get(request.task)
     status = np.zeros(len(rows), dtype=np.int8) if consumer is None else consumer.consumed[rows].astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
     return p.Status(request.id, True, indexes, status.tobytes(), 1, more)
 
 
-def production_status(state: PlaneState, request: p.FieldStatus) -> p.Reply:
+def production_status(state: PlaneState, call: Call, request: p.FieldStatus) -> p.Reply:
     """[samples, fields] int8, columns in order of registration; unknown if a field is."""
     partition = state.partitions.get(request.partition)
     if partition is None or not request.fields or not set(request.fields) <= set(partition.schema.names):
         return p.Done(request.id, False) if request.summary else p.Status(request.id, known=False)
     if request.summary:
         return p.Done(request.id, _all_produced(partition, request.fields))
-    rows, more = partition.page(request.after, _page(request.limit, MOST_STATUS))
+    rows, more = partition.page(request.after, _page(request.limit, _OF_ARRAYS))
     names = [name for name in partition.schema.names if name in request.fields]
     status = np.stack([partition.schema.has(name)[rows] for name in names], axis=1).astype(np.int8)
     indexes = p.pack_indexes(partition.table.column("index")[rows])
@@ -90,13 +86,18 @@ def _all_produced(partition: Partition, fields: list[str]) -> bool:
     return not partition.lacks_inserts() and all(all_of(partition.schema.has(name) | other) for name in fields)
 
 
-def keys_of(state: PlaneState, request: p.KeysOf) -> p.Reply:
+def list_partitions(state: PlaneState, call: Call, request: p.ListPartitions) -> p.Reply:
+    """Names of all partitions."""
+    return p.Names(request.id, list(state.partitions))
+
+
+def keys_of(state: PlaneState, call: Call, request: p.KeysOf) -> p.Reply:
     """Keys of samples; None for a sample without a key."""
     partition = state.get(request.partition)
     return p.Names(request.id, [partition.keys.key_of(i) for i in p.unpack_indexes(request.indexes).tolist()])
 
 
-def list_keys(state: PlaneState, request: p.ListKeys) -> p.Reply:
+def list_keys(state: PlaneState, call: Call, request: p.ListKeys) -> p.Reply:
     """A page of the keys of published samples and their tags; empty for an unknown partition.
 
     With a filter, a page holds those that match of as many keys.
@@ -130,41 +131,35 @@ def published_keys(partition: Partition, items: list[tuple[str, int]], where: Ta
     return found if where is None else {key: own for key, own in found.items() if where.matches(own)}
 
 
-def list_lost(state: PlaneState, request: p.ListLost) -> p.Reply:
+def list_lost(state: PlaneState, call: Call, request: p.ListLost) -> p.Reply:
     """By field, the samples that lost it."""
     partition = state.partitions.get(request.partition)
     lost = {} if partition is None else partition.lost()
     return p.Done(request.id, {name: p.pack_indexes(indexes) for name, indexes in lost.items()})
 
 
-def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
+def stats(state: PlaneState, call: Call, request: p.GetStats) -> p.Reply:
     """Statistics of every partition, task and client, and the waiting requests with what they wait for.
 
     ``abandoned``: a field of the partition with lost producers. ``dropped``: samples by task and reason. ``put_total``
     and ``done_total`` only grow: samples put, and samples that the task got or that were cleared, each time.
     """
+    now = state.calls.now
     partitions = list(state.partitions.values())  # in the order of their serial numbers
-    start = bisect_right(partitions, request.after, key=attrgetter("serial"))
-    told = partitions[start : start + MOST_PARTITIONS]
-    page: dict[str, Any] = {"partitions": {each.name: _partition_stats(state, each, now) for each in told}}
-    if start + len(told) < len(partitions):
-        page["more"] = told[-1].serial
+    at = bisect_right(partitions, request.after, key=attrgetter("serial"))
+    page: dict[str, Any] = {"partitions": {}}
+    while at < len(partitions) and (state.calls.turn.has_time() or not page["partitions"]):
+        page["partitions"][partitions[at].name] = _partition_stats(state, partitions[at], now)
+        at += 1
+    if at < len(partitions):
+        page["more"] = partitions[at - 1].serial
     if request.after:
         return p.Done(request.id, page)
-    alike: dict[object, dict[str, Any]] = {}
-    waiting = [
-        {
-            "partition": getattr(parked.request, "partition", None), "task": getattr(parked.request, "task", None),
-            "client": parked.client, "waited_s": now - parked.since + getattr(parked.request, "waited_s", 0.0),
-            "writer": parked.queue in (WRITERS, REWRITERS), **_wanting(state, parked.request, now, alike),
-        }
-        for parked in state.waiters.all() if not isinstance(parked.request, p.ListUnits | p.WatchRun)
-    ]  # fmt: skip
     return p.Done(
         request.id,
         {
             **page,
-            "waiting": waiting,
+            "waiting": _waiting(state, now),
             "capacity": state.config.capacity,
             "next_index": state.allocator.next_index,
             "dropped": state.dropped.counts(state.partitions.values()),
@@ -178,22 +173,40 @@ def stats(state: PlaneState, request: p.GetStats, now: float) -> p.Reply:
 
 def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
     """What each session holds. ``unreceived``: answers that its client has not confirmed."""
-    freezes, permits = state.freezes.by_client(), state.freezes.permits_by_client()
-    parked = Counter(each.client for each in state.waiters.all())
     clients = {}
-    for client in {**dict.fromkeys(state.calls.clients()), **parked}:
-        records = [record for _, record in state.calls.of(client)]
-        writes = [record for record in records if isinstance(record, Reservation) and len(record.indexes)]
+    for client in state.calls.clients():
+        calls = state.calls.of(client)
+        held: list[Holding] = [each for call in calls for each in call.holdings]
+        writes = [each for each in held if isinstance(each, Reservation)]
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
-            "leaves": permits[client], "freezes": freezes[client], "parked": parked[client],
-            "unreceived": sum(record.reply is not None for record in records),
+            "leaves": sum(holder == client for holder, _ in state.freezes.permits),
+            "freezes": sum(isinstance(each, Frozen) for each in held),
+            "parked": sum(call.wait is not None for call in calls),
+            "unreceived": sum(call.has_unreceived_reply for call in calls),
         }  # fmt: skip
     return clients
 
 
-def _wanting(state: PlaneState, request: p.Request, now: float, alike: dict[object, dict[str, Any]]) -> dict[str, Any]:
-    """What a parked request waits for. ``alike``: the answers so far, because all ranks of a task wait for the same."""
+def _waiting(state: PlaneState, now: float) -> list[dict[str, Any]]:
+    """The waiting calls of producers and consumers, and what each waits for."""
+    alike: dict[object, dict[str, Any]] = {}  # all ranks of a task wait for the same
+    waits = [wait for wait in state.waits if wait.queue in (WRITERS, SAVING) or wait.queue[0] in (FETCHES, KEYS)]
+    return [_waiting_call(state, wait, now, alike) for wait in waits]
+
+
+def _waiting_call(state: PlaneState, wait: Wait, now: float, alike: dict[object, dict[str, Any]]) -> dict[str, Any]:
+    request = getattr(wait.owner.request, "begin", wait.owner.request)
+    return {
+        "partition": getattr(request, "partition", None), "task": getattr(request, "task", None),
+        "client": wait.owner.client, "waited_s": now - wait.since + getattr(request, "waited_s", 0.0),
+        "writer": wait.queue in (WRITERS, SAVING), **_wanting(state, wait.queue, request, now, alike),
+    }  # fmt: skip
+
+
+def _wanting(
+    state: PlaneState, queue: Name, request: p.Request, now: float, alike: dict[object, dict[str, Any]]
+) -> dict[str, Any]:
     if isinstance(request, p.ResolveKeys):
         return {"wanted": len(request.keys)}
     if isinstance(request, p.WatchKeys | p.WaitKeys):
@@ -206,7 +219,7 @@ def _wanting(state: PlaneState, request: p.Request, now: float, alike: dict[obje
     rank, index = request.dp_rank, request.batch_index
     drawn = None if consumer is None or index is None else consumer.ledger.get((rank, index))
     of_rank = rank if drawn is not None or index is None else None
-    key = (request.partition, *line_of(request), *request.fields, request.batch_size, request.dp_size, of_rank, index)
+    key = (*queue, *request.fields, request.batch_size, request.dp_size, of_rank, index)
     if key not in alike:
         alike[key] = _wanted_by(state, request, now)
     return alike[key]
@@ -222,7 +235,7 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            missing = ServedFetch(request, partition, task, state.budget).not_ready(now)
+            missing = ServedFetch(request, partition, task, state.calls.turn).not_ready(now)
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
     return {

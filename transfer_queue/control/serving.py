@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.calls import MORE, Holding, More, Turn, Until
 from transfer_queue.control.consumer import UNLEDGERED, Consumer, StreamEnd
 from transfer_queue.control.draw import Draw, Share, Task, foreign
-from transfer_queue.control.filtered import FilteredSet, TurnBudget
+from transfer_queue.control.filtered import FilteredSet
 from transfer_queue.control.ledger import BatchKey, Entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.rows import Rows, all_of
-from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import PlaneState
 from transfer_queue.control.tag_filter import parse_filter
 from transfer_queue.errors import InvalidRequestError
@@ -27,6 +27,7 @@ QUIET_S = 2.0
 """A finite unsealed stream ends with a short batch once nothing was published for this long."""
 
 _ALL_RANKS = -1
+_NONE: Indexes = np.empty(0, dtype=np.int64)
 _FROM_0 = ("dp_rank", "batch_index", "first_index", "skip", "pass_start")
 
 
@@ -56,22 +57,58 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         task.sampler.check(fetch.batch_size, dp_size)
 
 
-class Taken(Record):
-    """The batch of a fetch without batch_index: ``drawn`` samples without a ledger, or ledger entry ``batch``."""
+class Taken(Holding):
+    """The batch of a fetch without batch_index: ``drawn`` samples without a ledger, or ledger entry ``batch``.
 
-    __slots__ = ("_packed", "_state", "batch", "consumer", "drawn", "num_resets", "partition", "serial", "task")
+    If its client never gets it, it is given again.
+    """
 
-    def __init__(
-        self, state: PlaneState, reply: Batch, partition: Partition, consumer: Consumer, drawn: Indexes,
-        batch: BatchKey | None,
-    ) -> None:  # fmt: skip
-        super().__init__(Fetch, reply)
-        self._state = state
-        self.partition, self.serial, self.task = partition.name, partition.serial, consumer.task
-        self.consumer = consumer  # the object itself, because the task may be deleted and created again
-        self.num_resets = consumer.ledger.num_resets
-        self.drawn, self.batch = drawn, batch
-        self._packed = reply.indexes
+    __slots__ = ("_num_resets", "_partition", "_serial", "_state", "batch", "consumer", "drawn")
+
+    def __init__(self, state: PlaneState, served: ServedFetch, batch: BatchKey | None) -> None:
+        self._state, partition = state, served.partition
+        self._partition, self._serial = partition.name, partition.serial
+        self.consumer = served.consumer  # the object itself, because the task may be deleted and created again
+        self._num_resets = served.consumer.ledger.num_resets
+        self.drawn, self.batch = served.drawn, batch
+
+    def undo(self) -> bool:
+        partition = self._state.find(self._partition, self._serial)
+        if partition is not None:
+            if self._is_current(partition):
+                self._release(partition)
+            self._state.changed(partition)
+        return True
+
+    def _is_current(self, partition: Partition) -> bool:
+        """Otherwise it may be drawn again already."""
+        consumer = self.consumer
+        return partition.consumers.get(consumer.task) is consumer and consumer.ledger.num_resets == self._num_resets
+
+    def _release(self, partition: Partition) -> None:
+        """Its samples are drawn again, or its rank gets the same share again."""
+        ledger, drawn, number = self.consumer.ledger, self.drawn, UNLEDGERED
+        if self.batch is not None:
+            entry = ledger.get(self.batch)
+            if entry is None:
+                return
+            if (entry.dp_size or 1) > 1:
+                ledger.missed(self.batch)
+                return
+            # The rank's next fetch may ask for other fields, or another number of samples.
+            ledger.close(entry)
+            drawn, number = entry.consumes, entry.number
+        rows, found = partition.table.find(drawn)
+        self.consumer.release(rows[found], number)
+
+
+class Reading(Holding):
+    """A batch without ledger entry, which is kept until its client has read it."""
+
+    __slots__ = ("_packed", "serial", "task")
+
+    def __init__(self, served: ServedFetch, packed: bytes) -> None:
+        self._packed, self.serial, self.task = packed, served.partition.serial, served.consumer.task
 
     @property
     def indexes(self) -> Indexes:
@@ -79,54 +116,38 @@ class Taken(Record):
         return unpack_indexes(self._packed)
 
     def undo(self) -> bool:
-        partition = self._state.find(self.partition, self.serial)
-        if partition is not None:
-            _release(partition, self)
-            self._state.mark_dirty(self.partition, self.task)
-        return True
+        return False  # received means never given to another reader
 
 
-class TakenUnread(Taken):
-    """A batch without ledger entry whose values did not come with it. It is kept until its client has read it."""
+class Unread(Reading):
+    """Its values are still to be read."""
+
+    until = Until.DONE
+    __slots__ = ()
+
+
+class Arriving(Reading):
+    """Its values came with it: it has been read once it was received."""
 
     __slots__ = ()
-    holds = True
-
-    def undo(self) -> bool:
-        return self.reply is not None and super().undo()  # received means never given to another reader
-
-
-def _release(partition: Partition, taken: Taken) -> None:
-    """Undo a batch that no client received: its samples are drawn again, or its rank gets the same share again."""
-    consumer = partition.consumers.get(taken.task)
-    if consumer is not taken.consumer or consumer.ledger.num_resets != taken.num_resets:
-        return  # it may be drawn again already
-    drawn, number = taken.drawn, UNLEDGERED
-    if taken.batch is not None:
-        entry = consumer.ledger.get(taken.batch)
-        if entry is None:
-            return
-        if (entry.dp_size or 1) > 1:
-            consumer.ledger.missed(taken.batch)
-            return
-        # The rank's next fetch may ask for other fields, or another number of samples.
-        consumer.ledger.close(entry)
-        drawn, number = entry.consumes, entry.number
-    rows, found = partition.table.find(drawn)
-    consumer.release(rows[found], number)
 
 
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task, budget: TurnBudget) -> None:
+    def __init__(self, fetch: Fetch, partition: Partition, task: Task, turn: Turn) -> None:
         self._fetch = fetch
-        self._partition = partition
+        self.partition = partition
         self._task = task
-        self._budget = budget
-        self._consumer: Consumer = partition.consumer(fetch.task)
+        self._turn = turn
+        self.consumer: Consumer = partition.consumer(fetch.task)
         self._dp_size = task.size_for(fetch)
-        self._drawn: Indexes = np.empty(0, dtype=np.int64)
+        self.drawn: Indexes = _NONE
+        """The samples of a batch without ledger entry."""
+        self.written: list[BatchKey] = []
+        """Ledger entries that this fetch has made."""
+        self.has_given = False
+        """Samples count as consumed now that didn't before."""
         self._rank = 0 if fetch.dp_rank is None and self._dp_size is not None else fetch.dp_rank
 
     def _batch_index(self) -> int | None:
@@ -134,10 +155,10 @@ class ServedFetch:
             return self._fetch.batch_index
         if self._rank is None:
             return None
-        self._consumer.ledger.waits(self._rank)
-        return self._consumer.ledger.next_index(self._rank)
+        self.consumer.ledger.waits(self._rank)
+        return self.consumer.ledger.next_index(self._rank)
 
-    def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | None:
+    def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | More | None:
         """The answer, or None if it is not decided yet. ``waited``: the fetch's deadline has passed."""
         batch_index = self._batch_index()
         if self._is_past_end(batch_index):
@@ -148,16 +169,18 @@ class ServedFetch:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self._partition, self._task, self._budget)
+                served = ServedFetch(fetch, self.partition, self._task, self._turn)
                 reply = served.answer(now, may_draw, waited)
+                self.written += served.written
+                self.has_given |= served.has_given
                 if not isinstance(reply, Batch):
                     return reply
         known_end = self._known_end(batch_index)
         if known_end is not None or not may_draw:
             return known_end
+        if not self.finish_comparing():
+            return MORE
         draw = self._draw(batch_index)
-        if not self._budget.finish(draw.ready, self._partition.name):
-            return None
         shares = draw.shares()
         if shares is not None:
             return self._hand_out(draw, shares)
@@ -165,41 +188,44 @@ class ServedFetch:
 
     def _known_end(self, batch_index: int | None) -> Ended | None:
         """The end of stream, if an earlier fetch decided it."""
-        end = self._consumer.end_of(self._fetch.where)
+        end = self.consumer.end_of(self._fetch.where)
         if end is not None:
             return Ended(self._fetch.id, end.reason, end.dropped)
-        if self._consumer.is_over(batch_index):
+        if self.consumer.is_over(batch_index):
             return self._over(batch_index)
         if self._missed_by_tail(batch_index):
-            return Ended(self._fetch.id, "sealed" if self._partition.sealed else "consumed")
+            return Ended(self._fetch.id, "sealed" if self.partition.sealed else "consumed")
         return None
 
-    def _ready(self) -> ReadySet:
-        return self._consumer.ready(tuple(self._fetch.fields), self._fetch.where)
+    def ready(self) -> ReadySet:
+        """What this fetch may draw from."""
+        return self.consumer.ready(tuple(self._fetch.fields), self._fetch.where)
 
     def finish_comparing(self) -> bool:
         """Compare ready samples with the filter, as far as this turn allows. False: some are left."""
-        return self._budget.finish(self._ready(), self._partition.name)
+        ready = self.ready() if self._fetch.where is not None else None
+        return not isinstance(ready, FilteredSet) or ready.finish(self._turn)
 
     def _num_unmatched(self, ready: ReadySet) -> int:
         """Samples that would be ready without the filter."""
         if not isinstance(ready, FilteredSet):
             return 0
-        return self._consumer.ready(tuple(self._fetch.fields)).count - ready.count - ready.num_unchecked
+        return self.consumer.ready(tuple(self._fetch.fields)).count - ready.count - ready.num_unchecked
 
-    def taken(self, state: PlaneState, batch: Batch) -> Taken:
-        """Record what this batch took, for a fetch that did not name it."""
-        key = None if batch.batch_index is None else (self._rank, batch.batch_index)
-        values_come = self._fetch.with_values and batch.lies_in_front
-        kind = Taken if key is not None or values_come else TakenUnread
-        return kind(state, batch, self._partition, self._consumer, self._drawn, key)
+    def holdings(self, state: PlaneState, batch: Batch) -> list[Holding]:
+        """What a fetch that did not name this batch holds."""
+        if batch.batch_index is not None:
+            return [Taken(state, self, (self._rank, batch.batch_index))]
+        taken: Holding = Taken(state, self, None)
+        kind = Arriving if self._fetch.with_values and batch.lies_in_front else Unread
+        return [taken, kind(self, batch.indexes)]
 
     def _missed_by_tail(self, batch_index: int | None) -> bool:
         """Whether this round was a tail that did not reach this rank."""
         ranks: Iterable[int] = range(self._dp_size or 1)
         if batch_index is None or self._dp_size in (None, 1) or self._task.tail_policy(self._dp_size) != "uneven_ok":
             return False
-        ledger = self._consumer.ledger
+        ledger = self.consumer.ledger
         ranks = ledger.holding(ranks, batch_index)
         if any(ledger.is_closed((rank, batch_index)) for rank in ranks):
             return True
@@ -210,13 +236,13 @@ class ServedFetch:
         """Earlier batches that were not drawn yet. They must go first, because this batch could take their samples."""
         if self._fetch.first_index is None:
             return range(0)
-        return range(self._consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
+        return range(self.consumer.ledger.first_undrawn(key, self._fetch.first_index), key[1])
 
     def _known(self, key: BatchKey) -> Entry | None:
-        ledger = self._consumer.ledger
+        ledger = self.consumer.ledger
         if ledger.is_closed(key):
             raise InvalidRequestError(
-                f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self._partition.name!r} is "
+                f"batch {key[1]} of task {self._fetch.task!r}, dp_rank {key[0]}, partition {self.partition.name!r} is "
                 f"settled: it was acknowledged, or its samples were cleared. Ask for a later batch_index, or reset "
                 f"the task's consumption. Another Trainer or stream may read the same task: give it a task name of its "
                 f"own."
@@ -230,17 +256,17 @@ class ServedFetch:
             ranks = tuple(range(self._dp_size))
             self._check_free(batch_index)
         return Draw(
-            self._partition, self._consumer, self._task.sampler, tuple(fetch.fields), self._ready(), fetch.batch_size,
+            self.partition, self.consumer, self._task.sampler, tuple(fetch.fields), self.ready(), fetch.batch_size,
             batch_index, ranks, self._dp_size, fetch.sampler_args,
         )  # fmt: skip
 
     def _check_free(self, batch_index: int | None) -> None:
         """A round is drawn for all ranks, so none of them may already have this batch."""
         ranks = range(self._dp_size or 0)
-        taken = [] if batch_index is None else self._consumer.ledger.holding(ranks, batch_index)
+        taken = [] if batch_index is None else self.consumer.ledger.holding(ranks, batch_index)
         if taken:
             raise InvalidRequestError(
-                f"batch {batch_index} of task {self._fetch.task!r}, partition {self._partition.name!r} was drawn for "
+                f"batch {batch_index} of task {self._fetch.task!r}, partition {self.partition.name!r} was drawn for "
                 f"dp_ranks {taken} when dp_size was another one; it is {self._dp_size} now. Keep one dp_size as long "
                 f"as a partition lives, or read it as another task."
             )
@@ -248,10 +274,11 @@ class ServedFetch:
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round to the ledger, and answer the requesting rank."""
         draw.forget()
+        self.has_given = True
         if draw.batch_index is None:
-            fresh = shares[0].consumed[self._consumer.given[shares[0].consumed] == 0]
-            self._drawn = self._partition.table.column("index")[fresh]
-            self._consumer.give(shares[0].consumed, UNLEDGERED)
+            fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]
+            self.drawn = self.partition.table.column("index")[fresh]
+            self.consumer.give(shares[0].consumed, UNLEDGERED)
             return self._batch(shares[0].indexes, shares[0].rows, padding=shares[0].padding)
         entries = [self._write(rank, draw.batch_index, share) for rank, share in zip(draw.ranks, shares, strict=False)]
         self._give(entries, shares)
@@ -260,17 +287,18 @@ class ServedFetch:
             if entry.key[0] == self._rank:
                 reply = self._entry_batch(entry, share.rows)
         # None: a tail that did not reach this rank.
-        end = self._consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)
+        end = self.consumer.end_of(self._fetch.where) or StreamEnd("consumed", 0)
         return reply or Ended(self._fetch.id, end.reason, end.dropped)
 
     def _write(self, rank: int | None, batch_index: int, share: Share) -> Entry:
+        self.written.append((rank, batch_index))
         same = share.consumed is share.rows
-        consumes = share.indexes if same else self._partition.table.column("index")[share.consumed]
-        return self._consumer.ledger.write((rank, batch_index), share.indexes, consumes, share.padding, self._dp_size)
+        consumes = share.indexes if same else self.partition.table.column("index")[share.consumed]
+        return self.consumer.ledger.write((rank, batch_index), share.indexes, consumes, share.padding, self._dp_size)
 
     def _give(self, entries: list[Entry], shares: list[Share]) -> None:
         """Mark the samples of a round as consumed: in one step if each is consumed by the rank that gets it."""
-        consumer, ledger = self._consumer, self._consumer.ledger
+        consumer, ledger = self.consumer, self.consumer.ledger
         if not all(share.consumed is share.rows for share in shares):
             for entry, share in zip(entries, shares, strict=True):
                 ledger.own(entry, int(np.count_nonzero(consumer.give(share.consumed, entry.number))))
@@ -286,9 +314,9 @@ class ServedFetch:
         """The current end of an unsealed stream."""
         start = self._fetch.pass_start
         if batch_index is not None and start is not None and start < batch_index:
-            self._consumer.end_pass(self._readers(), batch_index)
+            self.consumer.end_pass(self._readers(), batch_index)
         elif batch_index is not None and (self._dp_size or 1) > 1:
-            self._consumer.record_over(batch_index, self._rank or 0, self._dp_size or 1)
+            self.consumer.record_over(batch_index, self._rank or 0, self._dp_size or 1)
         return Ended(self._fetch.id, "consumed", dropped)
 
     def _readers(self) -> int | None:
@@ -300,38 +328,40 @@ class ServedFetch:
         start = self._fetch.pass_start
         if not self._fetch.finite or start is None or batch_index is None:
             return False
-        return self._consumer.is_past_end(self._readers(), start, batch_index)
+        return self.consumer.is_past_end(self._readers(), start, batch_index)
 
     def _from_ledger(self, entry: Entry) -> Batch | None:
         """None while its samples lack fields, because the fetch that drew it asked for others."""
         if self._fetch.skip:
             return self._rest(entry, self._fetch.skip)
-        rows = self._partition.rows_of(entry.indexes)
+        rows = self.partition.rows_of(entry.indexes)
         if not self._has_fields(rows):
             return None
-        consumed = rows if entry.consumes is entry.indexes else self._partition.rows_of(entry.consumes)
-        if not all_of(self._consumer.consumed[consumed]):  # a replay after a reset of consumption
-            self._consumer.give(consumed, entry.number)
+        consumed = rows if entry.consumes is entry.indexes else self.partition.rows_of(entry.consumes)
+        if not all_of(self.consumer.consumed[consumed]):  # a replay after a reset of consumption
+            self.consumer.give(consumed, entry.number)
+            self.has_given = True
         return self._entry_batch(entry, rows)
 
     def _has_fields(self, rows: Rows) -> bool:
-        complete = all_of(self._partition.schema.complete(rows, self._fetch.fields))
+        complete = all_of(self.partition.schema.complete(rows, self._fetch.fields))
         if not complete:
-            self._consumer.ledger.lacks_fields()
+            self.consumer.ledger.lacks_fields()
         return complete
 
     def _rest(self, entry: Entry, skip: int) -> Batch | None:
         """The remaining rows of a batch; the skipped ones may be cleared."""
         indexes, padding = entry.indexes[skip:], entry.padding
-        rows = self._partition.rows_of(indexes)
+        rows = self.partition.rows_of(indexes)
         if not self._has_fields(rows):
             return None
-        self._consumer.give(rows[np.isin(indexes, entry.consumes)], entry.number)
-        self._consumer.ledger.took(entry.key)
+        self.consumer.give(rows[np.isin(indexes, entry.consumes)], entry.number)
+        self.has_given = True
+        self.consumer.ledger.took(entry.key)
         return self._batch(indexes, rows, entry.token, entry.key[1], None if padding is None else padding[skip:])
 
     def _entry_batch(self, entry: Entry, rows: Rows) -> Batch:
-        self._consumer.ledger.took(entry.key)
+        self.consumer.ledger.took(entry.key)
         return self._batch(entry.indexes, rows, entry.token, entry.key[1], entry.padding)
 
     def _end(self, draw: Draw, now: float, waited: bool) -> Batch | Ended | None:
@@ -340,31 +370,31 @@ class ServedFetch:
         Samples that have all fields and don't match the filter count as not coming, although their tags may change.
         """
         ready, unmatched = draw.ready.count, self._num_unmatched(draw.ready)
-        if self._fetch.finite and self._partition.is_exhausted(self._consumer, unmatched):
+        if self._fetch.finite and self.partition.is_exhausted(self.consumer, unmatched):
             return self._over(draw.batch_index)
         if not self._is_complete(now, waited):
             return None
-        lacking = self._consumer.num_undrawn - ready - unmatched
-        coming = self._partition.num_reserved + lacking
+        lacking = self.consumer.num_undrawn - ready - unmatched
+        coming = self.partition.num_reserved + lacking
         policy = self._task.tail_policy(self._dp_size)
         if coming and (policy != "drop" or ready + coming >= draw.needed()):
             return None
         shares = draw.tail_shares(policy)
         left = ready + coming - sum(len(share.consumed) for share in shares)
-        if self._partition.sealed and not (shares and left):
-            self._consumer.end(self._fetch.where, "sealed", left)
+        if self.partition.sealed and not (shares and left):
+            self.consumer.end(self._fetch.where, "sealed", left)
         if shares:
             return self._hand_out(draw, shares)
-        return Ended(self._fetch.id, "sealed", left) if self._partition.sealed else self._over(draw.batch_index, left)
+        return Ended(self._fetch.id, "sealed", left) if self.partition.sealed else self._over(draw.batch_index, left)
 
     def _is_complete(self, now: float, waited: bool) -> bool:
-        if self._partition.sealed:
+        if self.partition.sealed:
             return True
-        if not self._fetch.finite or not self._partition.num_live or self._partition.num_reserved:
+        if not self._fetch.finite or not self.partition.num_live or self.partition.num_reserved:
             return False
-        if self._partition.all_inserted():
+        if self.partition.all_inserted():
             return True
-        last = self._partition.last_published
+        last = self.partition.last_published
         return waited and last is not None and now >= last + QUIET_S
 
     def _batch(
@@ -373,15 +403,15 @@ class ServedFetch:
     ) -> Batch:  # fmt: skip
         """The reply that describes these samples for this fetch's fields."""
         return describe(
-            self._fetch.id, self._partition, indexes, self._fetch.fields, rows, token=token, batch_index=batch_index,
+            self._fetch.id, self.partition, indexes, self._fetch.fields, rows, token=token, batch_index=batch_index,
             padding=padding,
         )  # fmt: skip
 
     def not_ready(self, now: float) -> NotReady:
         """Why there is no batch yet, in numbers of undrawn samples, or of a batch that lacks fields."""
-        partition, fetch = self._partition, self._fetch
+        partition, fetch = self.partition, self._fetch
         batch_index = self._batch_index()
-        entry = None if batch_index is None else self._consumer.ledger.get((self._rank, batch_index))
+        entry = None if batch_index is None else self.consumer.ledger.get((self._rank, batch_index))
         unmatched = 0
         if entry is not None:
             rows = partition.rows_of(entry.indexes)
@@ -389,10 +419,10 @@ class ServedFetch:
             ready = int(np.count_nonzero(partition.schema.complete(rows, fetch.fields)))
             lacking = {n: int(np.count_nonzero(~partition.schema.complete(rows, [n]))) for n in fetch.fields}
         else:
-            wanted, samples = self._task.needed(fetch), self._consumer.num_undrawn
-            matching = self._ready()
+            wanted, samples = self._task.needed(fetch), self.consumer.num_undrawn
+            matching = self.ready()
             ready, unmatched = matching.count, self._num_unmatched(matching)
-            lacking = {name: self._consumer.lacking(name) for name in fetch.fields} if samples > ready else {}
+            lacking = {name: self.consumer.lacking(name) for name in fetch.fields} if samples > ready else {}
         last = partition.last_published
         return NotReady(
             fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},

@@ -4,52 +4,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 
 import msgspec
 import numpy as np
 
 from transfer_queue import protocol as p
-from transfer_queue.control import checkpoints
+from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import describe
-from transfer_queue.control.sessions import Record
-from transfer_queue.control.state import Parked, PlaneState, To, reply_or_error
-from transfer_queue.errors import InvalidRequestError, StorageFullError
-
-WRITERS = "\0writers"
-"""Wait queue of parked writers: one for the whole plane, because the capacity is the plane's."""
+from transfer_queue.control.state import SAVING, WRITERS, PlaneState
+from transfer_queue.errors import CheckpointError, InvalidRequestError, StorageFullError
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
+Rewrite = p.CheckFields | p.ResolveKeys
 _MOST_AT_ONCE = 2**24
 """Samples of one request: more is a mistake, and would take gigabytes before it failed."""
+_NONE: p.Indexes = np.empty(0, dtype=np.int64)
+
+# ---- what a write holds ----
 
 
-class Reservation(Record):
-    """An active write: its reserved samples, and possibly a permit to replace values. Publish ends it."""
+class Reservation(Holding):
+    """Samples of an active write. Nobody knows their indexes, so they may have values before the publish ends it."""
 
-    holds = True
-    __slots__ = ("_state", "call", "client", "indexes", "partition", "serial")
+    until = Until.DONE
+    __slots__ = ("_state", "indexes", "keyed", "partition", "serial")
 
-    def __init__(
-        self, state: PlaneState, client: str, request: p.Reserve | checkpoints.Rewrite, reply: p.Reply,
-        partition: Partition, indexes: p.Indexes,
-    ) -> None:  # fmt: skip
-        super().__init__(type(request), reply)
-        self._state = state
-        self.client, self.call = client, request.id
-        self.partition, self.serial, self.indexes = partition.name, partition.serial, indexes
+    def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes, keyed: bool = False) -> None:
+        self._state, self.partition, self.serial, self.indexes = state, partition.name, partition.serial, indexes
+        self.keyed = keyed
 
     def undo(self) -> bool:
-        self._state.freezes.end_permit(self.client, self.call)
         self._release(self.indexes)
         return True
 
-    def complete(self, published: bytes, uncommitted: bool) -> None:
+    def complete(self, published: bytes) -> None:
         """The write is visible; what it reserved and didn't publish is released."""
-        if not uncommitted:
-            self._state.freezes.end_permit(self.client, self.call)
         if p.pack_indexes(self.indexes) != published:
             self._release(self.indexes[~np.isin(self.indexes, p.unpack_indexes(published))])
 
@@ -62,166 +53,119 @@ class Reservation(Record):
         if partition is not None:
             rows, found = partition.table.find(indexes)
             partition.release_reserved(rows[found])
-            state.mark_dirty(self.partition)
+            state.freed(partition)
         state.delete(indexes[~state.holds(indexes)])
 
 
-class UncommittedPublish(Record):
-    """A publish whose values may not be committed yet: a permit to replace some lasts until then."""
+class Permit(Holding):
+    """A write to samples that exist: its values are stored aside. While it may replace others, freezes wait."""
 
-    __slots__ = ("_state", "client", "first_call")
+    until = Until.DONE
+    __slots__ = ("_call", "_state")
 
-    def __init__(self, state: PlaneState, client: str, request: p.Publish, reply: p.Reply) -> None:
-        super().__init__(p.Publish, reply)
-        self._state, self.client, self.first_call = state, client, request.completes
+    def __init__(self, state: PlaneState, call: Call, replaces: bool) -> None:
+        self._state, self._call = state, (call.client, call.number)
+        if replaces:
+            state.freezes.permits.add(self._call)
+
+    def keep(self) -> None:
+        """The write is over."""
+        permits = self._state.freezes.permits
+        if self._call in permits:
+            permits.remove(self._call)
+            self._state.waits.wake_first(SAVING)
 
     def undo(self) -> bool:
-        self.received()
+        self._over(False)
+        return True
+
+    def _over(self, published: bool) -> None:
+        self._state.ended_writes.append((*self._call, published))
+        self.keep()
+
+
+class Committing(Holding):
+    """A write to samples that exist is published, and its client commits the values."""
+
+    __slots__ = ("_permit",)
+
+    def __init__(self, permit: Permit) -> None:
+        self._permit = permit
+
+    def keep(self) -> None:
+        self._permit.keep()
+
+    def undo(self) -> bool:
+        self._permit._over(True)
         return False
 
-    def received(self) -> None:
-        self._state.freezes.end_permit(self.client, self.first_call)
 
+class NewSamples(Holding):
+    """Samples with their values, as a put leaves them. If its session ends, they stay."""
 
-class CompletePut(Record):
-    """New samples with their values, as the put or its publish leaves them. If its session ends, they stay: its caller
-    may have the answer.
-    """
-
+    outlives_session = True
     __slots__ = ("_indexes", "_num_rewrites", "_partition", "_serial", "_state")
 
-    def __init__(
-        self, state: PlaneState, request: p.Put | p.Publish, reply: p.Reply, partition: Partition, indexes: p.Indexes
-    ) -> None:
-        super().__init__(type(request), reply)
+    def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes) -> None:
         self._state, self._partition, self._serial = state, partition.name, partition.serial
         self._num_rewrites, self._indexes = partition.num_rewrites, indexes
 
-    def cancel(self) -> bool:
+    def undo(self) -> bool:
         """Delete the samples, unless somebody has got one or written to it: a put is whole or not there."""
         state = self._state
         partition = state.find(self._partition, self._serial)
         if partition is None or not partition.take_back(self._indexes, self._num_rewrites):
             return False
         state.delete(state.freezes.keep(self._indexes))
-        state.mark_dirty(self._partition)
+        state.freed(partition)
         return True
 
 
-class Insertion(Record):
+class Insertion(Holding):
     """New samples without values."""
 
-    __slots__ = ("_state", "indexes", "partition", "serial")
+    __slots__ = ("_indexes", "_partition", "_serial", "_state")
 
-    def __init__(
-        self, state: PlaneState, request: Writer, reply: p.Reply, partition: Partition, indexes: p.Indexes
-    ) -> None:
-        super().__init__(type(request), reply)
-        self._state = state
-        self.partition, self.serial, self.indexes = partition.name, partition.serial, indexes
+    def __init__(self, state: PlaneState, partition: Partition, indexes: p.Indexes) -> None:
+        self._state, self._partition, self._serial, self._indexes = state, partition.name, partition.serial, indexes
 
     def undo(self) -> bool:
-        partition = self._state.find(self.partition, self.serial)
+        partition = self._state.find(self._partition, self._serial)
         if partition is not None:
-            partition.uninsert(self.indexes)
-            self._state.mark_dirty(self.partition)
+            partition.uninsert(self._indexes)
+            self._state.freed(partition)
         return True
 
 
-def write(state: PlaneState, client: str, request: Writer, now: float) -> p.Reply | None:
-    """Serve a writer at once if no other waits or it needs no room; otherwise park it."""
+# ---- writers that need room ----
+
+
+def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
+    """Serve a writer at once if no other waits or it needs no room; otherwise it waits."""
+    check(state, request)
     count = count_of(state, request)
-    reply = None
-    if count and len(state.writers):
-        check(state, request)
-    else:
-        reply = admit(state, client, request)
-    if reply is None:
-        deadline = now + request.wait_s
-        parked = state.waiters.park(client, request, now, deadline, WRITERS, 0.0, (request.partition, None))
-        state.writers.add(parked, count, deadline)
-    return reply
-
-
-def rewrite(state: PlaneState, client: str, request: checkpoints.Rewrite, now: float) -> p.Reply | None:
-    """Serve a request that may replace values; park it while they are being saved."""
-    if checkpoints.park_rewrite(state, client, request, now):
-        return None
-    if isinstance(request, p.CheckFields):
-        return check_fields(state, client, request)
-    return write(state, client, request, now)
-
-
-def admit_writers(state: PlaneState) -> list[To]:
-    """Answer writers that fit, as the wait queue allows, and writers that can no longer succeed.
-
-    Many take several turns. None is examined while neither the room nor their partitions change.
-    """
-    replies: list[To] = []
-    state.writers_left = False
-    while len(state.writers):
-        room, partitions = state.room(), _their_partitions(state)
-        seen_room, seen = state.writers_saw
-        state.writers_saw = ((room, len(state.writers)), partitions)
-        if any(seen.get(name) != stamp for name, stamp in partitions.items()):
-            replies += _check_again(state)
-        elif seen_room == (room, len(state.writers)):
-            break
-        if state.budget.num_answers <= 0:
-            state.writers_saw, state.writers_left = (None, partitions), True
-            break
-        # One of them may seal the partition that others wait for.
-        for parked in state.writers.admit(2**62 if room is None else room, state.budget.num_answers):
-            state.budget.examined(answered=True)
-            reply = reply_or_error(parked.request.id, partial(admit, state, parked.client, parked.request))
-            assert reply is not None, "there is room for what the queue of writers admits"
-            replies.append(_answer(state, parked, reply))
-    return replies
-
-
-def _their_partitions(state: PlaneState) -> dict[str, object]:
-    """While this stays equal, the same of the waiting writers can succeed, and need the same room."""
-    found: dict[str, object] = {}
-    for name, _ in state.waiters.lines_of(WRITERS):
-        partition = state.partitions.get(name)
-        found[name] = partition and (
-            partition.serial, partition.sealed, len(partition.keys), partition.schema.num_declared
-        )  # fmt: skip
-    return found
-
-
-def _check_again(state: PlaneState) -> list[To]:
-    replies = []
-    for parked in state.writers.items():
-        refused = reply_or_error(parked.request.id, partial(check, state, parked.request))
-        if refused is not None:
-            replies.append(_answer(state, parked, refused))
-        elif isinstance(parked.request, p.ResolveKeys):  # its keys may have been created or cleared
-            state.writers.resize(parked, count_of(state, parked.request))
-    return replies
-
-
-def _answer(state: PlaneState, parked: Parked, reply: p.Reply) -> To:
-    state.waiters.remove(parked)
-    state.writers.remove(parked)
-    return To(parked.client, reply)
-
-
-def admit_rewriters(state: PlaneState, now: float) -> list[To]:
-    """Serve writers that no longer wait for a checkpoint; they may then wait for room."""
-    replies = []
-    for client, request in checkpoints.take_rewriters(state):
-        reply = reply_or_error(request.id, partial(rewrite, state, client, request, now))
+    if not count or not state.waits.has(WRITERS):
+        reply = _admit(state, call, request, count)
         if reply is not None:
-            replies.append(To(client, reply))
-    return replies
+            return reply
+
+    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
+        check(state, request)
+        count = count_of(state, request)
+        reply = _admit(state, call, request, count) if has_turn or not count else None
+        if reply is None:
+            state.waits.resize(wait, count)  # its keys may have been created or cleared
+        return reply or (_full(state, request, state.calls.now - wait.since) if wait.late else None)
+
+    keys: list[Hashable] = [(WRITERS, request.partition)]
+    if isinstance(request, p.ResolveKeys):
+        keys += [(WRITERS, request.partition, key) for key in dict.fromkeys(request.keys)]
+    return Wait(WRITERS, state.calls.now + request.wait_s, answer, size=count, keys=tuple(keys))
 
 
 def count_of(state: PlaneState, request: Writer) -> int:
     """The number of samples that the request would add."""
-    if isinstance(request, p.ResolveKeys):
-        return len(_new_keys(state, request))
-    return request.count
+    return len(_new_keys(state, request)) if isinstance(request, p.ResolveKeys) else request.count
 
 
 def check(state: PlaneState, request: Writer) -> None:
@@ -247,34 +191,29 @@ def check(state: PlaneState, request: Writer) -> None:
         partition.schema.check(request.fields, request.partition, num_rows)
 
 
-def admit(state: PlaneState, client: str, request: Writer) -> p.Reply | None:
+def _admit(state: PlaneState, call: Call, request: Writer, count: int) -> p.Reply | None:
     """Serve the request if there is room; None if there isn't."""
-    check(state, request)
-    count = count_of(state, request)
     room = state.room()
     if room is not None and count > room:
         return None
     if isinstance(request, p.ResolveKeys):
-        return _bind_keys(state, client, request)
+        return _bind_keys(state, call, request)
     partition = state.get_or_create(request.partition)
     rows = partition.reserve(request.count)
     indexes = partition.table.column("index")[rows]
     if isinstance(request, p.Reserve):
-        several = partition.schema.dtypes_with(request.fields)
-        reserved = p.Reserved(request.id, p.pack_indexes(indexes), several)
-        state.calls.add(client, request.id, Reservation(state, client, request, reserved, partition, indexes))
-        state.producers.announced(client, request.fields)
-        return reserved
+        state.calls.hold(call, Reservation(state, partition, indexes))
+        state.producers.announced(call, request.fields)
+        return p.Reserved(request.id, p.pack_indexes(indexes), partition.schema.dtypes_with(request.fields))
     for name in request.fields:
         partition.schema.expect(name)
     partition.make_live(rows)
-    state.mark_dirty(request.partition)
-    inserted = describe(request.id, partition, indexes, request.fields, rows)
-    state.calls.add(client, request.id, Insertion(state, request, inserted, partition, indexes))
-    return inserted
+    state.changed(partition)
+    state.calls.hold(call, Insertion(state, partition, indexes))
+    return describe(request.id, partition, indexes, request.fields, rows)
 
 
-def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
+def _full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
     """The reply to a writer that waited too long."""
     text = (
         f"Storage capacity exceeded: {count_of(state, request)} samples for partition {request.partition!r} waited "
@@ -308,15 +247,17 @@ def held_up_by(state: PlaneState) -> str:
 def writers_of(state: PlaneState, partition: Partition, most: int) -> list[str]:
     """Up to ``most`` clients that have reserved samples of this partition, not published and not cleared since."""
     names: dict[str, None] = {}
-    for record in state.calls:
+    for call, held in state.calls.holdings(Reservation):
         if (
-            isinstance(record, Reservation) and record.serial == partition.serial and record.client not in names
-            and partition.has_reserved(record.indexes)
+            held.serial == partition.serial and call.client not in names and partition.has_reserved(held.indexes)
         ):  # fmt: skip
-            names[record.client] = None
+            names[call.client] = None
             if len(names) == most:
                 break
     return list(names)
+
+
+# ---- keys ----
 
 
 def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
@@ -327,30 +268,29 @@ def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
     return [key for key in unique if partition is None or partition.keys.index_of(key) is None]
 
 
-def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Reply:
+def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply:
     new = _new_keys(state, request)
-    replaces = len(checkpoints.replaced(state, request)) > 0
+    replaces = len(replaced(state, request)) > 0
     partition = state.get_or_create(request.partition) if new else state.partitions.get(request.partition)
     if partition is None:
         return p.Batch(request.id, request.partition, b"", {}, b"")
-    held = np.empty(0, dtype=np.int64)
     if new:
         rows = partition.reserve(len(new))
-        held = partition.table.column("index")[rows]
-        for key, index in zip(new, held.tolist(), strict=True):
+        indexes = partition.table.column("index")[rows]
+        for key, index in zip(new, indexes.tolist(), strict=True):
             partition.keys.bind(key, index)
-        if not request.hold:
+            state.waits.wake_key((WRITERS, request.partition, key))
+        if request.hold:
+            state.calls.hold(call, Reservation(state, partition, indexes, keyed=True))
+        else:
             partition.make_live(rows)
-            state.mark_dirty(request.partition)
-    batch = describe_keys(partition, request.id, request.keys)
-    if replaces:
-        state.freezes.permit(client, request.id)
-    if replaces or (new and request.hold):
-        state.calls.add(client, request.id, Reservation(state, client, request, batch, partition, held))
-        state.producers.announced(client, request.fields)
-    elif new:
-        state.calls.add(client, request.id, Insertion(state, request, batch, partition, held))
-    return batch
+            state.changed(partition)
+            state.calls.hold(call, Insertion(state, partition, indexes))
+    if request.hold or replaces:
+        state.producers.announced(call, request.fields)
+        if len(new) < len(request.keys):
+            state.calls.hold(call, Permit(state, call, replaces))
+    return describe_keys(partition, request.id, request.keys)
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
@@ -364,39 +304,105 @@ def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) ->
     return msgspec.structs.replace(described, partial=partial) if partial else described
 
 
-def publish(state: PlaneState, client: str, request: p.Publish, now: float) -> p.Reply:
-    """Make fields visible: all of them, or none and an error."""
-    partition = state.get(request.partition)
-    state.units.check(request.fields.values())
-    indexes = p.unpack_indexes(request.indexes)
-    rows = partition.publish(indexes, request.fields, request.tags, now)
-    state.producers.published(client, request.fields, now)
-    state.mark_dirty(request.partition)
-    reply: p.Reply = p.Published(request.id)
-    if request.describe:
-        reply = describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
-    reservation = state.calls.get(client, request.completes)
-    if isinstance(reservation, Reservation):
-        state.calls.take(client, request.completes)
-        reservation.complete(request.indexes, request.uncommitted)
-    record = Record(p.Publish, reply)
-    if request.uncommitted and isinstance(reservation, Reservation) and reservation.kind is p.Reserve:
-        record = CompletePut(state, request, reply, partition, indexes)
-    elif request.uncommitted:
-        record = UncommittedPublish(state, client, request, reply)
-    state.calls.add(client, request.id, record)
-    return reply
+# ---- writers to samples that exist ----
 
 
-def check_fields(state: PlaneState, client: str, request: p.CheckFields) -> p.Reply:
+def rewrite(state: PlaneState, call: Call, request: Rewrite) -> p.Reply | Wait | Steps:
+    """Serve a request that may replace values; it waits while they are being saved."""
+    if _must_wait(state, request, None):
+        return _after_saving(state, call, request)
+    return _check_fields(state, call, request) if isinstance(request, p.CheckFields) else write(state, call, request)
+
+
+def _after_saving(state: PlaneState, call: Call, request: Rewrite) -> Steps:
+    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
+        if not _must_wait(state, request, wait):
+            return p.Done(request.id)
+        return _kept_waiting(request, state.calls.now - wait.since) if wait.late else None
+
+    reply = yield Wait(SAVING, state.calls.now + request.wait_s, answer, order=1.0)
+    if isinstance(reply, p.Failed):
+        return reply
+    if isinstance(request, p.CheckFields):
+        return _check_fields(state, call, request)
+    result = write(state, call, request)
+    return (yield result) if isinstance(result, Wait) else result
+
+
+def _must_wait(state: PlaneState, request: Rewrite, own: Wait | None) -> bool:
+    """Whether values that it replaces are being saved, or a freeze waits, which comes first."""
+    about_to_be = not state.waits.would_be_first(SAVING, 0.0)
+    if not (about_to_be or state.freezes):
+        return False
+    indexes = replaced(state, request)
+    return len(indexes) > 0 and (about_to_be or bool(state.freezes.holds(indexes).any()))
+
+
+def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
+    """The samples with values that the request would replace."""
+    partition, indexes = state.partitions.get(request.partition), _NONE
+    fields = request.writes if isinstance(request, p.ResolveKeys) else list(request.fields)
+    if partition is None or not fields or not partition.table.size:
+        return indexes
+    if isinstance(request, p.CheckFields):
+        indexes = p.unpack_indexes(request.indexes)
+    else:
+        known = (partition.keys.index_of(key) for key in request.keys)
+        indexes = np.array([index for index in known if index is not None], dtype=np.int64)
+    rows, found = partition.table.find(indexes)
+    lacking = np.ones(len(indexes), dtype=np.bool_)
+    for name in fields:
+        lacking &= ~partition.schema.has(name)[rows]
+    return indexes[found & ~lacking]
+
+
+def _kept_waiting(request: Rewrite, waited_s: float) -> p.Failed:
+    """The reply to a writer that waited too long."""
+    text = (
+        f"values of partition {request.partition!r} that this put replaces are being saved in a checkpoint; it waited "
+        f"{waited_s:.1f} s. Put again later, or raise put_timeout_s."
+    )
+    return p.Failed(request.id, CheckpointError.__name__, text)
+
+
+def _check_fields(state: PlaneState, call: Call, request: p.CheckFields) -> p.Reply:
     """Check that these fields may be written to these samples."""
     partition = state.get(request.partition)
     rows = partition.rows_of(p.unpack_indexes(request.indexes))
     partition.schema.check(request.fields, request.partition, len(rows))
-    reply = p.Done(request.id, partition.schema.dtypes_with(request.fields))
-    state.producers.announced(client, request.fields)
-    if len(checkpoints.replaced(state, request)):
-        state.freezes.permit(client, request.id)
-        nothing = np.empty(0, dtype=np.int64)
-        state.calls.add(client, request.id, Reservation(state, client, request, reply, partition, nothing))
-    return reply
+    state.producers.announced(call, request.fields)
+    state.calls.hold(call, Permit(state, call, len(replaced(state, request)) > 0))
+    return p.Done(request.id, partition.schema.dtypes_with(request.fields))
+
+
+# ---- the end of a write ----
+
+
+def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
+    """Make fields visible: all of them, or none and an error."""
+    partition = state.get(request.partition)
+    state.units.check(request.fields.values())
+    indexes = p.unpack_indexes(request.indexes)
+    rows = partition.publish(indexes, request.fields, request.tags, state.calls.now)
+    state.producers.published(call, request.fields)
+    state.changed(partition)
+    _complete(state, call, request, partition, indexes)
+    if request.describe:
+        return describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
+    return p.Published(request.id)
+
+
+def _complete(state: PlaneState, call: Call, request: p.Publish, partition: Partition, indexes: p.Indexes) -> None:
+    """The publish ends what its first call holds."""
+    calls, first = state.calls, (call.client, request.completes)
+    reserved, permits = calls.take(*first, Reservation), calls.take(*first, Permit)
+    for own in reserved:
+        own.complete(request.indexes)
+    for permit in permits:
+        if request.uncommitted:
+            calls.hold(call, Committing(permit))
+        else:
+            permit.keep()
+    if request.uncommitted and any(not own.keyed for own in reserved):
+        calls.hold(call, NewSamples(state, partition, indexes))
+    calls.hold(call, Effect())

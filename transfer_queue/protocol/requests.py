@@ -58,10 +58,11 @@ class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Hello(Request, frozen=True):
-    """A client is here. ``version``: the protocol it speaks."""
+    """A client is here. ``version``: the protocol it speaks. ``namespace``: where it has this ``pid``."""
 
     pid: Call
     version: Call = 0
+    namespace: Call | None = None
 
 
 class Goodbye(Request, frozen=True):

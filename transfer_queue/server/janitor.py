@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes in several steps that end halfway: which were published, and a thread that ends them in other processes."""
+"""Janitor: a thread that ends writes and sessions in storage units of other processes, and deletes values there."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from transfer_queue.errors import QueueUnreachableError
@@ -16,44 +16,6 @@ from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
 Job = Callable[[], Coroutine[Any, Any, Any]]
-
-
-class StepwiseWrites:
-    """Writes whose client stores, publishes and commits the values in calls of its own.
-
-    It may end or cancel between the last two, without knowing whether the write is published. The controller knows.
-    """
-
-    def __init__(self) -> None:
-        self._published: dict[str, dict[int, bool]] = {}  # by client and first call
-
-    def started(self, client: str, write: int) -> None:
-        """This call starts a write."""
-        self._published.setdefault(client, {})[write] = False
-
-    def published(self, client: str, write: int) -> None:
-        """The write that this call started is published. Its client has still to commit it."""
-        self._published.setdefault(client, {})[write] = True
-
-    def received(self, client: str, calls: Iterable[int]) -> None:
-        """The client is done with these calls: the writes that they started are committed."""
-        own = self._published.get(client)
-        if own is None:
-            return
-        for call in calls:
-            own.pop(call, None)
-        if not own:
-            del self._published[client]
-
-    def cancelled(self, client: str, call: int) -> bool | None:
-        """Whether the write that this call started was published; None: it started none. It has ended."""
-        published = self._published.get(client, {}).get(call)
-        self.received(client, [call])
-        return published
-
-    def end(self, client: str) -> list[int]:
-        """The session has ended. Returns the writes that were published and may not be committed."""
-        return [write for write, is_published in self._published.pop(client, {}).items() if is_published]
 
 
 class Janitor:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -155,6 +156,7 @@ def _make_front(
 
     ``orders``: ``controller`` says whether it decides; ``unit`` is the name of the storage unit it hosts, or None.
     """
+    from transfer_queue.calls import Turn
     from transfer_queue.config import typed
     from transfer_queue.control.draw import running
     from transfer_queue.control.plane import ControlPlane
@@ -173,13 +175,14 @@ def _make_front(
         file = _spill_file(storage)
         unit = host_unit(name, orders["capacity_bytes"], storage.arena, server, inline_nbytes, file)
     if not orders["controller"]:
-        front = Front(conf, None, unit)
+        front = Front(conf, None, unit, turn=Turn(time.monotonic))
         server.on_turn(front.meter.turn)
         return front, _nothing
     plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
     watchdog = Watchdog(running)
-    front = Front(conf, plane, unit, lambda: _janitor(conf, orders["backend_path"]))
+    front = Front(conf, plane, unit, lambda: _janitor(conf, orders["backend_path"]), Turn(time.monotonic))
     server.on_turn(front.meter.turn)
+    front.watch = lambda pid, namespace, ended: _watch(server, pid, namespace, ended)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
     if unit is None:
         front.start_janitor()
@@ -189,6 +192,14 @@ def _make_front(
         front.close()
 
     return front, close
+
+
+def _watch(server: SocketServer, pid: int, namespace: int | None, ended: Callable[[], None]) -> None:
+    def gone(_: float) -> tuple[()]:
+        ended()
+        return ()
+
+    server.watch(pid, namespace, gone)
 
 
 def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:

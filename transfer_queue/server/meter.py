@@ -140,7 +140,7 @@ class Meter:
         """The loop was busy for so long, and a request that came meanwhile waited."""
         self._loop.add(seconds)
 
-    def answered(self, request: p.Request, since: float, reply: p.Reply) -> None:
+    def answered(self, request: Any, since: float, reply: p.Reply) -> None:
         """A request that came at ``since`` was answered. The time it waited for others counts."""
         kind, now = type(request), self._clock()
         verb = self._verbs.get(kind)
@@ -151,7 +151,7 @@ class Meter:
             verb.errors += 1
             return
         if kind is p.Put or kind is p.Publish:
-            self._put(request.tags, now)  # type: ignore[attr-defined]
+            self._put(request.tags, now)
         indexes = getattr(reply, "indexes", None) or getattr(request, "indexes", None)
         if not indexes:
             return

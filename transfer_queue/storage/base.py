@@ -86,10 +86,13 @@ class StorageManager(ABC):
         """Prepare the columns of this data for ``write``. Raises ValueError for unsupported values."""
         return data
 
-    async def write(self, call: int, indexes: Sequence[int], columns: Any, partition: str = "") -> UnitRuns | None:
+    async def write(
+        self, call: int, indexes: Sequence[int], columns: Any, partition: str = "", fresh: bool = False
+    ) -> UnitRuns | None:
         """Store row i for ``indexes[i]`` of this partition. ``call`` names the write until it is committed or aborted.
 
-        A backend that can't keep uncommitted writes separate stores them at once.
+        ``fresh``: new samples, whose indexes nobody knows yet. They may be stored at once, and need no ``commit``.
+        A backend that can't keep uncommitted writes separate stores all of them at once.
 
         Returns:
             Where the rows lie, for backends that keep them in storage units. If it fails, nothing is stored.
@@ -118,6 +121,10 @@ class StorageManager(ABC):
 
     async def commit(self, call: int, units: UnitRuns | None) -> None:
         """The write was published: it replaces the old values. ``units``: what ``write`` returned."""
+        return
+
+    def written(self, call: int, units: UnitRuns | None) -> None:
+        """The write of new samples was published. Nothing is sent for it."""
         return
 
     async def abort(self, call: int, units: UnitRuns | None) -> None:

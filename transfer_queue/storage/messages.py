@@ -65,14 +65,16 @@ class Leased(Reply, frozen=True):
 
 
 class Write(Request, frozen=True):
-    """Store these rows. Readers see them once the write is committed.
+    """Store these rows. A write without a lease waits up to ``wait_s`` for room.
 
-    A write without a lease waits up to ``wait_s`` for room.
+    ``fresh``: of new samples, whose indexes nobody else knows yet. They are stored at once. Others are stored aside,
+    and readers see them once the write is committed.
     """
 
     indexes: bytes
     columns: Columns
     wait_s: Seconds = 0.0
+    fresh: bool = False
 
 
 class Written(Reply, frozen=True):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-def guarded(step: Callable[..., None], *args: Any) -> None:
+def guarded(step: Callable[..., object], *args: Any) -> None:
     """Run this step and log any error, which must end neither the loop nor service to other clients."""
     try:
         step(*args)

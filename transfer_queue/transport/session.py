@@ -24,6 +24,7 @@ from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableEr
 from transfer_queue.transport.base import Buffer, Call, Peer, RawReply
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.modes import run_blocking
+from transfer_queue.utils.machine import pid_namespace
 
 R = TypeVar("R", bound=p.Reply)
 _HELLO_TIMEOUT_S = 10.0
@@ -158,7 +159,7 @@ class Session:
         if self._at_exit is None:
             # Without a goodbye, a process that simply ends would count as a dead producer.
             self._at_exit = Finalize(None, _close_at_exit, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
-        hello = p.Hello(self.number(), os.getpid(), p.PROTOCOL_VERSION)
+        hello = p.Hello(self.number(), os.getpid(), p.PROTOCOL_VERSION, pid_namespace())
         reply = (await self.call_many([(self.controller, hello, ())], _HELLO_TIMEOUT_S))[0]
         config = json.loads(self.read(reply.header, hello, p.Welcome).config)
         self.timeout_s = float(config["client"]["timeout_s"])

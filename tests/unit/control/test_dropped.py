@@ -62,8 +62,8 @@ def test_statistics_of_many_partitions_come_in_pages(plane):
     while after is not None:
         pages.append(ask(plane, ACTOR, p.GetStats, after).value)
         after = pages[-1].get("more")
-    assert [len(page["partitions"]) for page in pages] == [100, 100, 50]
-    assert ["clients" in page for page in pages] == [True, False, False]
+    assert len(pages) > 1
+    assert ["clients" in page for page in pages] == [True] + [False] * (len(pages) - 1)
     assert [name for page in pages for name in page["partitions"]] == [f"p{number}" for number in range(250)]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from control_kit import ACTOR, CRITIC, ROLLOUT, ask, cancel, clear, indexes, put, refused, send
 
 from transfer_queue import protocol as p
+from transfer_queue.calls import Turn
 from transfer_queue.control import filtered, listed_keys
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.control.snapshot import Snapshot
@@ -217,16 +219,14 @@ def test_a_cancelled_watch_is_gone(plane):
 def test_many_long_answers_take_several_turns(plane):
     put_keys(plane, "a")
     listed = watch(plane)
-    for _ in range(6):
+    plane.calls.turn = Turn(itertools.count(step=5e-4).__next__)
+    for _ in range(100):
         assert watch(plane, listed) is None
-    some = put_keys(plane, *map(str, range(2000)))
-    assert 1 <= len(some) < 6
-    rest = []
+    turns = [put_keys(plane, "b")]
     while plane.next_deadline() == -math.inf:
-        more = plane.expire(0.0)
-        assert len(more) <= 2
-        rest += more
-    assert len(some) + len(rest) == 6
+        turns.append(plane.expire(0.0))
+    assert len(turns) > 2
+    assert sum(map(len, turns)) == 100
 
 
 # ---- waits for enough keys ----
@@ -284,7 +284,8 @@ def test_wrong_requests_are_refused(plane):
 
 @pytest.mark.parametrize("wait_s", [0.0, 5.0])
 def test_many_keys_are_compared_some_in_each_turn(plane, wait_s):
-    put_keys(plane, *map(str, range(4 * filtered.PER_TURN)))
+    plane.calls.turn = Turn(itertools.count(step=5e-4).__next__)
+    put_keys(plane, *map(str, range(20 * filtered._PIECE)))
     put_keys(plane, "last", v=1)
     assert wait(plane, "v == 1", 2, wait_s) is None
     assert wait(plane, "v == 1", 1, wait_s) is None

@@ -7,6 +7,7 @@ The client's own code runs here, on a plane in this thread: a parked call is a c
 from __future__ import annotations
 
 import itertools
+import math
 import types
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from transfer_queue import protocol as p
+from transfer_queue.calls import Calls, Turn
 from transfer_queue.client.key_watch import KeyChanges, KeyWaits, KeyWatch
-from transfer_queue.control import filtered, key_waits, listed_keys
+from transfer_queue.control import key_waits, listed_keys
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.errors import EndOfPartitionError, KeysTimeoutError, TransferQueueError, from_wire
 
@@ -115,14 +117,14 @@ def outcome_of(call: Coroutine[Any, Any, Keys]) -> Keys | TransferQueueError | N
 
 
 class KeyMachine(RuleBasedStateMachine):
-    SMALL = ((listed_keys, "_FEWEST", 4), (key_waits, "MOST_OF_A_PAGE", 3), (filtered, "PER_TURN", 40))
+    SMALL = ((listed_keys, "_FEWEST", 4), (key_waits, "PAGE", 3))
 
     @initialize(small=st.booleans())
     def begin(self, small: bool) -> None:
         self.kept = [(module, name, getattr(module, name)) for module, name, _ in self.SMALL]
         for module, name, value in self.SMALL if small else ():
             setattr(module, name, value)
-        self.plane = ControlPlane()
+        self.plane = ControlPlane(calls=Calls(Turn(itertools.count(step=2e-3 if small else 1e-4).__next__)))
         self.ids = itertools.count(1)
         self.session = PlaneSession(lambda request: self.absorb(self.plane.handle(WATCHER, request, 0.0)))
         self.listed: dict[str, tuple[int, Keys]] = {}
@@ -194,6 +196,8 @@ class KeyMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.model) > 6)
     def clear_partition(self) -> None:
         self.send(p.ClearPartition, "p")
+        while self.plane.next_deadline() == -math.inf:
+            self.absorb(self.plane.expire(0.0))
         self.model.clear()
         for each in self.watchers:
             each.busy = False

@@ -29,7 +29,7 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control.sessions import Record
+from transfer_queue.calls import Call, Holding
 
 
 def held(plane, partition="p"):
@@ -46,7 +46,8 @@ def test_a_reservation_that_its_writer_never_heard_of_makes_room_and_ends_the_wa
     seal(plane)
     park(plane, 2)
     assert ask(plane, CRITIC, p.Reserve, "q", 2) is None
-    done, (writer, reader) = cancel(plane, ROLLOUT, lost)
+    done, told = cancel(plane, ROLLOUT, lost)
+    reader, writer = sorted(told)
     assert done == "undone"
     assert (writer.client, indexes(writer.reply)) == (CRITIC, [3, 4])
     assert batches([reader]) == [(ACTOR, [0])]
@@ -161,7 +162,7 @@ def test_what_an_anonymous_reader_has_not_read_yet_is_not_cleared(plane):
     assert clear_consumed(plane) == [2, 3]
     plane.read(ACTOR, [first.id, second.id, 999])
     assert clear_consumed(plane) == [0, 1]
-    assert [record for _, record in plane.state.calls.of(ACTOR) if record.kind is p.Fetch] == []
+    assert [call for call in plane.calls.of(ACTOR) if call.kind is p.Fetch] == []
 
 
 def test_what_a_reader_that_ends_had_received_is_cleared_and_never_given_again(plane):
@@ -263,7 +264,7 @@ def test_every_call_that_was_not_received_is_undone_when_the_session_ends(plane,
     assert [(to.client, type(to.reply)) for to in replies] == [(CRITIC, p.Done)]
     assert (held(plane), chores(plane)) == (0, [2, 3])
     assert batch(plane, 2, client=CRITIC) == [0, 1]
-    assert plane.state.calls.of(ACTOR) == []
+    assert plane.calls.of(ACTOR) == []
 
 
 def test_a_goodbye_ends_the_session(plane):
@@ -323,7 +324,7 @@ def test_a_call_that_is_parked_already_is_not_parked_twice(make_plane):
     put(plane, 2)
     assert again(plane, ROLLOUT, p.Reserve(5001, "p", 1, {}, 9.0)) == [[], []]
     assert again(plane, ROLLOUT, p.Fetch(5002, "p", "t", ["x"], 3, wait_s=9.0)) == [[], []]
-    assert len(plane.state.waiters) == 2
+    assert len(plane.state.waits) == 2
     assert [to.reply.id for to in send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes([0]))[1:]] == [5001]
 
 
@@ -333,17 +334,6 @@ def test_a_number_that_was_used_for_another_verb_is_refused(plane):
     plane.received(ROLLOUT, [5001])
     refused(plane.handle(ROLLOUT, p.Reserve(5001, "p", 1), 0.0)[0].reply, "ProtocolError", "never used again")
     assert held(plane) == 1
-
-
-def test_a_publish_may_have_the_number_of_the_reservation_that_it_completes(plane):
-    (own,) = plane.handle(ROLLOUT, p.Reserve(5001, "p", 1), 0.0)
-    publication = p.Publish(5001, "p", own.reply.indexes, fields("x"), completes=5001)
-    first, second = again(plane, ROLLOUT, publication)
-    assert first == second == [(ROLLOUT, p.Published(5001))]
-    assert plane.answered(ROLLOUT, 5001) == p.Published(5001)
-    refused(plane.handle(ROLLOUT, p.Reserve(5001, "p", 1), 0.0)[0].reply, "ProtocolError")
-    assert cancel(plane, ROLLOUT, own.reply) == ("kept", [])
-    assert batch(plane, 1) == [0]
 
 
 def test_a_published_put_whose_values_are_not_committed_is_undone_unless_a_task_was_given_some(plane):
@@ -358,12 +348,12 @@ def test_a_published_put_whose_values_are_not_committed_is_undone_unless_a_task_
 
 
 def test_a_call_that_can_not_be_undone_leaves_no_other_one_of_its_session_behind(plane):
-    class Broken(Record):
+    class Broken(Holding):
         def undo(self) -> bool:
             raise ValueError("broken")
 
     assert reserve(plane, 2) == [0, 1]
-    plane.state.calls.add(ROLLOUT, 10**6, Broken(p.Publish, p.Published(10**6)))
+    plane.calls.hold(Call(ROLLOUT, p.Publish(10**6, "p", b"", {})), Broken())
     plane.client_gone(ROLLOUT, 0.0)
-    assert (chores(plane), plane.state.calls.clients()) == ([0, 1], [])
-    assert (plane.take_faults(), plane.take_faults()) == (["broken"], [])
+    assert (chores(plane), plane.calls.clients()) == ([0, 1], [])
+    assert [str(fault) for fault in plane.calls.faults] == ["broken"]

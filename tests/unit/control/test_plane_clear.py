@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
@@ -32,6 +33,7 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.calls import Turn
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 
@@ -368,7 +370,7 @@ def test_answered_waits_leave_no_deadline_behind(plane):
         park(plane, 1, wait_s=1000.0)
         publish(plane, reserve(plane, 1))
     assert plane.next_deadline() is None
-    assert len(plane.state.waiters._deadlines) <= 70
+    assert len(plane.state.waits._deadlines) <= 70
 
 
 @pytest.mark.parametrize("how", ["clear", "restore"])
@@ -377,16 +379,19 @@ def test_a_large_partition_that_is_gone_is_freed_in_slices(plane, how):
     samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", names, True))
     ask(plane, ROLLOUT, p.SetTags, {"p": {index: {"v": 1} for index in samples}})
     gone = plane.state.partitions["p"]
+    plane.calls.turn = Turn(itertools.count(step=1e-3).__next__)
     if how == "clear":
         ask(plane, ACTOR, p.ClearPartition, "p")
     else:
         ask(plane, ACTOR, p.Restore, ask(ControlPlane(), ACTOR, p.Freeze).state)
     assert (plane.state.partitions, plane.next_deadline()) == ({}, -math.inf)
-    sizes = []
+    sizes = [len(gone.keys)]
     while plane.next_deadline() is not None:
         assert plane.expire(0.0) == []
-        sizes.append((len(gone.keys), len(gone.tags)))
-    assert sizes == [(left, left) for left in (40_000, 30_000, 20_000, 10_000, 0)]
+        sizes.append(len(gone.keys))
+    assert len(sizes) > 5
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[-1], len(gone.tags)) == (0, 0)
 
 
 def test_a_large_partition_without_keys_and_tags_is_freed_at_once(plane):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from transfer_queue import protocol as p
+from transfer_queue.control.state import FETCHES, KEYS, SAVING, WRITERS
 
 clients = st.sampled_from(CLIENTS)
 partitions = st.sampled_from(PARTITIONS)
@@ -98,7 +99,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         self.producers.gone(client, died, self.now)
         self.absorb(self.plane.client_gone(client, self.now, died))
         self.check_chores()
-        assert client not in self.plane.state.calls.clients()
+        assert client not in self.plane.calls.clients()
 
     # ---- calls ----
 
@@ -293,8 +294,9 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
 
     @invariant()
     def nothing_that_could_be_answered_waits(self) -> None:
-        for partition in (*PARTITIONS, UNNAMED):
-            self.plane.state.mark_dirty(partition)
+        for group in ((FETCHES,), (KEYS,), WRITERS, SAVING):
+            self.plane.calls.waits.wake(group)
+            self.plane.calls.waits.wake_first(group)
         self.sound = False
         assert self.plane.expire(self.now) == []
         deadline = self.plane.next_deadline()
@@ -368,7 +370,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         self.now += 1e6
         assert self.plane.expire(self.now) == []
         state = self.plane.state
-        assert (state.allocator.num_used, state.partitions, state.waiters.all()) == (0, {}, [])
+        assert (state.allocator.num_used, state.partitions, len(state.waits)) == (0, {}, 0)
         assert self.plane.next_deadline() is None
         assert not any(sampler._states for sampler in state.tasks.samplers())
 

@@ -26,8 +26,9 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.calls import PAGE as MOST_OF_A_PAGE
 from transfer_queue.control.plane import To
-from transfer_queue.control.queries import MOST_OF_A_PAGE, MOST_STATUS
+from transfer_queue.control.queries import _OF_ARRAYS as MOST_STATUS
 
 # ---- pages ----
 

@@ -25,7 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.control.sessions import Producers
+from transfer_queue.calls import Call, Calls
+from transfer_queue.control.producers import Producers
 
 
 def grace(make_plane, seconds=5.0):
@@ -232,17 +233,19 @@ STEP = st.one_of(
 @settings(max_examples=200, deadline=None, print_blob=True)
 @given(st.lists(STEP, max_size=30))
 def test_producers_are_lost_when_none_is_left_and_the_last_one_to_end_died_longer_ago_than_the_grace_time(steps):
-    producers, model, now, verdicts = Producers(5.0), ProducersModel(), 0.0, set()
+    calls, model, now, looked = Calls(), ProducersModel(), 0.0, []
+    producers = Producers(calls, 5.0, lambda: looked.append(now))
     for kind, who, what in steps:
         before = [name for name in FIELDS if model.lost([name], now, 5.0)]
         if kind == "time":
             now += who
         elif kind == "gone":
-            verdicts |= producers.gone(who, what, now)
+            calls.client_gone(who, now, what)
             model.gone(who, what, now)
         else:
-            getattr(producers, kind)(who, [what], *([now] if kind == "published" else []))
+            getattr(producers, kind)(Call(who, p.ListPartitions(1)), [what])
             getattr(model, kind)(who, [what])
+        calls.expire(now)
         lost = [name for name in FIELDS if model.lost([name], now, 5.0)]
         assert [name for name in FIELDS if producers.missing([name], now)] == lost
-        assert set(lost) <= set(before) or any(at <= now for at in verdicts), "and it was told when to look again"
+        assert set(lost) <= set(before) or now in looked, "and waiting fetches are examined"

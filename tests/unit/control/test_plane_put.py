@@ -242,7 +242,7 @@ def test_cancelled_reservations_do_not_pile_up(plane):
     for _ in range(500):
         cancel(plane, ROLLOUT, ask(plane, ROLLOUT, p.Reserve, "p", 3))
     assert plane.state.partitions["p"].table.size < 200
-    assert plane.state.calls.clients() == []
+    assert plane.calls.clients() == []
 
 
 def test_what_a_publish_leaves_of_the_reservation_that_it_completes_is_given_back(plane):

@@ -327,7 +327,7 @@ OF_THE_FRONT = {p.Put, p.Hello, p.Goodbye}
 
 @pytest.mark.parametrize("verb", sorted(set(p.AnyRequest.__args__) - OF_THE_FRONT, key=lambda verb: verb.__name__))
 def test_the_plane_knows_every_request_of_the_protocol(plane, verb):
-    assert verb in plane._verbs
+    assert verb in plane.calls.verbs
 
 
 def test_a_cancelled_request_is_neither_carried_out_nor_answered_and_makes_way(plane):

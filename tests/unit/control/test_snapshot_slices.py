@@ -173,7 +173,7 @@ def test_a_state_read_in_slices_is_that_of_its_moment_whatever_happens_between_t
 
 @pytest.mark.parametrize("how", ["some", "all", "the partition"])
 def test_keys_and_tags_of_samples_that_are_cleared_between_slices_are_still_told(plane, monkeypatch, how):
-    monkeypatch.setattr(control_state, "_SLICE", 2)  # what is gone is freed in slices
+    monkeypatch.setattr(control_state, "PIECE", 2)  # what is gone is freed in slices
     reply = ask(plane, ROLLOUT, p.ResolveKeys, "p", KEYS, True, True)
     samples = indexes(reply)
     tags = {index: {"v": index} for index in samples}

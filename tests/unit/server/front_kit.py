@@ -29,6 +29,7 @@ from transfer_queue.storage.messages import (
     unpack_columns,
 )
 from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.unit.session_memory import Memory
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire_columns import dense_layout
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
@@ -218,7 +219,9 @@ def held(front: Front) -> Held:
     assert front.unit is not None
     front.plane.check_invariants()
     state, unit = front.plane.state, front.unit.stats()
+    calls = [call for client in front.calls.clients() for call in front.calls.of(client)]
+    records = sum(any(not isinstance(each, Memory) for each in call.holdings) for call in calls)
     return Held(
-        state.allocator.num_used, len(list(state.calls)), len(state.waiters), unit.values, unit.held_nbytes,
+        state.allocator.num_used, records, len(state.waits) - unit.parked, unit.values, unit.held_nbytes,
         unit.uncommitted_nbytes, unit.leased_nbytes, unit.pins, unit.parked,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -20,7 +21,8 @@ from tests.unit.server.front_kit import (
     samples_of,
 )  # fmt: skip
 from transfer_queue import protocol as p
-from transfer_queue.server.endings import PER_TURN
+from transfer_queue.calls import PIECE as PER_TURN
+from transfer_queue.calls import Turn
 from transfer_queue.server.front import Front
 from transfer_queue.storage.messages import Delete, Release, Rows, decode_answer
 
@@ -175,6 +177,7 @@ def test_a_clear_of_nothing_again_clears_nothing_that_came_since(me):
 
 def test_a_large_clear_deletes_a_slice_each_turn_and_others_are_served_between(me, other, front):
     count = 2 * PER_TURN + 5
+    front.calls.turn = Turn(itertools.count(step=1.0).__next__)
     me.put([0] * count, nbytes=1)
     clear = p.ClearPartition(me.number(), "p")
     assert (me.send(clear), held(front).values) == ([], count - PER_TURN)
@@ -189,6 +192,7 @@ def test_a_large_clear_deletes_a_slice_each_turn_and_others_are_served_between(m
 
 @pytest.mark.parametrize("leave", ["cancel", "gone"])
 def test_a_large_clear_goes_on_when_it_is_cancelled_or_its_session_ends(me, front, leave):
+    front.calls.turn = Turn(itertools.count(step=1.0).__next__)
     me.put([0] * (2 * PER_TURN), nbytes=1)
     assert me.send(p.ClearPartition(me.number(), "p")) == []
     assert (me.cancel(2) if leave == "cancel" else me.gone()) == []

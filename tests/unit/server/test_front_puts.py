@@ -243,7 +243,7 @@ def test_a_put_whose_lease_was_not_used_gives_it_back():
 def test_a_put_to_a_server_without_storage_or_without_a_controller_is_refused():
     for front in (Front({}, front_of().plane), Front({}, None, front_of().unit)):
         me = Client(front, "me")
-        failed(me.put([7])[0], "ProtocolError", "a controller and no storage")
+        failed(me.put([7])[0], "ProtocolError", "does not serve Put")
 
 
 # ---- waiting for room ----

@@ -16,7 +16,7 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.server.front import Front
-from transfer_queue.server.janitor import Janitor, StepwiseWrites
+from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.messages import AskUnitStats, ColumnHeader, Columns, Write, Written
 from transfer_queue.storage.unit.unit import StorageUnit
@@ -59,30 +59,6 @@ class NotedStorage(StorageManager):
 
 
 # ---- which writes are published ----
-
-
-@pytest.fixture
-def writes() -> StepwiseWrites:
-    return StepwiseWrites()
-
-
-def test_the_end_of_a_session_names_the_writes_that_were_published_and_maybe_not_committed(writes):
-    for client, write in (("me", 10), ("me", 20), ("me", 25), ("other", 30)):
-        writes.started(client, write)
-    for client, write in (("me", 10), ("me", 20), ("other", 30)):
-        writes.published(client, write)
-    writes.received("me", [10, 11, 99])
-    writes.received("nobody", [21])
-    assert [writes.end(client) for client in ("me", "me", "other")] == [[20], [], [30]]
-
-
-def test_a_cancelled_write_is_published_or_not_and_no_write_at_all_once_it_has_ended(writes):
-    writes.started("me", 10)
-    writes.started("me", 20)
-    writes.published("me", 20)
-    assert [writes.cancelled("me", call) for call in (10, 20, 30)] == [False, True, None]
-    assert [writes.cancelled("me", call) for call in (10, 20)] == [None, None]
-    assert writes.end("me") == []
 
 
 # ---- the thread ----
@@ -139,12 +115,27 @@ def front(request, janitor) -> Front:
     return made
 
 
-def published(client: Client, dtype: str = "uint8") -> tuple[int, Any]:
-    """(number of the reservation, the answer to its publish)"""
+def put_in_steps(client: Client, dtype: str = "uint8") -> tuple[bytes, Any]:
+    """A new sample: its packed index, and the answer to its publish."""
     reserved = client.one(client.reserve(1))
     fields = {"x": p.FieldSpec(dtype, (100,))}
     answer = client.one(p.Publish(client.number(), "p", reserved.indexes, fields, completes=reserved.id))
-    return reserved.id, answer
+    client.send(p.ListPartitions(client.number()), received=[reserved.id, answer.id])
+    return reserved.indexes, answer
+
+
+def published(client: Client) -> tuple[int, Any]:
+    """A write to a sample that exists: its first call, and the answer to its publish."""
+    indexes, _ = put_in_steps(client)
+    first = client.one(p.CheckFields(client.number(), "p", indexes, specs()))
+    request = p.Publish(client.number(), "p", indexes, specs(), completes=first.id, uncommitted=True)
+    return first.id, client.one(request)
+
+
+def give_up(client: Client, first: int, publish: int = 0) -> None:
+    """The client cancels both calls, because it doesn't know how far the write came."""
+    for call in filter(None, (first, publish)):
+        client.cancel(call)
 
 
 def test_a_published_write_is_committed_for_a_client_that_ends_before_it_could(front, janitor, storage):
@@ -168,8 +159,8 @@ def test_a_write_that_its_client_has_committed_is_not_committed_again(front, jan
 def test_a_write_whose_publish_was_refused_is_not_committed_and_its_values_are_deleted(front, janitor, storage):
     me, other = Client(front, "me"), Client(front, "other")
     other.one(p.CreatePartition(other.number(), "p", None, {"x": p.DeclaredField("uint8")}))
-    published(other)
-    _, answer = published(me, "int64")
+    put_in_steps(other)
+    _, answer = put_in_steps(me, "int64")
     failed(answer, "SchemaConflictError")
     me.gone()
     janitor.close()
@@ -190,21 +181,21 @@ def test_a_cancelled_reservation_is_deleted(front, janitor, storage):
     me.one(p.Reserve(me.number(), "p", 2, specs()))
     me.cancel(1)
     janitor.close()
-    assert storage.jobs == [("abort", "me", 1), ("delete", [0, 1]), ("close",)]
+    assert storage.jobs == [("delete", [0, 1]), ("close",)]
 
 
 def test_a_write_that_its_client_gave_up_is_committed_where_it_is_published_and_else_aborted(front, janitor, storage):
     me = Client(front, "me")
-    write, _ = published(me)
-    unpublished = me.one(p.Reserve(me.number(), "p", 1, specs())).id
-    for call in (write, unpublished, unpublished, 99):
+    write, publish = published(me)
+    unpublished = me.one(p.CheckFields(me.number(), "p", p.pack_indexes([0]), specs())).id
+    give_up(me, write, publish.id)
+    for call in (unpublished, unpublished, 99):
         me.cancel(call)
     me.gone()
     janitor.close()
     assert storage.jobs == [
         ("commit", "me", write),
         ("abort", "me", unpublished),
-        ("delete", [1]),
         ("end", "me", []),
         ("close",),
     ]
@@ -213,32 +204,47 @@ def test_a_write_that_its_client_gave_up_is_committed_where_it_is_published_and_
 # ---- in the unit of the front's own process ----
 
 
-def write_in_steps(client: Client, value: int) -> tuple[p.Reserved, int]:
-    """(the reserved sample, number of the write), stored and not published."""
-    reserved = client.one(client.reserve(1))
+def write_in_steps(client: Client, first: Any, indexes: bytes, value: int, fresh: bool) -> None:
     columns = Columns([ColumnHeader("x", dense_layout("uint8", 1, (NBYTES,)), 1)])
-    written = client.one(Write(reserved.id, reserved.indexes, columns), [bytes_of([value])])
+    written = client.one(Write(first.id, indexes, columns, 0.0, fresh), [bytes_of([value])])
     assert isinstance(written, Written)
-    return reserved, reserved.id
 
 
-def publish(client: Client, reserved: p.Reserved) -> None:
-    request = p.Publish(client.number(), "p", reserved.indexes, specs(), completes=reserved.id, uncommitted=True)
+def publish(client: Client, first: Any, indexes: bytes) -> int:
+    request = p.Publish(client.number(), "p", indexes, specs(), completes=first.id, uncommitted=True)
     assert isinstance(client.one(request), p.Published)
+    return request.id
 
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
 @pytest.mark.parametrize("is_published", [True, False])
-def test_a_write_in_steps_that_ends_halfway_is_committed_in_the_own_unit_if_it_is_published(how, is_published):
+def test_a_write_that_replaces_a_value_in_steps_and_ends_halfway_is_committed_if_it_is_published(how, is_published):
     front = front_of()
     me, other = Client(front, "me"), Client(front, "other")
-    reserved, write = write_in_steps(me, 7)
+    assert other.stored([3]) == [0]
+    indexes = p.pack_indexes([0])
+    first = me.one(p.CheckFields(me.number(), "p", indexes, specs()))
+    write_in_steps(me, first, indexes, 7, fresh=False)
+    last = publish(me, first, indexes) if is_published else 0
+    assert me.one(AskUnitStats(me.number())).uncommitted_nbytes == (0 if is_published else NBYTES)
+    give_up(me, first.id, last) if how == "cancelled" else me.gone()
+    assert other.one(AskUnitStats(other.number())).uncommitted_nbytes == 0
+    assert other.values([0]) == {0: 7 if is_published else 3}
+
+
+@pytest.mark.parametrize("how", ["cancelled", "ended"])
+@pytest.mark.parametrize("is_published", [True, False])
+def test_values_of_new_samples_are_stored_at_once_and_gone_if_their_put_ends_before_its_publish(how, is_published):
+    front = front_of()
+    me, other = Client(front, "me"), Client(front, "other")
+    reserved = me.one(me.reserve(1))
+    write_in_steps(me, reserved, reserved.indexes, 7, fresh=True)
+    stats = me.one(AskUnitStats(me.number()))
+    assert (stats.uncommitted_nbytes, stats.values) == (0, 1)
     if is_published:
-        publish(me, reserved)
-    assert me.one(AskUnitStats(me.number())).uncommitted_nbytes == NBYTES
-    me.cancel(write) if how == "cancelled" else me.gone()
-    stats = other.one(AskUnitStats(other.number()))
-    assert (stats.uncommitted_nbytes, stats.values) == (0, int(is_published))
+        publish(me, reserved, reserved.indexes)
+    me.cancel(reserved.id) if how == "cancelled" else me.gone()
+    assert other.one(AskUnitStats(other.number())).values == int(is_published)
     if is_published:
         assert other.values([0]) == {0: 7}
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import tempfile
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transfer_queue.calls import Turn
 from transfer_queue.errors import ConfigError
 from transfer_queue.protocol import Failed, pack_indexes
 from transfer_queue.storage.messages import (
@@ -47,6 +49,7 @@ class Spiller:
         self.file = SpillFile(directory, disk)
         arena = Arena(64 * MIB) if with_arena else None
         self.unit = StorageUnit("u0", memory, arena, file=self.file)
+        self.unit.calls.turn = Turn(itertools.count(step=1.0).__next__)
         self.memory, self.calls, self.now = memory, 0, 0.0
         self.values: dict[int, bytes] = {}
         self.pending: dict[int, dict[int, bytes]] = {}
@@ -200,33 +203,36 @@ def test_a_large_block_goes_in_steps_and_is_read_from_memory_meanwhile(tmp_path)
     spiller.close()
 
 
-def test_values_on_disk_are_read_in_steps_before_they_are_answered(tmp_path):
+@pytest.fixture
+def large_on_disk(tmp_path) -> Spiller:
+    """Sample 0 takes four steps to be read."""
     spiller = Spiller(tmp_path, 4 * SPILL_STEP_NBYTES, 16 * SPILL_STEP_NBYTES)
     spiller.put([0], 4 * SPILL_STEP_NBYTES, 1)
     spiller.put([1], 4 * SPILL_STEP_NBYTES, 2)
     spiller.settle()
+    return spiller
+
+
+def test_values_on_disk_are_read_in_steps_before_they_are_answered(large_on_disk):
+    spiller = large_on_disk
     read, turns = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"])), 0
     while read not in spiller.rows:
         assert spiller.step()
         turns += 1
-    assert turns == 4
+    assert turns == 3, "and the first step in its own turn"
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "gone"])
-def test_a_read_that_nobody_waits_for_any_more_is_not_gone_on_with(spiller, ends):
-    for index in range(6):
-        spiller.put([index], 64 * KIB, index)
-        spiller.settle()
+def test_a_read_that_nobody_waits_for_any_more_is_not_gone_on_with(large_on_disk, ends):
+    spiller = large_on_disk
     read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
     spiller.take(spiller.unit.cancel("me", read, 0.0) if ends == "cancelled" else spiller.unit.client_gone("me", 0.0))
     assert spiller.unit.next_deadline() != -math.inf
     assert read not in spiller.rows
 
 
-def test_a_value_that_is_cleared_while_it_is_read_from_disk_is_an_error(spiller):
-    for index in range(6):
-        spiller.put([index], 64 * KIB, index)
-        spiller.settle()
+def test_a_value_that_is_cleared_while_it_is_read_from_disk_is_an_error(large_on_disk):
+    spiller = large_on_disk
     read = spiller.ask(Read(spiller.number(), pack_indexes(np.array([0])), ["a"]))
     spiller.delete([0])
     spiller.settle()

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
+from transfer_queue.calls import Turn
 from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
     AskUnitStats,
@@ -112,11 +115,6 @@ def test_a_malformed_write_fails_in_its_own_turn_although_it_would_have_to_wait(
     assert small.delete(0) == [("me", Deleted(small.calls, 1))]
 
 
-def test_a_unit_knows_its_own_requests_from_others(small):
-    assert small.unit.serves(AskUnitStats(1))
-    assert not small.unit.serves(Done(1))
-
-
 def test_a_write_without_room_is_answered_by_the_delete_that_makes_room(small):
     small.write(1, 60)
     assert small.write(2, 60, now=1.0) == []
@@ -182,8 +180,14 @@ def test_dead_rows_are_freed_before_a_write_has_to_wait(small):
     assert small.unit.stats().held_nbytes == 100 * KIB
 
 
+def short_turns() -> Turn:
+    """Each has time for one step of long work."""
+    return Turn(itertools.count(step=1.0).__next__)
+
+
 def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_requests_between():
     asker, kib = Asker(StorageUnit("u0")), 256
+    asker.unit.calls.turn = short_turns()
     numbers = np.repeat(np.arange(64, dtype=np.uint8), kib * KIB)
     asker.put(range(64), WireColumn(dense_layout("uint8", 1, (kib * KIB,)), 64, numbers))
     unit, kept, turns = asker.unit, [1, 30, *range(40, 64)], 0
@@ -204,6 +208,7 @@ def test_a_large_block_that_is_mostly_dead_is_moved_in_turns_of_its_own_with_req
 def filled() -> Asker:
     """Full but for the dead rows of a large block: too few of them for it to be moved by itself."""
     asker, nbytes = Asker(StorageUnit("u0", capacity_bytes=64 * 256 * KIB)), 256 * KIB
+    asker.unit.calls.turn = short_turns()
     asker.put(range(64), WireColumn(dense_layout("uint8", 1, (nbytes,)), 64, np.zeros(64 * nbytes, np.uint8)))
     asker.delete(*range(16))
     assert asker.unit.next_deadline() is None

@@ -144,12 +144,16 @@ class SharedMemoryManager(StorageManager):
     # ---- several steps ----
 
     async def write(
-        self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = ""
+        self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = "", fresh: bool = False
     ) -> UnitRuns | None:
         wanted = _as_indexes(indexes)
         if not columns or not len(wanted):
             return None
-        return await self._writer.write(call, wanted, columns, self._put_timeout_s)
+        return await self._writer.write(call, wanted, columns, self._put_timeout_s, fresh)
+
+    def written(self, call: int, units: UnitRuns | None) -> None:
+        for unit in filter(None, (self._units.known(number) for number, _ in units or [(0, 0)])):
+            self.session.done(unit.peer, call)
 
     async def commit(self, call: int, units: UnitRuns | None) -> None:
         written = [unit for unit, _ in units or [(0, 0)]]
@@ -171,7 +175,7 @@ class SharedMemoryManager(StorageManager):
         data = await columns.parsed_rows(data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
         columns.check_rows(data, indexes)
-        if await self._store(indexes, self.prepare(data)) is not None:
+        if await self._store(indexes, self.prepare(data), fresh=False) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
             )
@@ -235,13 +239,16 @@ class SharedMemoryManager(StorageManager):
     async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
         from transfer_queue.storage.columns import BytesColumn
 
-        return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()})
+        return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()}, fresh=True)
 
-    async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns) -> UnitRuns | None:
+    async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns, fresh: bool) -> UnitRuns | None:
         if not columns or not len(indexes):
             return None
         call = self.session.number()
-        units = await self._writer.write(call, _as_indexes(indexes), columns, self._put_timeout_s)
+        units = await self._writer.write(call, _as_indexes(indexes), columns, self._put_timeout_s, fresh)
+        if fresh:
+            self.written(call, units)
+            return units
         try:
             await self.commit(call, units)
         except BaseException:

@@ -24,7 +24,7 @@ _PATIENCE_S = 10.0
 
 
 class UnitWriter:
-    """Writes stay uncommitted. A write is cut into at most one piece per unit, usually into one."""
+    """Writes to samples that exist stay uncommitted. A write is cut into one piece per unit at most, usually one."""
 
     def __init__(self, session: Session, units: UnitDirectory, timeout_s: float, inline_nbytes: int) -> None:
         """``timeout_s``: longest wait for an answer, besides the wait for room."""
@@ -33,7 +33,9 @@ class UnitWriter:
         self._timeout_s = timeout_s
         self._inline_nbytes = inline_nbytes
 
-    async def write(self, call: int, indexes: IntArray, columns: MemoryColumns, wait_s: float) -> UnitRuns | None:
+    async def write(
+        self, call: int, indexes: IntArray, columns: MemoryColumns, wait_s: float, fresh: bool
+    ) -> UnitRuns | None:
         """Write all rows, or none and an error. Units that are full or gone are left out while others take the rows.
 
         Returns:
@@ -42,7 +44,7 @@ class UnitWriter:
             StorageFullError: there was no room for ``wait_s`` seconds, or there can't be.
             UnitLostError: no unit can be reached.
         """
-        attempt = _Attempt(self, call, indexes, columns, time.monotonic() + wait_s)
+        attempt = _Attempt(self, call, indexes, columns, time.monotonic() + wait_s, fresh)
         place: Callable[[list[int]], Coroutine[Any, Any, None]] = attempt.at_once
         failed: TransferQueueError | None = None
         while True:
@@ -86,8 +88,9 @@ class UnitWriter:
         return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
 
     async def write_piece(
-        self, call: int, indexes: IntArray, columns: MemoryColumns, number: int, rows: slice, wait_s: float
-    ) -> None:
+        self, call: int, indexes: IntArray, columns: MemoryColumns, number: int, rows: slice, wait_s: float,
+        fresh: bool,
+    ) -> None:  # fmt: skip
         """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
         unit = await self._units.connection(number)
         await decide_paths([unit])
@@ -96,7 +99,7 @@ class UnitWriter:
         try:
             await self.lease(self._session.number(), write, own, wait_s)
             to_store, frames = self.packed(write)
-            asks = [(unit.peer, Write(call, own, to_store, wait_s), frames)]
+            asks = [(unit.peer, Write(call, own, to_store, wait_s, fresh), frames)]
             answers = await self._session.call_many(asks, self._timeout_s + wait_s)
             decode_answer(answers[0].header, Written)
         except BaseException:
@@ -134,7 +137,7 @@ class _Attempt:
     """One write on its way to units. ``units``: those that were sent something. ``runs``: where its rows lie."""
 
     def __init__(
-        self, writer: UnitWriter, call: int, indexes: IntArray, columns: MemoryColumns, deadline: float
+        self, writer: UnitWriter, call: int, indexes: IntArray, columns: MemoryColumns, deadline: float, fresh: bool
     ) -> None:
         self.units: list[int] = []
         self.runs: UnitRuns = []
@@ -145,6 +148,7 @@ class _Attempt:
         self._indexes = indexes
         self._columns = columns
         self._deadline = deadline
+        self._fresh = fresh
 
     def is_late(self) -> bool:
         return time.monotonic() >= self._deadline
@@ -204,5 +208,5 @@ class _Attempt:
 
     async def _write(self, unit: int, piece: slice, wait_s: float) -> None:
         self.units.append(unit)
-        await self._writer.write_piece(self._call, self._indexes, self._columns, unit, piece, wait_s)
+        await self._writer.write_piece(self._call, self._indexes, self._columns, unit, piece, wait_s, self._fresh)
         self.runs.append((unit, piece.stop - piece.start))

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One storage unit: leases, writes, reads and deletes on a block store. A write that does not fit waits for room."""
+"""One storage unit (in its server): leases, writes, reads and deletes on a block store. A write may wait for room."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
 from transfer_queue.errors import (
     ProtocolError,
     SampleClearedError,
     StorageFullError,
     StorageKeyNotFoundError,
-    TransferQueueError,
     to_wire,
 )
 from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, unpack_indexes
@@ -46,14 +43,21 @@ from transfer_queue.storage.messages import (
 )
 from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.unit.block_store import BlockStore
-from transfer_queue.storage.unit.session_memory import Leases, Uncommitted, UncommittedWrite
+from transfer_queue.storage.unit.session_memory import (
+    Memory,
+    MemoryLease,
+    Pin,
+    RowsToWrite,
+    StoredRows,
+    UncommittedWrite,
+)
 from transfer_queue.storage.unit.spill import SpillFile, Warming
 from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
-from transfer_queue.utils.wait_queue import WaitQueue
 
 INLINE_NBYTES = 64 * 1024
 """Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
-_QUARANTINE_S = 60.0
+_MEMORY = ("memory",)
+"""Wait queue of leases and writes that need room."""
 
 
 def least_in_arena(inline_nbytes: int) -> int:
@@ -69,18 +73,12 @@ class UnitReply(NamedTuple):
     frames: Sequence[Any] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parked:
-    """A request that waits for room. ``size``: its ``nbytes`` minus the values that it replaces."""
+class _ForRoom(Wait):
+    """Waits for room. Its size is ``nbytes`` minus the values that it replaces."""
 
-    client: str
-    call: int
+    __slots__ = ("indexes", "nbytes")
     indexes: IntArray
     nbytes: int
-    size: int
-    since: float
-    deadline: float
-    carry_out: Callable[[], list[UnitReply]]
 
 
 class StorageUnit:
@@ -105,20 +103,18 @@ class StorageUnit:
         self._file = file
         self._arenas = [each for each in (arena, file) if each is not None]
         self._store = BlockStore(self._allocate, file=file)
-        self._leases = Leases()
-        self._uncommitted = Uncommitted()
-        self._quarantine: list[tuple[float, list[ByteArray]]] = []
-        self._waiting: WaitQueue[_Parked] = WaitQueue()
-        self._warming: deque[tuple[str, Read, Warming]] = deque()
-        self._now = -math.inf
+        self._leased_nbytes = self._uncommitted_nbytes = self._num_pins = 0
+        self._uncommitted: dict[UncommittedWrite, None] = {}
+        self._evicted: dict[str, list[ByteArray]] = {}
+        self._is_moving = False
         self.put_nbytes = {"message": 0, "memory": 0}
         """Bytes of values committed so far: those that came in messages, and those in leased memory."""
-        self._verbs: dict[type[Request], Callable[[str, Any, list[memoryview]], list[UnitReply]]] = {
+        self.verbs: dict[type[Request], Verb] = {
             Lease: self._lease,
             Write: self._write,
             Commit: self._commit,
             Abort: self._abort,
-            Read: self._read,
+            Read: self.read,
             Delete: self._delete,
             Release: self._release,
             EndWrite: self._end_write,
@@ -126,75 +122,100 @@ class StorageUnit:
             AskHeld: self._held,
             AskUnitStats: self._stats,
         }
+        self.share(Calls())
 
-    # ---- entry points ----
+    def share(self, calls: Calls) -> None:
+        """Serve the calls of this room, which the whole process shares."""
+        self.calls = calls
+        calls.waits.with_sizes(_MEMORY, self._free, self._make_room)
+        calls.steps.add(Write)
+        calls.verbs |= self.verbs
 
-    def serves(self, request: Request) -> bool:
-        """Return whether it is one of a unit's requests."""
-        return type(request) in self._verbs
+    # ---- entry points of a unit without a server ----
 
     def handle(self, client: str, request: Request, frames: list[memoryview], now: float) -> list[UnitReply]:
         """Serve one request. Returns its answer, unless it waits for room, and answers to requests that got room."""
-        self._tick(now)
-        return self._answered(client, request.id, lambda: self._verbs[type(request)](client, request, frames))
+        self.tick(now)
+        return _replies(self.calls.handle(Call(client, request, now, frames), now))
 
     def expire(self, now: float) -> list[UnitReply]:
         """Answer requests past their deadline, return memory, and move live rows of mostly dead blocks."""
-        self._tick(now)
-        answers = self._expire_waiting()
+        self.trim(now)
+        return _replies(self.calls.expire(now))
+
+    def next_deadline(self) -> float | None:
+        """When ``expire`` has work: minus infinity for at once, None for never."""
+        deadlines = [self.calls.next_deadline(), self.next_trim()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def cancel(self, client: str, number: int, now: float) -> list[UnitReply]:
+        """Cancel this call: free what it wrote, leased or pinned."""
+        self.tick(now)
+        self.calls.cancel(client, number)
+        return _replies(self.calls.work())
+
+    def client_gone(self, client: str, now: float) -> list[UnitReply]:
+        """The client's session has ended. Its uncommitted writes stay until it is known which were published."""
+        self.tick(now)
+        return _replies(self.calls.client_gone(client, now, True))
+
+    # ---- time ----
+
+    def tick(self, now: float) -> None:
+        """It is now so late."""
+        for arena in self._arenas:
+            arena.tick(now)
+
+    def next_trim(self) -> float | None:
+        """When ``trim`` has something to do."""
+        trims = [trim for arena in self._arenas if (trim := arena.next_trim()) is not None]
+        return min(trims, default=None)
+
+    def trim(self, now: float) -> None:
+        """Return memory that was free for a while."""
+        self.tick(now)
         for arena in self._arenas:
             if (trim := arena.next_trim()) is not None and trim <= now:
                 arena.trim(now)
-        moving = self._store.is_moving
-        if moving:
-            self._store.move()
-        answers += self._warm()
-        return answers + (self._admit() if answers or moving else [])
 
-    def next_deadline(self) -> float | None:
-        if self._store.is_moving or self._warming:
-            return -math.inf  # one step per turn, between requests
-        deadlines = [self._waiting.next_deadline(), *(arena.next_trim() for arena in self._arenas)]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+    # ---- clients that were evicted ----
 
-    def cancel(self, client: str, call: int, now: float) -> list[UnitReply]:
-        """Cancel this call: free what it wrote, leased or pinned."""
-        self._tick(now)
-        self._remove(lambda parked: parked.client == client and parked.call == call)
-        self._leases.release(client, call)
-        self._uncommitted.take(client, call)
-        self._warming = deque(each for each in self._warming if (each[0], each[1].id) != (client, call))
-        return self._admit()
+    def evict(self, client: str) -> None:
+        """The client may still copy into its leases or from its pins: their memory is not reused while it lives."""
+        held = [each for call in self.calls.of(client) for each in call.holdings if isinstance(each, Memory)]
+        self._evicted.setdefault(client, []).extend(extent for each in held for extent in each.extents)
 
-    def client_gone(self, client: str, now: float, may_live: bool = False) -> list[UnitReply]:
-        """The client's session has ended. Its uncommitted writes stay until ``EndSession`` says which were published.
+    def process_gone(self, client: str) -> None:
+        """The process of an evicted client has ended."""
+        self._evicted.pop(client, None)
 
-        ``may_live``: it was evicted and may still run, so its leased and pinned memory is not reused for a minute.
-        """
-        self._tick(now)
-        if may_live:
-            self._quarantine.append((now + _QUARANTINE_S, self._leases.memory_of(client)))
-        self._remove(lambda parked: parked.client == client)
-        self._warming = deque(each for each in self._warming if each[0] != client)
-        self._leases.end(client)
-        return self._admit()
+    # ---- statistics ----
 
     def holders(self) -> dict[str, tuple[int, int]]:
         """Per client, the number of its leases and of its pins."""
-        return self._leases.held_by()
+        found = {}
+        for client in self.calls.clients():
+            held = [each for call in self.calls.of(client) for each in call.holdings if isinstance(each, Memory)]
+            if held:
+                leases = sum(isinstance(each, MemoryLease) for each in held)
+                found[client] = leases, len(held) - leases
+        return found
 
     def waiting(self, now: float) -> list[dict[str, Any]]:
         """The requests that wait for room, in the format of the controller's statistics."""
         return [
             {
-                "partition": None, "task": None, "client": parked.client, "waited_s": now - parked.since,
-                "writer": True, "wanted": None, "wanted_nbytes": parked.nbytes,
+                "partition": None, "task": None, "client": wait.owner.client, "waited_s": now - wait.since,
+                "writer": True, "wanted": None, "wanted_nbytes": wait.nbytes,
             }
-            for parked in self._waiting.items()
+            for wait in self._waiting()
         ]  # fmt: skip
 
+    def _waiting(self) -> list[_ForRoom]:
+        return [wait for wait in self.calls.waits.of(_MEMORY) if isinstance(wait, _ForRoom)]
+
     def stats(self) -> UnitStats:
-        store, arena = self._store, self._arena
+        store, arena, waiting = self._store, self._arena, self._waiting()
         return UnitStats(
             0,
             unit=self.name,
@@ -204,29 +225,19 @@ class StorageUnit:
             held_nbytes=store.held_nbytes,
             blocks=store.num_blocks,
             capacity_bytes=self._capacity,
-            parked=len(self._waiting),
-            parked_nbytes=sum(parked.nbytes for parked in self._waiting.items()),
+            parked=len(waiting),
+            parked_nbytes=sum(wait.nbytes for wait in waiting),
             arena_nbytes=0 if arena is None else arena.used_nbytes,
             recyclable_nbytes=0 if arena is None else arena.recyclable_nbytes,
-            leased_nbytes=self._leases.leased_nbytes,
-            pins=self._leases.num_pins,
-            uncommitted_nbytes=self._uncommitted.nbytes,
+            leased_nbytes=self._leased_nbytes,
+            pins=self._num_pins,
+            uncommitted_nbytes=self._uncommitted_nbytes,
             spilled_nbytes=store.spilled_nbytes,
             spill_bytes=0 if self._file is None else self._file.nbytes,
         )
 
-    def _tick(self, now: float) -> None:
-        self._now = now
-        if self._quarantine and self._quarantine[0][0] <= now:
-            del self._quarantine[0]
-        for arena in self._arenas:
-            arena.tick(now)
-
-    def _answered(self, client: str, call: int, serve: Callable[[], list[UnitReply]]) -> list[UnitReply]:
-        try:
-            return serve()
-        except TransferQueueError as error:
-            return [UnitReply(client, Failed(call, *to_wire(error)))]
+    def _stats(self, call: Call, request: AskUnitStats) -> Reply:
+        return msgspec.structs.replace(self.stats(), id=request.id)
 
     def _allocate(self, nbytes: int) -> ByteArray:
         memory = None
@@ -236,36 +247,37 @@ class StorageUnit:
 
     # ---- reads ----
 
-    def _read(self, client: str, request: Read, frames: list[memoryview]) -> list[UnitReply]:
+    def read(self, call: Call, request: Read) -> Reply | Steps:
+        """The values, with those that travel in the message as the call's ``values``. The call pins the others."""
         indexes, fields = unpack_indexes(request.indexes), request.fields
         try:
-            return self._rows_or_wait(client, request, indexes, fields)
+            return self._rows_or_wait(call, request, indexes, fields)
         except StorageKeyNotFoundError:
-            if not self._uncommitted:
+            if not self._commit_published(indexes, fields):
                 raise
-            published = self._uncommitted.take_holding(self._store.lacking(indexes, fields))
-            if not published:
-                raise
-            self._store_all(published)
-            return self._rows_or_wait(client, request, indexes, fields)
+            return self._rows_or_wait(call, request, indexes, fields)
 
-    def _rows_or_wait(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> list[UnitReply]:
-        """The answer; none yet if it is made of bytes on disk, which are read first, a little each turn."""
+    def _commit_published(self, indexes: IntArray, fields: Sequence[str]) -> bool:
+        """Readers ask for published values only. So a write that has a missing one is published: its commit comes."""
+        if not self._uncommitted:
+            return False
+        lacking = self._store.lacking(indexes, fields)
+        found = [each for each in self._uncommitted if each.write.holds(lacking)]
+        for each in found:
+            self._commit_one(each)
+        return bool(found)
+
+    def _rows_or_wait(self, call: Call, request: Read, indexes: IntArray, fields: Sequence[str]) -> Reply | Steps:
+        """The answer. If it is made of bytes on disk, these are read first, a little each turn."""
         warming = None
         if self._file is not None:
             warming = self._store.warming(indexes, fields, self._in_place(request, indexes, fields))
-        if warming is None:
-            return [self._rows(client, request, indexes, fields)]
-        self._warming.append((client, request, warming))
-        return []
+        return self._rows(call, request, indexes, fields) if warming is None else self._warm(call, request, warming)
 
-    def _warm(self) -> list[UnitReply]:
-        """Read the next bytes from disk. Returns the answer that they complete."""
-        if not self._warming or not self._warming[0][2].step():
-            return []
-        client, request, _ = self._warming.popleft()
-        indexes = unpack_indexes(request.indexes)
-        return self._answered(client, request.id, lambda: [self._rows(client, request, indexes, request.fields)])
+    def _warm(self, call: Call, request: Read, warming: Warming) -> Steps:
+        while not warming.step():
+            yield None
+        return self._rows(call, request, unpack_indexes(request.indexes), request.fields)
 
     def _in_place(self, request: Read, indexes: IntArray, fields: Sequence[str]) -> bool:
         """Whether the reader copies large values itself."""
@@ -280,78 +292,119 @@ class StorageUnit:
             return self._arena.nbytes + on_disk
         return offset
 
-    def _rows(self, client: str, request: Read, indexes: IntArray, fields: Sequence[str]) -> UnitReply:
+    def _rows(self, call: Call, request: Read, indexes: IntArray, fields: Sequence[str]) -> Reply:
         if not self._in_place(request, indexes, fields):
             stored = self._store.read(indexes, fields)
             mapped = request.mapped and self._arena is not None
             if not mapped or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes:
-                answer, frames, _ = answer_in_frames(request.id, stored)
-                return UnitReply(client, answer, frames)
+                answer, call.values, _ = answer_in_frames(request.id, stored)
+                return answer
         located = self._store.locate(indexes, fields)
-        answer, frames, pinned = answer_in_place(request.id, located, self._offset_of)
+        answer, call.values, pinned = answer_in_place(request.id, located, self._offset_of)
         if pinned:
-            self._leases.pin(client, request.id, pinned)
-        return UnitReply(client, answer, frames)
+            self._num_pins += 1
+            self.calls.hold(call, Pin(pinned, self._unpinned))
+        return answer
 
-    def _release(self, client: str, request: Release, frames: list[memoryview]) -> list[UnitReply]:
-        for call in request.calls:
-            self._leases.release(client, call)
-        return self._admit()
+    def _unpinned(self, pin: Memory) -> None:
+        self._num_pins -= 1
+        self._freed()
+
+    def _release(self, call: Call, request: Release) -> None:
+        for number in request.calls:
+            for memory in self.calls.take(call.client, number, Memory):
+                memory.keep()
 
     # ---- writes ----
 
-    def _lease(self, client: str, request: Lease, frames: list[memoryview]) -> list[UnitReply]:
-        self._check_alive(client)
+    def _lease(self, call: Call, request: Lease) -> Reply | Wait:
+        self._check_alive(call)
         if self._arena is None:
-            return [UnitReply(client, Leased(request.id, -1))]
-        held = self._leases.leased(client, request.id)
-        if held is not None:  # a retry of the same call
-            return [UnitReply(client, Leased(request.id, self._arena.offset_of(held)))]
-        allocate = partial(self._allocate_lease, client, request.id, request.nbytes)
+            return Leased(request.id, -1)
+        allocate = partial(self._allocate_lease, call, request.nbytes)
         indexes = unpack_indexes(request.indexes)
-        return self._wait_for_room(
-            client, request.id, indexes, request.fields, request.nbytes, request.wait_s, allocate
-        )
+        return self._when_room(call, indexes, request.fields, request.nbytes, request.wait_s, allocate)
 
-    def _allocate_lease(self, client: str, call: int, nbytes: int) -> list[UnitReply]:
+    def _allocate_lease(self, call: Call, nbytes: int) -> Reply:
         assert self._arena is not None
         extent = self._arena.allocate(nbytes)
         if extent is None:
-            return [UnitReply(client, Leased(call, -1))]
-        self._leases.lease(client, call, extent)
+            return Leased(call.number, -1)
+        self._leased_nbytes += extent.nbytes
+        self.calls.hold(call, MemoryLease([extent], self._lease_over))
         self._squeeze()
-        return [UnitReply(client, Leased(call, self._arena.offset_of(extent)))]
+        return Leased(call.number, self._arena.offset_of(extent))
 
-    def _write(self, client: str, request: Write, frames: list[memoryview]) -> list[UnitReply]:
-        self._check_alive(client)
+    def _lease_over(self, lease: Memory) -> None:
+        self._leased_nbytes -= lease.nbytes
+        self._freed()
+
+    def _write(self, call: Call, request: Write) -> Reply | Wait:
+        return self.write(call, request, self._keep_stored if request.fresh else self._keep_aside)
+
+    def put(self, call: Call, request: Write) -> Reply | Wait:
+        """A write that its process publishes: what it holds is undone with the put."""
+        return self.write(call, request, self._store_now if request.fresh else self._keep_aside)
+
+    def write(self, call: Call, request: Write, keep: Callable[[Call, RowsToWrite], None]) -> Reply | Wait:
+        """Take the rows of a write, in the memory that it leased, or in its message as soon as there is room."""
+        self._check_alive(call)
         columns = request.columns
-        lease = self._leases.take(client, columns.lease) if columns.lease else None
         if columns.lease:
             # The lease ends whether or not the write succeeds, and may have been larger than what is kept.
-            kept = self._answered(
-                client, request.id, lambda: self._keep(client, request, self._unpacked(request, frames, lease))
-            )
-            return kept + self._admit()
+            held = self.calls.take(call.client, columns.lease, MemoryLease)
+            try:
+                return self._written(call, self._unpacked(call, request, held[0].extents[0] if held else None), keep)
+            finally:
+                for lease in held:
+                    lease.keep()
         # Unpacked before it may wait: a malformed write must fail in its own turn, not in that of another client.
-        write = self._unpacked(request, frames, None)
+        rows = self._unpacked(call, request, None)
         if self._capacity is None:
-            return self._keep(client, request, write)
-        fields, nbytes = [header.field for header in columns.headers], sum(memoryview(frame).nbytes for frame in frames)
-        keep = partial(self._keep, client, request, write)
-        return self._wait_for_room(client, request.id, write.indexes, fields, nbytes, request.wait_s, keep)
+            return self._written(call, rows, keep)
+        fields = [header.field for header in columns.headers]
+        nbytes = sum(memoryview(frame).nbytes for frame in call.frames)
+        written = partial(self._written, call, rows, keep)
+        return self._when_room(call, rows.indexes, fields, nbytes, request.wait_s, written)
 
-    def _keep(self, client: str, request: Write, write: UncommittedWrite) -> list[UnitReply]:
-        self._uncommitted.add(client, request.id, write)
+    def _written(self, call: Call, rows: RowsToWrite, keep: Callable[[Call, RowsToWrite], None]) -> Reply:
+        keep(call, rows)
         self._squeeze()
-        return [UnitReply(client, Written(request.id))]
+        return Written(call.number)
 
-    def _unpacked(self, request: Write, frames: list[memoryview], lease: ByteArray | None) -> UncommittedWrite:
+    def _store_now(self, call: Call, rows: RowsToWrite) -> None:
+        """Store the values of new samples. Nobody knows their indexes before they are published."""
+        self._store_rows(rows)
+
+    def _store_rows(self, rows: RowsToWrite) -> None:
+        self._store.write(rows.indexes, rows.columns)
+        rows.count_into(self.put_nbytes, self._arena)
+
+    def _keep_stored(self, call: Call, rows: RowsToWrite) -> None:
+        self._store_now(call, rows)
+        self.calls.hold(call, StoredRows(rows.indexes, self._delete_rows))
+
+    def _keep_aside(self, call: Call, rows: RowsToWrite) -> None:
+        for older in self.calls.take(call.client, call.number, UncommittedWrite):
+            older.undo()
+        uncommitted = UncommittedWrite(rows, self._uncommitted_over)
+        self._uncommitted[uncommitted] = None
+        self._uncommitted_nbytes += rows.nbytes
+        self.calls.hold(call, uncommitted)
+
+    def _uncommitted_over(self, uncommitted: UncommittedWrite) -> None:
+        if uncommitted in self._uncommitted:  # otherwise a reader has committed it
+            del self._uncommitted[uncommitted]
+            self._uncommitted_nbytes -= uncommitted.write.nbytes
+            self._freed()
+
+    def _unpacked(self, call: Call, request: Write, lease: ByteArray | None) -> RowsToWrite:
         columns, indexes = request.columns, unpack_indexes(request.indexes)
         if any(header.selection >= 0 for header in columns.headers):
             raise ProtocolError("a write names rows out of order: what is stored lies back to back.")
         view = None if not columns.lease else self._carved(columns, lease)
-        stored = unpack_columns(columns.headers, columns.tables, frames, len(indexes), view)
-        return UncommittedWrite(indexes, stored, view is not None)
+        stored = unpack_columns(columns.headers, columns.tables, call.frames, len(indexes), view)
+        return RowsToWrite(indexes, stored, view is not None)
 
     def _carved(self, columns: Columns, extent: ByteArray | None) -> Callable[[int, int], ByteArray]:
         """Carve the columns' memory out of the lease."""
@@ -366,132 +419,171 @@ class StorageUnit:
         extents = dict(zip(ranges, self._arena.carve(extent, ranges), strict=True))
         return lambda offset, nbytes: extents.pop((offset, nbytes))
 
-    def _commit(self, client: str, request: Commit, frames: list[memoryview]) -> list[UnitReply]:
-        found = [self._uncommitted.take(client, call) for call in request.writes]
-        self._store_all(write for write in found if write is not None)  # a reader has committed the others
+    def _commit(self, call: Call, request: Commit) -> Reply:
+        for number in request.writes:
+            self.commit(call.client, number)
+        return Done(request.id)
+
+    def commit(self, client: str, number: int) -> None:
+        """The write of this call is published: it replaces the old values."""
+        for uncommitted in self.calls.take(client, number, UncommittedWrite):
+            self._commit_one(uncommitted)
         self._squeeze()
-        return [UnitReply(client, Done(request.id)), *self._admit()]
 
-    def _store_all(self, writes: Iterable[UncommittedWrite]) -> None:
-        """Make these writes readable."""
-        for write in writes:
-            self._store.write(write.indexes, write.columns)
-            write.count_into(self.put_nbytes, self._arena)
+    def _commit_one(self, uncommitted: UncommittedWrite) -> None:
+        if uncommitted in self._uncommitted:
+            rows = uncommitted.write
+            self._uncommitted_over(uncommitted)
+            self._store_rows(rows)
+            self._freed()
 
-    def _abort(self, client: str, request: Abort, frames: list[memoryview]) -> list[UnitReply]:
-        for call in request.writes:
-            self._remove(lambda parked, call=call: parked.client == client and parked.call == call)  # type: ignore[misc]
-            self._uncommitted.take(client, call)
-        return self._admit()
+    def _abort(self, call: Call, request: Abort) -> None:
+        for number in request.writes:
+            self.calls.stop_waiting(call.client, number)
+            for kind in (UncommittedWrite, StoredRows):
+                for each in self.calls.take(call.client, number, kind):
+                    each.undo()
 
-    def _end_write(self, client: str, request: EndWrite, frames: list[memoryview]) -> list[UnitReply]:
-        write = self._uncommitted.take(request.client, request.call)
-        if write is not None and request.published:
-            self._store_all([write])
-            self._squeeze()
-        return [UnitReply(client, Done(request.id)), *self._admit()]
+    def _end_write(self, call: Call, request: EndWrite) -> Reply:
+        self.end_write(request.client, request.call, request.published)
+        return Done(request.id)
 
-    def _end_session(self, client: str, request: EndSession, frames: list[memoryview]) -> list[UnitReply]:
-        self._store_all(self._uncommitted.end(request.client, request.published))
-        return [UnitReply(client, Done(request.id)), *self.client_gone(request.client, self._now)]
+    def end_write(self, client: str, number: int, published: bool) -> None:
+        """The controller knows whether a write that its client left halfway is published."""
+        if published:
+            self.commit(client, number)
+        for each in self.calls.take(client, number, UncommittedWrite):
+            each.undo()
 
-    def _delete(self, client: str, request: Delete, frames: list[memoryview]) -> list[UnitReply]:
-        indexes = unpack_indexes(request.indexes)
-        answers = [UnitReply(client, Deleted(request.id, self._store.delete(indexes)))]
-        self._uncommitted.delete(indexes)
-        # Writes for these samples that still wait for room are pointless now.
-        error = to_wire(SampleClearedError("the samples of a put that waited for room were cleared meanwhile."))
-        lost = self._remove(lambda each: len(each.indexes) > 0 and bool(np.isin(each.indexes, indexes).all()))
-        answers += [UnitReply(parked.client, Failed(parked.call, *error)) for parked in lost]
-        return answers + self._admit()
+    def _end_session(self, call: Call, request: EndSession) -> Reply:
+        self.end_session(request.client, request.published)
+        return Done(request.id)
 
-    def _held(self, client: str, request: AskHeld, frames: list[memoryview]) -> list[UnitReply]:
+    def end_session(self, client: str, published: Iterable[int]) -> None:
+        """The client has ended. Of its uncommitted writes these were published; the others are dropped."""
+        self.calls.refuse(client)
+        for number in published:
+            self.commit(client, number)
+        self.calls.end(client)
+        for call in self.calls.of(client):
+            for each in self.calls.take(client, call.number, UncommittedWrite):
+                each.undo()
+
+    def _delete(self, call: Call, request: Delete) -> Reply:
+        return Deleted(request.id, self.delete(unpack_indexes(request.indexes)))
+
+    def delete(self, indexes: IntArray) -> int:
+        """Delete all fields of these samples, also those that aren't committed. Returns how many values there were."""
+        count = self._store.delete(indexes)
+        for uncommitted in [each for each in self._uncommitted if np.isin(each.write.indexes, indexes).any()]:
+            rest = uncommitted.write.without(indexes)  # a commit would bring the others back
+            self._uncommitted_nbytes += rest.nbytes - uncommitted.write.nbytes
+            uncommitted.write = rest
+        for wait in self._waiting():  # writes for these samples that still wait for room are pointless now
+            if len(wait.indexes) and bool(np.isin(wait.indexes, indexes).all()):
+                wait.answer = _cleared
+                self.calls.waits.examine(wait)
+        self._freed()
+        return count
+
+    def _delete_rows(self, indexes: IntArray) -> None:
+        self.delete(indexes)
+
+    def _held(self, call: Call, request: AskHeld) -> Reply:
         held = self._store.held(unpack_indexes(request.indexes))
-        return [UnitReply(client, Held(request.id, {name: pack_indexes(some) for name, some in held.items()}))]
+        return Held(request.id, {name: pack_indexes(some) for name, some in held.items()})
 
-    def _stats(self, client: str, request: AskUnitStats, frames: list[memoryview]) -> list[UnitReply]:
-        return [UnitReply(client, msgspec.structs.replace(self.stats(), id=request.id))]
-
-    def _check_alive(self, client: str) -> None:
-        if self._uncommitted.has_ended(client):
-            raise ProtocolError(f"client {client!r} was taken for dead, and its uncommitted writes were deleted.")
+    def _check_alive(self, call: Call) -> None:
+        if self.calls.has_ended(call.client):
+            raise ProtocolError(f"client {call.client!r} was taken for dead, and its uncommitted writes were deleted.")
 
     # ---- room ----
 
-    def _wait_for_room(
-        self, client: str, call: int, indexes: IntArray, fields: Sequence[str], nbytes: int, wait_s: float,
-        carry_out: Callable[[], list[UnitReply]],
-    ) -> list[UnitReply]:  # fmt: skip
+    def _when_room(
+        self, call: Call, indexes: IntArray, fields: Sequence[str], nbytes: int, wait_s: float,
+        carry_out: Callable[[], Reply],
+    ) -> Reply | Wait:  # fmt: skip
         """Run it now if it fits and no earlier request must come first; otherwise it waits."""
-        if self._capacity is not None and nbytes > self._capacity:
+        if self._capacity is None:
+            return carry_out()
+        if nbytes > self._capacity:
             raise StorageFullError(
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
                 f"Put fewer samples at once, or give the queue more memory."
             )
-        if self._capacity is None or (not len(self._waiting) and self._taken_nbytes + nbytes <= self._capacity):
+        if not self.calls.waits.has(_MEMORY) and nbytes <= self._free():
             return carry_out()
-        deadline = self._now + wait_s
+
+        def answer(wait: Wait, has_turn: bool) -> Reply | None:
+            if wait.late and not has_turn:
+                self._store.squeeze()
+                has_turn = self.calls.waits.is_first(wait) and wait.size <= self._free()
+                self._freed()
+            if has_turn:
+                return carry_out()
+            return Failed(call.number, *to_wire(self._full(nbytes, self.calls.now - wait.since))) if wait.late else None
+
         size = max(0, nbytes - (self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0))
-        parked = _Parked(client, call, indexes, nbytes, size, self._now, deadline, carry_out)
-        self._waiting.add(parked, size, deadline)
+        wait = _ForRoom(_MEMORY, self.calls.now + wait_s, answer, size=size)
+        wait.indexes, wait.nbytes = indexes, nbytes
         self._store.look_for_disk()
-        return self._admit() if wait_s > 0 else self._admit() + self._expire_waiting()
+        return wait
 
     @property
     def _taken_nbytes(self) -> int:
-        return self._store.memory_nbytes + self._leases.leased_nbytes + self._uncommitted.nbytes
+        return self._store.memory_nbytes + self._leased_nbytes + self._uncommitted_nbytes
 
-    def _admit(self) -> list[UnitReply]:
-        """Run the requests that fit now. Compact dead rows to make room for the others, large blocks in steps."""
-        answers: list[UnitReply] = []
-        while self._capacity is not None and len(self._waiting):
-            free = self._capacity - self._taken_nbytes
-            admitted = self._waiting.admit(free)
-            for parked in admitted:
-                answers += self._answered(parked.client, parked.call, parked.carry_out)
-            if not admitted and not self._pack(free):
-                self._store.start_spilling()
-                break
-        return answers
+    def _free(self) -> int:
+        return 2**62 if self._capacity is None else self._capacity - self._taken_nbytes
 
-    def _pack(self, free: int) -> bool:
-        """Compact dead rows if that helps a waiting request. Returns whether room was gained."""
+    def _freed(self) -> None:
+        """Memory is free, or can be made free by moving what is live."""
+        self.calls.waits.wake_first(_MEMORY)
+        if self._store.is_moving and not self._is_moving:
+            self._is_moving = True
+            self.calls.later(self._move())
+
+    def _move(self) -> Iterator[None]:
+        """Move live rows of mostly dead blocks, or blocks to disk, one step at a time."""
+        while self._store.is_moving:
+            self._store.move()
+            self.calls.waits.wake_first(_MEMORY)
+            yield
+        self._is_moving = False
+
+    def _make_room(self) -> bool:
+        """Compact dead rows if that helps a waiting request; else begin to spill. Returns whether room was gained."""
         held = self._store.memory_nbytes
-        dead = self._store.held_nbytes - self._store.live_nbytes
-        if not any(parked.size <= free + dead for parked in self._waiting.items()):
-            return False
-        self._store.pack()
-        return self._store.memory_nbytes < held
-
-    def _expire_waiting(self) -> list[UnitReply]:
-        """Fail requests past their deadline, unless compacting everything now makes room for them."""
-        due = self._waiting.next_deadline()
-        if due is None or due > self._now:
-            return []
-        self._store.squeeze()
-        answers = self._admit()
-        late = self._waiting.expired(self._now)
-        answers += [UnitReply(parked.client, Failed(parked.call, *to_wire(self._full(parked)))) for parked in late]
-        return answers + self._admit()
-
-    def _remove(self, which: Callable[[_Parked], bool]) -> list[_Parked]:
-        """Remove the waiting requests that meet the condition."""
-        removed = [parked for parked in self._waiting.items() if which(parked)]
-        for parked in removed:
-            self._waiting.remove(parked)
-        return removed
+        possible = self._free() + self._store.held_nbytes - self._store.live_nbytes
+        if any(wait.size <= possible for wait in self._waiting()):
+            self._store.pack()
+            if self._store.memory_nbytes < held:
+                return True
+        self._store.start_spilling()
+        if self._store.is_moving:
+            self._freed()
+        return False
 
     def _squeeze(self) -> None:
         """Compact at once if a write was admitted because of values that it replaces."""
         if self._capacity is not None and self._taken_nbytes > self._capacity:
             self._store.squeeze()
 
-    def _full(self, parked: _Parked) -> StorageFullError:
+    def _full(self, nbytes: int, waited_s: float) -> StorageFullError:
         store = self._store
         spilled = "" if self._file is None else f" in memory, {store.spilled_nbytes} of {self._file.nbytes} on disk"
         return StorageFullError(
-            f"Storage capacity exceeded: a put of {parked.nbytes} bytes waited {self._now - parked.since:.1f} s at "
+            f"Storage capacity exceeded: a put of {nbytes} bytes waited {waited_s:.1f} s at "
             f"storage unit {self.name!r}, whose values take {min(store.live_nbytes, store.memory_nbytes)} of "
             f"{self._capacity} bytes{spilled}. "
             f"Clear consumed samples sooner, raise the capacity, or raise put_timeout_s."
         )
+
+
+def _cleared(wait: Wait, has_turn: bool) -> Reply:
+    error = SampleClearedError("the samples of a put that waited for room were cleared meanwhile.")
+    return Failed(wait.owner.number, *to_wire(error))
+
+
+def _replies(answers: list[Answer]) -> list[UnitReply]:
+    return [UnitReply(answer.call.client, answer.reply, answer.values) for answer in answers]

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wait: what a call waits for. Waits stand in queues, and are examined when something wakes them, or at their deadline.
+
+In a queue without sizes only the first wait has its turn; the others are examined, too, when they are woken. In a queue
+with sizes the waits that fit have their turn. One that fits may overtake others, but what has overtaken a wait never
+exceeds its own size. So a large one is admitted once twice its size has become free.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator
+from operator import attrgetter
+from typing import Any, Final
+
+from transfer_queue.protocol import Reply
+
+Name = tuple[Hashable, ...]
+"""Of a queue. Names of users are parts of it, never joined into one string. Its beginnings name groups of queues."""
+
+
+class More:
+    """The answer is not known yet, because its work takes more turns."""
+
+
+MORE: Final = More()
+Decide = Callable[["Wait", bool], "Reply | More | None"]
+"""(the wait, it has its turn) -> the answer; None: not yet. A late wait must have one, or say ``MORE``."""
+_rank = attrgetter("rank")
+
+
+class Wait:
+    """One call's wait. ``rank``: its place in the queue, by order and then by arrival. ``owner``: the call.
+
+    ``late``: its deadline is over.
+    """
+
+    __slots__ = ("answer", "deadline", "done", "due", "keys", "late", "overtaken", "owner", "queue", "rank", "since",
+                 "size")  # fmt: skip
+
+    def __init__(
+        self, queue: Name, deadline: float, answer: Decide, *, order: float = 0.0, size: int = 0,
+        keys: tuple[Hashable, ...] = (), due: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            deadline: In the caller's monotonic seconds. At that time it is examined as late.
+            size: How much room it takes, in a queue with sizes.
+            keys: What else wakes it.
+            due: It is to be examined at once.
+        """
+        self.queue, self.deadline, self.answer, self.size, self.keys, self.due = (
+            queue,
+            deadline,
+            answer,
+            size,
+            keys,
+            due,
+        )
+        self.rank = (order, 0)
+        self.since = 0.0
+        self.overtaken = 0
+        self.late = self.done = False
+        self.owner: Any = None
+
+
+_Due = list[tuple[tuple[float, int], Wait]]
+_FRONT = (-math.inf, 0)
+
+
+class _Queue:
+    """Waits by rank. ``room``: how much is free, for a queue with sizes.
+
+    Those that are due are examined from front to back. One that is woken again behind the cursor has to wait for the
+    next pass, so that the last ones get their turn whatever happens meanwhile.
+    """
+
+    def __init__(self, room: Callable[[], int] | None, make_room: Callable[[], bool] | None) -> None:
+        self.waits: list[Wait] = []
+        self.room = room
+        self._make_room = make_room
+        self._due: _Due = []
+        self._next_pass: _Due = []
+        self._cursor = _FRONT
+        self._admits = False
+
+    def add_due(self, wait: Wait) -> None:
+        wait.due = True
+        heapq.heappush(self._due if wait.rank > self._cursor else self._next_pass, (wait.rank, wait))
+
+    def first_changed(self) -> None:
+        """Another wait may have its turn now."""
+        if self.room is not None:
+            self._admits = True
+        elif self.waits and not self.waits[0].due:
+            self.add_due(self.waits[0])
+
+    def next(self) -> tuple[Wait, bool] | None:
+        """The next wait to be examined, and whether it has its turn."""
+        while self._due or self._next_pass:
+            if not self._due:
+                self._due, self._next_pass, self._cursor = self._next_pass, self._due, _FRONT
+            wait = heapq.heappop(self._due)[1]
+            if wait.due and not wait.done:
+                wait.due, self._cursor = False, wait.rank
+                return wait, self.room is None and self.waits[0] is wait
+        self._cursor = _FRONT
+        return self._fitting() if self._admits else None
+
+    def _fitting(self) -> tuple[Wait, bool] | None:
+        assert self.room is not None
+        allowed = free = self.room()  # allowed: what may still overtake all of those in front
+        in_front: list[Wait] = []
+        for wait in self.waits:
+            if allowed < 0:
+                break
+            if wait.size <= min(free, allowed):
+                for other in in_front:
+                    other.overtaken += wait.size
+                return wait, True
+            in_front.append(wait)
+            allowed = min(allowed, wait.size - wait.overtaken)
+        if self.waits and self._make_room is not None and self._make_room():
+            return self._fitting()
+        self._admits = False
+        return None
+
+
+class Waits:
+    """All waits of a server process: by queue, by key, by deadline."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Name, _Queue] = {}
+        self._rooms: dict[Name, tuple[Callable[[], int], Callable[[], bool] | None]] = {}
+        self._under: dict[Name, dict[Name, None]] = {}  # queues by each beginning of their names
+        self._by_key: dict[Hashable, dict[Wait, None]] = {}
+        self._deadlines: list[tuple[float, int, Wait]] = []
+        self._active: dict[Name, None] = {}  # queues in which something may be due
+        self._arrivals = itertools.count(1)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Wait]:
+        for queue in self._queues.values():
+            yield from queue.waits
+
+    def with_sizes(self, queue: Name, room: Callable[[], int], make_room: Callable[[], bool] | None = None) -> None:
+        """This queue admits what fits into the room that is free. Where nothing does, ``make_room`` may help."""
+        self._rooms[queue] = room, make_room
+
+    def park(self, owner: Any, wait: Wait, now: float) -> None:
+        """The call ``owner`` waits."""
+        wait.owner, wait.since, wait.rank = owner, now, (wait.rank[0], next(self._arrivals))
+        queue = self._queues.get(wait.queue)
+        if queue is None:
+            queue = self._queues[wait.queue] = _Queue(*self._rooms.get(wait.queue, (None, None)))
+            for end in range(1, len(wait.queue) + 1):
+                self._under.setdefault(wait.queue[:end], {})[wait.queue] = None
+        insort(queue.waits, wait, key=_rank)
+        for key in wait.keys:
+            self._by_key.setdefault(key, {})[wait] = None
+        self._count += 1
+        heapq.heappush(self._deadlines, (wait.deadline, wait.rank[1], wait))
+        if len(self._deadlines) > 64 + 2 * self._count:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].done and not entry[2].late]
+            heapq.heapify(self._deadlines)
+        if wait.due:
+            wait.due = False
+            self.examine(wait)
+        if queue.room is not None:
+            queue.first_changed()
+            self._active[wait.queue] = None
+
+    def remove(self, wait: Wait) -> None:
+        """It was answered, or is not needed any more. The next one of its queue may have its turn."""
+        if wait.done:
+            return
+        wait.done = True
+        self._count -= 1
+        queue = self._queues[wait.queue]
+        at = bisect_left(queue.waits, wait.rank, key=_rank)
+        del queue.waits[at]
+        for key in wait.keys:
+            self._drop(self._by_key, key, wait)
+        if not queue.waits:
+            del self._queues[wait.queue]
+            self._active.pop(wait.queue, None)
+            for end in range(1, len(wait.queue) + 1):
+                self._drop(self._under, wait.queue[:end], wait.queue)
+        elif at == 0 or queue.room is not None:
+            queue.first_changed()
+            self._active[wait.queue] = None
+
+    @staticmethod
+    def _drop(table: dict[Any, dict[Any, None]], key: Hashable, member: Any) -> None:
+        members = table[key]
+        del members[member]
+        if not members:
+            del table[key]
+
+    # ---- waking ----
+
+    def wake_first(self, group: Name) -> None:
+        """In the queues whose names begin so, those that may have their turn are examined."""
+        for name in self._under.get(group, ()):
+            self._queues[name].first_changed()
+            self._active[name] = None
+
+    def wake(self, group: Name) -> None:
+        """All waits of the queues whose names begin so are examined."""
+        for name in self._under.get(group, ()):
+            for wait in self._queues[name].waits:
+                self.examine(wait)
+
+    def wake_key(self, key: Hashable) -> None:
+        """The waits with this key are examined."""
+        for wait in self._by_key.get(key, ()):
+            self.examine(wait)
+
+    def examine(self, wait: Wait) -> None:
+        """This wait is examined in this turn or a later one."""
+        if not wait.due:
+            self._queues[wait.queue].add_due(wait)
+        self._active[wait.queue] = None
+
+    def resize(self, wait: Wait, size: int) -> None:
+        """It takes so much room now."""
+        if size != wait.size:
+            wait.size = size
+            self._queues[wait.queue].first_changed()
+            self._active[wait.queue] = None
+
+    def decide(self, group: Name, answer: Decide) -> None:
+        """The waits of the queues whose names begin so get this answer."""
+        for wait in self.of(group):
+            wait.answer = answer
+            self.examine(wait)
+
+    def wake_late(self, now: float) -> None:
+        """Waits past their deadline are examined as late."""
+        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= now):
+            wait = heapq.heappop(self._deadlines)[2]
+            if not wait.done:
+                wait.late = True
+                self.examine(wait)
+
+    def next(self) -> tuple[Wait, bool] | None:
+        """The next wait to be examined, of each queue in turn, and whether it has its turn. None: all are at rest."""
+        while self._active:
+            name = next(iter(self._active))
+            del self._active[name]
+            queue = self._queues.get(name)
+            found = None if queue is None else queue.next()
+            if found is not None:
+                self._active[name] = None
+                return found
+        return None
+
+    # ---- questions ----
+
+    @property
+    def is_at_rest(self) -> bool:
+        return not self._active
+
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][2].done:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def has(self, group: Name) -> bool:
+        """Whether anything waits in the queues whose names begin so."""
+        return group in self._under
+
+    def of(self, group: Name) -> list[Wait]:
+        """The waits of the queues whose names begin so, by their ranks."""
+        waits = [wait for name in self._under.get(group, ()) for wait in self._queues[name].waits]
+        return sorted(waits, key=_rank)
+
+    def is_first(self, wait: Wait) -> bool:
+        """Whether none is in front of it."""
+        return self._queues[wait.queue].waits[0] is wait
+
+    def would_be_first(self, queue: Name, order: float) -> bool:
+        """Whether a new wait of this order would have its turn at once."""
+        found = self._queues.get(queue)
+        return found is None or found.waits[0].rank[0] > order

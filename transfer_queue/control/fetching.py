@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verb of consumers: a fetch is answered, or stands in the line of its task and filter until it can be."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from transfer_queue import protocol as p
+from transfer_queue.calls import MORE, Call, More, Name, Wait
+from transfer_queue.control.ready import ReadySet
+from transfer_queue.control.serving import ServedFetch, check_fetch
+from transfer_queue.control.state import FETCHES, PlaneState
+from transfer_queue.control.writing import writers_of
+from transfer_queue.errors import ProducersGoneError
+
+_MOST_NAMED = 5
+
+
+def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
+    """Try to answer at once. None draws past an earlier one of its line that waits."""
+    check_fetch(request, state.tasks.get(request.task))
+    partition = state.partitions.get(request.partition)
+    acked = request.acks and partition is not None and partition.consumer(request.task).ledger.ack(request.acks)
+    if acked and partition is not None:
+        state.changed(partition)  # earlier fetches may have waited for a batch that is acknowledged now
+    reader = _Reader(state, call, request)
+    return reader.begin(behind_others=bool(acked))
+
+
+class _Reader:
+    """One fetch until it is answered."""
+
+    __slots__ = ("_call", "_fetch", "_line", "_ready", "_state")
+
+    def __init__(self, state: PlaneState, call: Call, request: p.Fetch) -> None:
+        self._state, self._call, self._fetch = state, call, request
+        self._line: Name = (FETCHES, request.partition, request.task, request.where)
+        self._ready: ReadySet | None = None  # kept while it waits: what was compared once needn't be compared again
+
+    def begin(self, behind_others: bool) -> p.Reply | Wait:
+        """``behind_others``: those that wait in front are examined first."""
+        state, fetch = self._state, self._fetch
+        order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
+        deadline = state.calls.now + fetch.wait_s
+        is_first = state.waits.would_be_first(self._line, order)
+        reply = MORE if behind_others and not is_first else self._answer(deadline <= state.calls.now, is_first)
+        if isinstance(reply, p.Reply):
+            return reply
+        rank = 0 if fetch.dp_rank is None and state.tasks.get(fetch.task).size_for(fetch) is not None else fetch.dp_rank
+        batch = (FETCHES, fetch.partition, fetch.task, rank, fetch.batch_index)
+        return Wait(self._line, deadline, self._examined, order=order, keys=(batch,), due=reply is not None)
+
+    def _examined(self, wait: Wait, has_turn: bool) -> p.Reply | More | None:
+        return self._answer(wait.late, has_turn)
+
+    def _answer(self, late: bool, may_draw: bool) -> p.Reply | More | None:
+        state, fetch, now = self._state, self._fetch, self._state.calls.now
+        partition = state.partitions.get(fetch.partition)
+        if fetch.after is not None and (partition is None or not partition.gave(fetch.after, fetch.task)):
+            return p.Ended(fetch.id, "cleared")
+        if partition is None:
+            nothing = p.NotReady(fetch.id, state.tasks.get(fetch.task).needed(fetch), 0, 0) if late else None
+            return self._producers_lost(now) or nothing
+        served = ServedFetch(fetch, partition, state.tasks.get(fetch.task), state.calls.turn)
+        if fetch.where is not None:
+            self._ready = served.ready()
+        reply: p.Reply | More | None = served.answer(now, may_draw, late)
+        if len(state.waits):
+            self._wake_others(served)
+        if isinstance(reply, p.Batch) and fetch.batch_index is None:
+            for each in served.holdings(state, reply):
+                state.calls.hold(self._call, each)
+        if reply is None:
+            reply = self._producers_lost(now)
+        if reply is not None or not late:
+            return reply
+        return self._not_ready(served, now) if served.finish_comparing() else MORE
+
+    def _wake_others(self, served: ServedFetch) -> None:
+        """Rounds may have been drawn, also without an own batch, and ends decided."""
+        waits, task = self._state.waits, self._line[:3]
+        for rank, index in served.written:
+            waits.wake_key((*task, rank, index))
+            waits.wake_key((*task, rank, None))
+        if served.consumer.take_decided():
+            waits.wake(task)
+        elif served.has_given:
+            waits.wake_first(task)  # a finite stream may have ended with it
+
+    def _producers_lost(self, now: float) -> p.Failed | None:
+        fetch = self._fetch
+        missing = self._state.producers.missing(fetch.fields, now)
+        if missing is None:
+            return None
+        text = (
+            f"task {fetch.task!r} waits for samples of partition {fetch.partition!r}, and every producer of field "
+            f"{missing!r} has died. Look at the producers' output, restart them, then fetch again."
+        )
+        return p.Failed(fetch.id, ProducersGoneError.__name__, text)
+
+    def _not_ready(self, served: ServedFetch, now: float) -> p.NotReady:
+        reply = served.not_ready(now)
+        if not served.partition.num_reserved:
+            return reply
+        owed_by = writers_of(self._state, served.partition, _MOST_NAMED)
+        return msgspec.structs.replace(reply, reserved=served.partition.num_reserved, owed_by=owed_by)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Freezes: samples that a checkpoint is reading keep their values. Permits to replace values delay freezes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer_queue.control.rows import positions_in
+from transfer_queue.protocol import Indexes
+
+
+class FrozenSamples:
+    """Samples of one freeze, ascending. ``kept``: those of them that were cleared since."""
+
+    def __init__(self, indexes: Indexes) -> None:
+        self.indexes = indexes
+        self.kept: list[Indexes] = []
+
+    def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
+        return positions_in(self.indexes, indexes)[1]
+
+
+class Freezes:
+    """All freezes and permits. Who has them is known by the calls that hold them."""
+
+    def __init__(self) -> None:
+        self._freezes: list[FrozenSamples] = []
+        self.permits: set[tuple[str, int]] = set()
+        """A permit allows replacing values until its write ends: its client and the first call of the write."""
+
+    def begin(self, samples: FrozenSamples) -> None:
+        self._freezes.append(samples)
+
+    def end(self, samples: FrozenSamples) -> Indexes:
+        """Returns what was cleared since, and may be deleted now."""
+        if samples in self._freezes:
+            self._freezes.remove(samples)
+        if not samples.kept:
+            return np.empty(0, dtype=np.int64)
+        kept = np.sort(np.concatenate(samples.kept), kind="stable")  # many times faster than np.unique, which hashes
+        return self.keep(kept[np.diff(kept, prepend=-1) > 0])
+
+    def keep(self, cleared: Indexes) -> Indexes:
+        """Return the cleared samples that may lose their values now; ``end`` returns the others."""
+        for freeze in self._freezes:
+            held = freeze.holds(cleared)
+            if held.any():
+                freeze.kept.append(cleared[held])
+                cleared = cleared[~held]
+        return cleared
+
+    def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
+        """Which of the indexes must keep their values."""
+        held = np.zeros(len(indexes), dtype=np.bool_)
+        for freeze in self._freezes:
+            held |= freeze.holds(indexes)
+        return held
+
+    def __bool__(self) -> bool:
+        return bool(self._freezes)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of members: storage units of the queue, and processes of a run. A membership ends with its session."""
+
+from __future__ import annotations
+
+from transfer_queue import protocol as p
+from transfer_queue.calls import Call, Holding, Until, Wait
+from transfer_queue.control.state import PlaneState
+
+_UNITS = ("units",)
+_RUNS = "runs"
+
+
+class _Unit(Holding):
+    """A storage unit is there."""
+
+    until = Until.SESSION
+    __slots__ = ("_number", "_state")
+
+    def __init__(self, state: PlaneState, number: int) -> None:
+        self._state, self._number = state, number
+
+    def end(self, died: bool) -> bool:
+        """The values in it are gone, so their fields aren't produced any more."""
+        state = self._state
+        state.units.remove(self._number)
+        state.waits.wake(_UNITS)
+        for partition in state.partitions.values():
+            if partition.lose_unit(self._number):
+                state.changed(partition)
+        return False
+
+
+class _RunMember(Holding):
+    """A process is a member of a run."""
+
+    until = Until.SESSION
+    __slots__ = ("_client", "_state", "run")
+
+    def __init__(self, state: PlaneState, client: str, run: str) -> None:
+        self._state, self._client, self.run = state, client, run
+
+    def end(self, died: bool) -> bool:
+        """The others can't go on without it. It may have left before."""
+        _leave(self._state, self._client, self.run, lost=True)
+        return False
+
+
+def join_unit(state: PlaneState, call: Call, request: p.JoinUnit) -> p.Reply:
+    """A storage unit is there from now on."""
+    number = state.units.join(request)
+    state.calls.hold(call, _Unit(state, number))
+    state.waits.wake(_UNITS)
+    return p.Done(request.id, number)
+
+
+def list_units(state: PlaneState, call: Call, request: p.ListUnits) -> p.Reply | Wait:
+    """The units; parked until they are others than the client knows."""
+
+    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
+        return listing() if wait.late or request.known != state.units.version else None
+
+    def listing() -> p.Units:
+        return p.Units(request.id, state.units.version, state.units.infos())
+
+    if request.known != state.units.version:
+        return listing()
+    return Wait(_UNITS, state.calls.now + request.wait_s, answer)
+
+
+def watch_run(state: PlaneState, call: Call, request: p.WatchRun) -> p.Reply | Wait:
+    """Join, and wait until the run has lost a member, or this member has left."""
+    runs, run = state.runs, request.run
+
+    def answer(wait: Wait, has_turn: bool) -> p.Reply | None:
+        lost = runs.lost(run)
+        if lost is not None or not runs.has(call.client, run):
+            return p.Done(request.id, lost)
+        return p.Done(request.id) if wait.late else None
+
+    if runs.join(call.client, request):
+        state.calls.hold(call, _RunMember(state, call.client, run))
+    lost = runs.lost(run)
+    return Wait((_RUNS, run), state.calls.now + request.wait_s, answer) if lost is None else p.Done(request.id, lost)
+
+
+def leave_run(state: PlaneState, call: Call, request: p.LeaveRun) -> p.Reply:
+    """The client's own waiting requests for this run are answered, too."""
+    for member in state.calls.of_session(call.client, _RunMember):
+        if member.run == request.run:
+            state.calls.leave(call.client, member)
+    _leave(state, call.client, request.run, request.failed)
+    return p.Done(request.id)
+
+
+def _leave(state: PlaneState, client: str, run: str, lost: bool) -> None:
+    state.runs.leave(client, run, lost)
+    state.waits.wake((_RUNS, run))
