@@ -247,7 +247,6 @@ class ServedFetch:
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round to the ledger, and answer the requesting rank."""
-        draw.forget()
         if draw.batch_index is None:
             fresh = shares[0].consumed[self._consumer.given[shares[0].consumed] == 0]
             self._drawn = self._partition.table.column("index")[fresh]

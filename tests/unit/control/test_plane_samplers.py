@@ -12,6 +12,7 @@ from control_kit import (
     batches,
     clear,
     fetch,
+    grpo,
     not_ready,
     park,
     publish,
@@ -30,10 +31,6 @@ from transfer_queue.sampler import BaseSampler, SequentialSampler
 
 def spec(name, **kwargs):
     return {"class": name, "kwargs": kwargs}
-
-
-def grpo(plane, size, **kwargs):
-    register(plane, sampler=spec("GRPOGroupNSampler", n_samples_per_prompt=size), **kwargs)
 
 
 def balanced(plane, dp_size, size=1, **kwargs):
@@ -288,12 +285,21 @@ def test_any_method_of_a_sampler_may_fail_and_every_fetch_is_answered(plane, met
     def fail(*args, **kwargs):
         raise LookupError(method)
 
-    sampler = SequentialSampler()
+    sampler = Own(([0, 1], [0, 1]))
     setattr(sampler, method, fail)
     plane.state.tasks.add(Task("train", sampler))
     put(plane, samples)
     seal(plane)
-    refused(fetch(plane, 2), "SamplerError", "SequentialSampler failed: LookupError", method)
+    refused(fetch(plane, 2), "SamplerError", "Own failed: LookupError", method)
+
+
+@pytest.mark.parametrize("method", ["check", "samples_needed", "round"])
+def test_a_sampler_of_ours_may_fail_and_every_fetch_is_answered(plane, method):
+    sampler = SequentialSampler()
+    setattr(sampler, method, lambda *args: {}[method])
+    plane.state.tasks.add(Task("train", sampler))
+    put(plane, 2)
+    refused(fetch(plane, 2), "SamplerError", "SequentialSampler failed: KeyError", method)
 
 
 def test_a_partition_is_not_cleared_when_a_sampler_cannot_forget_it(plane):
