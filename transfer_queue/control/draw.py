@@ -198,14 +198,10 @@ class Draw:
 
     def shares(self) -> list[Share] | None:
         """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
-        own = isinstance(self.sampler, RoundSampler) and _is_own(type(self.sampler))
-        if own and not self.sampler_args and not self._remembers():
-            return self._round()
-        return self._by_rank()
-
-    def _remembers(self) -> bool:
-        """Whether the sampler has some memory of this task."""
-        return bool(self.sampler._states.get(self.partition.name, {}).get(self.consumer.task))
+        remembered = self.sampler._states.get(self.partition.name, {}).get(self.consumer.task)
+        if remembered or self.sampler_args or not _draws_rounds(type(self.sampler)):
+            return self._by_rank()
+        return self._round()
 
     def _round(self) -> list[Share] | None:
         """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
@@ -269,7 +265,7 @@ class Draw:
         view = ReadyView(ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
         arguments["partition"] = SamplerView(self.partition)
-        own = _is_own(type(self.sampler))
+        own = _draws_rounds(type(self.sampler))
         offered: Any = view if own else list(view)  # users' samplers were promised a list
         with foreign(self.sampler, self.consumer.task):
             picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
@@ -384,8 +380,9 @@ class foreign:
 
 
 @lru_cache(maxsize=256)
-def _is_own(sampler: type[BaseSampler]) -> bool:
-    return sampler.__module__.startswith("transfer_queue.")
+def _draws_rounds(sampler: type[BaseSampler]) -> bool:
+    """Whether it is one of ours. Others were promised to be asked by ``sample``."""
+    return issubclass(sampler, RoundSampler) and sampler.__module__.startswith("transfer_queue.")
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -142,13 +142,13 @@ class ReadyView(Sequence[int]):
     def __getitem__(self, position: slice) -> list[int]: ...
     def __getitem__(self, position: int | slice) -> int | list[int]:
         if isinstance(position, slice):
-            start, stop, step = position.indices(len(self))
-            return list(self)[position] if step < 0 else self._first(stop)[start::step]
+            start, stop, step = position.indices(self.ready.count)
+            if step < 0:
+                return list(self)[position]
+            several: list[int] = self._index[self.ready.first(stop)[start::step]].tolist()
+            return several
         wanted = position + len(self) if position < 0 else position
         if not 0 <= wanted < len(self):
             raise IndexError(f"position {position} of {len(self)} ready samples")
-        return self._first(wanted + 1)[wanted]
-
-    def _first(self, count: int) -> list[int]:
-        found: list[int] = self._index[self.ready.first(count)].tolist()
-        return found
+        one: int = self._index[self.ready.first(wanted + 1)[wanted]].item()
+        return one

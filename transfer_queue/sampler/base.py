@@ -217,11 +217,6 @@ class RoundSampler(BaseSampler):
         """
 
 
-def oldest(wanted: Round) -> list[list[int]]:
-    """The next ready samples for each rank in turn."""
-    return dealt(wanted.ready[: wanted.batch_size * len(wanted.ranks)], wanted.batch_size)
-
-
 def dealt(indexes: Sequence[int], size: int) -> list[list[int]]:
     """One batch after the other."""
     return [list(indexes[at : at + size]) for at in range(0, len(indexes), size)]

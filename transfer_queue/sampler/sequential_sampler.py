@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_queue.sampler.base import Picked, Round, RoundSampler, oldest
+from transfer_queue.sampler.base import Picked, Round, RoundSampler, dealt
 
 
 class SequentialSampler(RoundSampler):
@@ -23,4 +23,4 @@ class SequentialSampler(RoundSampler):
         return sampled, list(sampled)
 
     def round(self, wanted: Round) -> list[list[int]]:
-        return oldest(wanted)
+        return dealt(wanted.ready[: wanted.batch_size * len(wanted.ranks)], wanted.batch_size)
