@@ -262,11 +262,13 @@ class Draw:
         return arguments
 
     def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
-        view = ReadyView(ready, self.partition.table.column("index"))
+        offered: Any = ReadyView(ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
         arguments["partition"] = SamplerView(self.partition)
         own = _draws_rounds(type(self.sampler))
-        offered: Any = view if own else list(view)  # users' samplers were promised a list
+        if not own:  # users' samplers were promised a list, which they may change
+            ready.listed = ready.listed or list(offered)
+            offered = ready.listed.copy()
         with foreign(self.sampler, self.consumer.task):
             picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
             same = type(picked) is list and type(consumed) is list and picked == consumed

@@ -38,6 +38,8 @@ class ReadySet:
         self._first_block = 0  # blocks below it are empty
         self._hidden: list[Rows] = []
         self.follower: Follower | None = None
+        self.listed: list[int] | None = None
+        """The indexes of all ready samples, once a reader has made this list. A change deletes it."""
 
     def add(self, rows: Rows) -> None:
         """Make rows ready. Ready rows stay ready, and repeated rows count once."""
@@ -76,6 +78,7 @@ class ReadySet:
         else:
             self._counts[first : last + 1] += sign * np.bincount(rows // _BLOCK - first)
         self.count += sign * len(rows)
+        self.listed = None
         if self.follower is not None:
             self.follower.changed(rows, present)
 

@@ -141,6 +141,19 @@ def test_a_round_may_need_all_that_is_ready(plane):
     assert batch(plane, 8) == puts[-2] + puts[-1]
 
 
+@pytest.mark.parametrize("sampler", ["ranks", "pairs", "balanced", "budget"])
+def test_what_a_sampler_remembers_from_a_checkpoint_is_drawn_first(plane, sampler):
+    kind, _, kwargs = SAMPLERS[sampler]
+    made, samples = kind(**kwargs), put(plane, 6, lengths=[1] * 6)
+    shares = [samples[4:], samples[2:4]]
+    pair = (lambda share: share) if sampler == "ranks" else (lambda share: (share, share))
+    ranks = {rank: {0: pair(share)} for rank, share in enumerate(shares)}
+    made.load_checkpoint({"_states": {"p": {"train": ranks}}, "_balanced_cache": {("p", "train", 0): shares}})
+    plane.state.tasks.add(Task("train", made, dp_size=2))
+    assert [batch(plane, 2, rank, 0) for rank in range(2)] == shares
+    assert made.save_checkpoint()["_states"] == {"p": {"train": {}}}
+
+
 # ---- two planes, one of which rescans ----
 
 

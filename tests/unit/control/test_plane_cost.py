@@ -27,8 +27,10 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control.draw import Task
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
+from transfer_queue.sampler import BaseSampler
 
 ROWS = 200_000
 MOST = 10_000
@@ -178,6 +180,21 @@ def test_a_reward_that_completes_no_round_looks_at_few_rows(per_put):
     (_, drawn) = publish(plane, [2000], "y")
     drawn_rows = p.unpack_indexes(drawn.reply.indexes).tolist()
     assert (drawn_rows[:196], len(drawn_rows)) == (list(range(196)), 200)
+
+
+class Never(BaseSampler):
+    def sample(self, ready_indexes, batch_size):
+        return [], []
+
+
+def test_what_is_ready_is_listed_once_per_change_for_a_sampler_that_sees_it_all():
+    plane = ControlPlane(PlaneConfig())
+    put(plane, ROWS, "x")
+    plane.state.tasks.add(Task("train", Never()))
+    park(plane, 1, names=("x",))
+    watch(plane)
+    assert cost(lambda: publish(plane, [5], "y")) < MOST
+    assert cost(lambda: put(plane, 1, "x")) > ROWS
 
 
 def test_an_ack_looks_at_no_rows(large, tokens):

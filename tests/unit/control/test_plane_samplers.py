@@ -319,6 +319,23 @@ def test_a_users_sampler_gets_a_list_and_only_the_arguments_it_names(plane):
     assert [(type(offered), offered) for offered in sampler.offered] == [(list, [0, 1, 2])]
 
 
+def test_a_users_sampler_may_change_its_list_and_gets_a_new_one_at_the_next_try(plane):
+    offered = []
+
+    def spoil(ready):
+        offered.append(list(ready))
+        ready.clear()
+        return [], []
+
+    plane.state.tasks.add(Task("train", Own(spoil)))
+    put(plane, 3)
+    for _ in range(2):
+        fetch(plane, 1)
+    put(plane, 1)
+    fetch(plane, 1)
+    assert offered == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3]]
+
+
 def test_a_users_sampler_gets_the_callers_arguments_and_what_the_plane_knows(plane):
     class Curious(BaseSampler):
         def sample(self, ready_indexes, batch_size, temperature=None, partition=None, **kwargs):
