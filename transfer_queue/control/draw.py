@@ -198,10 +198,13 @@ class Draw:
 
     def shares(self) -> list[Share] | None:
         """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
-        remembered = self.sampler._states.get(self.partition.name, {}).get(self.consumer.task)
-        if remembered or self.sampler_args or not _draws_rounds(type(self.sampler)):
+        if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
             return self._by_rank()
         return self._round()
+
+    def _remembers(self) -> bool:
+        """Whether the sampler has some memory of this task."""
+        return bool(self.sampler._states.get(self.partition.name, {}).get(self.consumer.task))
 
     def _round(self) -> list[Share] | None:
         """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
@@ -249,6 +252,9 @@ class Draw:
 
     def _is_cached(self) -> bool:
         with foreign(self.sampler, self.consumer.task):
+            asked = getattr(self.sampler.has_cached_result, "__func__", None)
+            if asked is BaseSampler.has_cached_result and not self._remembers():
+                return False  # a thousand ranks needn't be asked about
             return any(
                 self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
                 for rank in self.ranks

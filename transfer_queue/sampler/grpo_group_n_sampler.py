@@ -59,6 +59,7 @@ class GRPOGroupNSampler(RoundSampler):
         return sampled, list(sampled)
 
     def round(self, wanted: Round) -> list[list[int]]:
+        self._check_multiple(wanted.batch_size)
         groups = self._groups(wanted.ready, wanted.batch_size * len(wanted.ranks), wanted.partition)
         return dealt([index for group in groups for index in group], wanted.batch_size)
 

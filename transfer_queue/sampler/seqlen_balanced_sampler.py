@@ -74,6 +74,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         return self._recall(partition_id, task_name, rank, batch) or ([], [])
 
     def round(self, wanted: Round) -> list[list[int]]:
+        self._check_multiple(wanted.batch_size)
         groups = self._groups(wanted.ready, wanted.batch_size * self.dp_size, wanted.partition)
         return self._split(groups, wanted.partition) if groups else []
 

@@ -163,12 +163,12 @@ class Rescans:
     puts: list[list[int]]
 
     def _groups(self, ready_indexes: Any, num_samples: int, view: Any) -> list[list[int]]:
-        size = self.n_samples_per_prompt  # type: ignore[attr-defined]
+        size = self.n_samples_per_prompt
         groups = groups_among(list(ready_indexes), size, self.puts)[: num_samples // size]
         return groups if len(groups) * size == num_samples else []
 
     def tail(self, ready_indexes: Any, batch_size: int, *, partition: Any = None) -> list[int]:
-        groups = groups_among(list(ready_indexes), self.n_samples_per_prompt, self.puts)  # type: ignore[attr-defined]
+        groups = groups_among(list(ready_indexes), self.n_samples_per_prompt, self.puts)
         return list(itertools.chain.from_iterable(groups))
 
 
@@ -214,7 +214,7 @@ class Twins:
         self.dp_size = kwargs.get("dp_size", dp_size)
         for task in ("a", "b"):
             for plane, made in zip(self.planes, (quick(**kwargs), slow(**kwargs)), strict=True):
-                made.puts = self.puts  # type: ignore[attr-defined]
+                made.puts = self.puts
                 plane.state.tasks.add(Task(task, made, self.dp_size, tail))
         self.ids = itertools.count(1)
         self.next: dict[tuple[str, int], int] = {}

@@ -100,6 +100,15 @@ def test_a_batch_size_that_splits_groups_is_refused_with_the_nearest_that_work(p
     assert batch(plane, 8) == list(range(8))
 
 
+@pytest.mark.parametrize("kind", ["GRPOGroupNSampler", "SeqlenBalancedSampler"])
+def test_a_waiting_fetch_is_refused_by_a_new_sampler_whose_groups_it_would_split(plane, kind):
+    put(plane, 5)
+    park(plane, 6)
+    register(plane, sampler=spec(kind, n_samples_per_prompt=4))
+    (_, failed) = publish(plane, reserve(plane, 1))
+    refused(failed.reply, "SamplerError", "multiple of n_samples_per_prompt (4)")
+
+
 # ---- balanced ranks ----
 
 
