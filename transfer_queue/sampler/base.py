@@ -217,9 +217,9 @@ class RoundSampler(BaseSampler):
         """
 
 
-def dealt(indexes: Sequence[int], size: int) -> list[list[int]]:
+def dealt(indexes: list[int], size: int) -> list[list[int]]:
     """One batch after the other."""
-    return [list(indexes[at : at + size]) for at in range(0, len(indexes), size)]
+    return [indexes[at : at + size] for at in range(0, len(indexes), size)]
 
 
 def in_index_order(ready_indexes: Sequence[int]) -> Sequence[int]:

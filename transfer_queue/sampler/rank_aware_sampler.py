@@ -59,7 +59,7 @@ class RankAwareSampler(RoundSampler):
 
     def round(self, wanted: Round) -> list[list[int]]:
         _named(wanted.ranks[0], wanted.batch_index)
-        return dealt(wanted.ready[: wanted.batch_size * len(wanted.ranks)], wanted.batch_size)
+        return dealt(list(wanted.ready[: wanted.batch_size * len(wanted.ranks)]), wanted.batch_size)
 
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None

@@ -23,4 +23,4 @@ class SequentialSampler(RoundSampler):
         return sampled, list(sampled)
 
     def round(self, wanted: Round) -> list[list[int]]:
-        return dealt(wanted.ready[: wanted.batch_size * len(wanted.ranks)], wanted.batch_size)
+        return dealt(list(wanted.ready[: wanted.batch_size * len(wanted.ranks)]), wanted.batch_size)
