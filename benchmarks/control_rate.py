@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a fetch take longer the more samples and partitions there are, and what does a sample cost the controller?"""
+"""Do a fetch and a reward take longer the more samples and partitions there are? What does a sample cost the server?"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, pairwise
 
@@ -19,6 +20,7 @@ BATCH = 32
 PER_TASK = 25  # fetches until the next task takes over: 1000 samples are enough for 31
 BESIDE = 1000  # samples in the fetched partition and in each one beside it
 AT_ONCE = 50_000
+SIBLINGS = 8  # answers to one prompt
 DRAWS = 100  # fetches by which a task draws half of the samples whose memory is measured
 
 
@@ -61,6 +63,30 @@ def fetch_beside_ms(client: tq.TransferQueueClient, partitions: int, repeats: in
     for name in ["fetched", *names]:
         client.clear_partition(name)
     return found
+
+
+def rewards_one_by_one_ms(client: tq.TransferQueueClient, pid: int, prompts: int) -> dict[str, float]:
+    """What one reward costs while a task waits for whole groups, and what of it is the server's CPU time.
+
+    The last answer of each prompt gets its reward last, so that nearly all samples are ready and few groups are whole.
+    """
+    samples, server = prompts * SIBLINGS, psutil.Process(pid)
+    meta = client.put({"prompt": torch.zeros(samples)}, partition_id="rewards")
+    client.register_task("groups", sampler=tq.GRPOGroupNSampler(SIBLINGS))
+    order = [prompt * SIBLINGS + answer for answer in range(SIBLINGS) for prompt in range(prompts)]
+    with ThreadPoolExecutor(1) as reader:
+        fetch = partial(client.get_meta, ["prompt", "reward"], BATCH, "rewards", task_name="groups", timeout_s=600.0)
+        rounds = [reader.submit(fetch) for _ in range(samples // BATCH)]
+        before = server.cpu_times()
+        took = [
+            timed_ms(partial(client.put, {"reward": torch.zeros(1)}, metadata=meta[position])) for position in order
+        ]
+        used = sum(server.cpu_times()[:2]) - sum(before[:2])
+        drawn = {index for one in rounds for index in one.result().global_indexes}
+    if len(drawn) != samples:
+        raise RuntimeError(f"{len(drawn)} of {samples} samples were drawn")
+    client.clear_partition("rewards")
+    return {"put_p50_ms": statistics.median(took), "server_ms": used * 1e3 / samples}
 
 
 def fill_named(partition: str, samples: int) -> None:
@@ -115,16 +141,21 @@ def rates(client: tq.TransferQueueClient, samples: int, updates: int) -> dict[st
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(__doc__).parse_args(argv)
     sizes, beside, repeats, updates, measured = (1000, 10**4, 10**5, 10**6), (200, 1000), 300, 300, (10**6, 200_000)
+    prompts = (64, 256, 1024)
     if args.quick:
         sizes, beside, repeats, updates, measured = (1000, 20_000), (3,), 30, 10, (200_000, 100_000)
+        prompts = (8,)
     costs = memory(*measured)
-    tq.init()
+    conf = tq.init()
     client = tq.get_client()
     costs |= rates(client, max(sizes), updates)
     report(
         "fetch of 32 samples",
         among={samples: fetch_among_ms(client, samples, repeats) for samples in sizes},
         beside_partitions_of_1000={number: fetch_beside_ms(client, number, repeats) for number in beside},
+        rewards_one_by_one={
+            number: rewards_one_by_one_ms(client, conf.controller.zmq_info.pid, number) for number in prompts
+        },
         samples=max(sizes),
         measured_samples=measured[0],
         measured_samples_with_key_and_tag=measured[1],

@@ -168,13 +168,13 @@ class Consumer:
 
         Returns which of them were not given before.
         """
-        given = self.given
+        given, consumed = self.given, self.consumed
         is_fresh: npt.NDArray[np.bool_] = given[rows] == 0
         fresh = rows[is_fresh]
         given[fresh] = number if isinstance(number, int) else number[is_fresh]
         self.num_undrawn -= len(fresh)
-        self.num_done += int(np.count_nonzero(~self.consumed[rows]))
-        self.consumed[rows] = True
+        self.num_done += int(np.count_nonzero(~consumed[rows]))
+        consumed[rows] = True
         self._drawn(fresh)
         return is_fresh
 

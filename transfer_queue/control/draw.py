@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from types import TracebackType
 from typing import Any
 
@@ -19,18 +20,13 @@ from transfer_queue.control.consumer import Consumer, FieldNames
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.ready import ReadySet, ReadyView
 from transfer_queue.control.rows import Rows, RowState, all_of
+from transfer_queue.control.whole_groups import WholeGroups, groups_in
 from transfer_queue.errors import InvalidRequestError, SamplerError, TransferQueueError
 from transfer_queue.protocol import Fetch, Indexes, RegisterTask, Tags
-from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
+from transfer_queue.sampler.base import BaseSampler, Round, RoundSampler
 from transfer_queue.sampler.registry import resolve
-from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
 TAIL_POLICIES = ("drop", "pad", "uneven_ok")
-_OLDEST_FIRST = (SequentialSampler, RankAwareSampler)
-"""Samplers that give each rank the next ready samples, unless they remember something or get arguments."""
-_BY_STATES = (BaseSampler.has_cached_result, RankAwareSampler.has_cached_result)
-"""They know of nothing if the sampler has no memory of the task, so that a thousand ranks needn't be asked about."""
 
 
 # ---- tasks ----
@@ -50,7 +46,8 @@ class Task:
         """Number of data-parallel ranks of a round; None: every rank draws for itself, first come first served."""
         with foreign(self.sampler, self.name):
             own = self.sampler.dp_size
-        sizes = {size for size in (self.dp_size, fetch.dp_size, own) if size is not None}
+        sizes: set[Any] = {self.dp_size, fetch.dp_size, own}
+        sizes.discard(None)
         if len(sizes) > 1:
             raise InvalidRequestError(
                 f"task {self.name!r} is used with different numbers of data-parallel ranks: {sorted(sizes)} "
@@ -168,10 +165,14 @@ class SamplerView:
         offsets, sizes = (self._partition.table.column(name)[rows].tolist() for name in ("put_offset", "put_size"))
         return list(zip(offsets, sizes, strict=True))
 
-    def put_numbers(self, indexes: Iterable[int]) -> list[int]:
-        """The number of the put of each sample. Raises KeyError as ``put_positions`` does."""
-        numbers: list[int] = self._partition.table.column("put_number")[self._rows(indexes)].tolist()
-        return numbers
+    def whole_groups(self, ready_indexes: Sequence[int], size: int, count: int | None = None) -> list[list[int]]:
+        """See ``PartitionView``. Raises KeyError as ``put_positions`` does."""
+        table = self._partition.table
+        if isinstance(ready_indexes, ReadyView):
+            return groups_in(ready_indexes.ready, table, size).first(count)
+        ready = ReadySet()
+        ready.add(self._rows(ready_indexes))
+        return WholeGroups(ready, table, size).first(count)
 
     def _rows(self, indexes: Iterable[int]) -> Rows:
         rows, found = self._partition.table.find(np.asarray(list(indexes), dtype=np.int64))
@@ -197,11 +198,37 @@ class Draw:
 
     def shares(self) -> list[Share] | None:
         """A share per rank; None if there are not enough samples for all ranks yet. It marks nothing."""
+        if self.sampler_args or not _draws_rounds(type(self.sampler)) or self._remembers():
+            return self._by_rank()
+        return self._round()
+
+    def _remembers(self) -> bool:
+        """Whether the sampler has some memory of this task."""
+        return bool(self.sampler._states.get(self.partition.name, {}).get(self.consumer.task))
+
+    def _round(self) -> list[Share] | None:
+        """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
+        sampler: Any = self.sampler
+        column = self.partition.table.column("index")
+        with foreign(sampler, self.consumer.task):  # it may call functions of its user
+            if self.ready.count < sampler.samples_needed(self.batch_size, self.dp_size or 1):
+                return None
+            view = ReadyView(self.ready, column)
+            wanted = Round(view, self.batch_size, self.ranks, self.batch_index, SamplerView(self.partition))
+            batches: list[list[int]] = sampler.round(wanted)
+        if not batches:
+            return None
+        indexes = np.fromiter(chain.from_iterable(batches), dtype=np.int64)
+        rows = column.searchsorted(indexes)
+        # Copies, because a rank's batch may be kept long after those of the others.
+        cuts = pairwise(accumulate(map(len, batches), initial=0))
+        return [Share(indexes[start:end].copy(), own := rows[start:end], own) for start, end in cuts]
+
+    def _by_rank(self) -> list[Share] | None:
+        """Ask the sampler for one rank after the other."""
         ready = self.ready
         if ready.count < self.needed() and not self._is_cached():
             return None
-        if len(self.ranks) > 1 and type(self.sampler) in _OLDEST_FIRST and not (self._remembers() or self.sampler_args):
-            return self._oldest()
         taken: list[Share] = []
         try:
             for rank in self.ranks:
@@ -214,36 +241,20 @@ class Draw:
         finally:
             if len(self.ranks) > 1:
                 ready.unhide()
-            if len(taken) < len(self.ranks):
-                self.forget()  # a sampler's memory of an incomplete round would be stale at the next try
+            with foreign(self.sampler, self.consumer.task):  # the ledger will know this round, or it is no round
+                self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
         return taken
-
-    def _oldest(self) -> list[Share]:
-        """The round in one step: a call per rank takes 40 us, which is too long for a thousand ranks in one turn."""
-        size = self.batch_size
-        rows = self.ready.first(size * len(self.ranks))
-        indexes = self.partition.table.column("index")[rows]
-        cuts = range(0, len(rows), size)
-        return [Share(indexes[at : at + size].copy(), own := rows[at : at + size], own) for at in cuts]
 
     def needed(self) -> int:
         """The smallest number of ready samples that can make a round."""
         with foreign(self.sampler, self.consumer.task):
             return self.sampler.samples_needed(self.batch_size, self.dp_size or 1)
 
-    def forget(self) -> None:
-        """Make the sampler delete its memory of the round, which the ledger has from here on."""
-        with foreign(self.sampler, self.consumer.task):
-            self.sampler.forget(self.partition.name, self.consumer.task, self.batch_index)
-
-    def _remembers(self) -> bool:
-        """Whether the sampler has some memory of this task."""
-        return bool(self.sampler._states.get(self.partition.name, {}).get(self.consumer.task))
-
     def _is_cached(self) -> bool:
         with foreign(self.sampler, self.consumer.task):
-            if getattr(self.sampler.has_cached_result, "__func__", None) in _BY_STATES and not self._remembers():
-                return False
+            asked = getattr(self.sampler.has_cached_result, "__func__", None)
+            if asked is BaseSampler.has_cached_result and not self._remembers():
+                return False  # a thousand ranks needn't be asked about
             return any(
                 self.sampler.has_cached_result(self.partition.name, self.consumer.task, self._arguments(rank))
                 for rank in self.ranks
@@ -257,11 +268,13 @@ class Draw:
         return arguments
 
     def _share(self, rank: int | None, ready: ReadySet) -> Share | None:
-        view = ReadyView(ready, self.partition.table.column("index"))
+        offered: Any = ReadyView(ready, self.partition.table.column("index"))
         arguments = self._arguments(rank)
         arguments["partition"] = SamplerView(self.partition)
-        own = type(self.sampler).__module__.startswith("transfer_queue.")
-        offered: Any = view if own else list(view)  # users' samplers were promised a list
+        own = _draws_rounds(type(self.sampler))
+        if not own:  # users' samplers were promised a list, which they may change
+            ready.listed = ready.listed or list(offered)
+            offered = ready.listed.copy()
         with foreign(self.sampler, self.consumer.task):
             picked, consumed = self.sampler(offered, self.batch_size, **_accepted(self.sampler, arguments))
             same = type(picked) is list and type(consumed) is list and picked == consumed
@@ -372,6 +385,12 @@ class foreign:
         # Any exception, even SystemExit and CancelledError: a server has no other use for them, and ignores Ctrl-C.
         said = traceback.format_exception_only(error)[0].strip()  # works even if str(error) fails
         raise SamplerError(f"{_name(self._what[0])} failed: {said}") from error
+
+
+@lru_cache(maxsize=256)
+def _draws_rounds(sampler: type[BaseSampler]) -> bool:
+    """Whether it is one of ours. Others were promised to be asked by ``sample``."""
+    return issubclass(sampler, RoundSampler) and sampler.__module__.startswith("transfer_queue.")
 
 
 def _accepted(sampler: BaseSampler, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,13 @@ from transfer_queue.control.rows import Rows, ascending
 _BLOCK = 1024
 _AHEAD = 64
 """Blocks with counts that are examined together."""
+
+
+class Follower(Protocol):
+    """What keeps something up to date with a ready set."""
+
+    def changed(self, rows: Rows, present: bool) -> None:
+        """These rows, ascending and at least one, are ready now, or not any more."""
 
 
 class ReadySet:
@@ -30,6 +37,9 @@ class ReadySet:
         self.count = int(self._counts.sum())
         self._first_block = 0  # blocks below it are empty
         self._hidden: list[Rows] = []
+        self.follower: Follower | None = None
+        self.listed: list[int] | None = None
+        """The indexes of all ready samples, once a reader has made this list. A change deletes it."""
 
     def add(self, rows: Rows) -> None:
         """Make rows ready. Ready rows stay ready, and repeated rows count once."""
@@ -68,6 +78,9 @@ class ReadySet:
         else:
             self._counts[first : last + 1] += sign * np.bincount(rows // _BLOCK - first)
         self.count += sign * len(rows)
+        self.listed = None
+        if self.follower is not None:
+            self.follower.changed(rows, present)
 
     def _those_ready(self, rows: Rows) -> Rows:
         rows = ascending(rows)
@@ -83,24 +96,25 @@ class ReadySet:
         counts[: len(self._counts)] = self._counts
         self._mask, self._counts = mask, counts
 
-    def blocks(self) -> Iterator[Rows]:
-        """Ready rows, ascending, a block at a time."""
-        leading = True
-        for at in range(self._first_block, len(self._counts), _AHEAD):
+    def blocks(self, start: int = 0) -> Iterator[Rows]:
+        """Ready rows from ``start`` on, ascending, a block at a time."""
+        begin = max(self._first_block, start // _BLOCK)
+        leading = begin == self._first_block
+        for at in range(begin, len(self._counts), _AHEAD):
             for block in self._counts[at : at + _AHEAD].nonzero()[0].tolist():
                 if leading:
                     self._first_block, leading = at + block, False
-                start = (at + block) * _BLOCK
-                yield self._mask[start : start + _BLOCK].nonzero()[0] + start
+                low = max((at + block) * _BLOCK, start)
+                yield self._mask[low : (at + block + 1) * _BLOCK].nonzero()[0] + low
 
-    def first(self, count: int) -> Rows:
-        """The first ready rows, ascending; fewer if there are fewer."""
+    def first(self, count: int, start: int = 0) -> Rows:
+        """The first ready rows from ``start`` on, ascending; fewer if there are fewer."""
         found, missing = [np.empty(0, dtype=np.intp)], count
-        for rows in self.blocks():
+        for rows in self.blocks(start):
+            found.append(rows[:missing])
+            missing -= len(found[-1])
             if missing <= 0:
                 break
-            found.append(rows[:missing])
-            missing -= len(rows)
         return np.concatenate(found)
 
     def all_rows(self) -> Rows:
@@ -115,19 +129,15 @@ class ReadyView(Sequence[int]):
     """
 
     def __init__(self, ready: ReadySet, index_column: npt.NDArray[np.int64]) -> None:
-        self._ready = ready
+        self.ready = ready
         self._index = index_column
 
     def __len__(self) -> int:
-        return self._ready.count
-
-    def _blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        for rows in self._ready.blocks():
-            yield self._index[rows]
+        return self.ready.count
 
     def __iter__(self) -> Iterator[int]:
-        for block in self._blocks():
-            yield from block.tolist()
+        for rows in self.ready.blocks():
+            yield from self._index[rows].tolist()
 
     @overload
     def __getitem__(self, position: int) -> int: ...
@@ -135,19 +145,13 @@ class ReadyView(Sequence[int]):
     def __getitem__(self, position: slice) -> list[int]: ...
     def __getitem__(self, position: int | slice) -> int | list[int]:
         if isinstance(position, slice):
-            start, stop, step = position.indices(len(self))
+            start, stop, step = position.indices(self.ready.count)
             if step < 0:
                 return list(self)[position]
-            return self._first(stop)[start::step]
+            several: list[int] = self._index[self.ready.first(stop)[start::step]].tolist()
+            return several
         wanted = position + len(self) if position < 0 else position
         if not 0 <= wanted < len(self):
             raise IndexError(f"position {position} of {len(self)} ready samples")
-        return self._first(wanted + 1)[wanted]
-
-    def _first(self, count: int) -> list[int]:
-        found: list[int] = []
-        for rows in self._ready.blocks():
-            if len(found) >= count:
-                break
-            found.extend(self._index[rows[: count - len(found)]].tolist())
-        return found
+        one: int = self._index[self.ready.first(wanted + 1)[wanted]].item()
+        return one

@@ -273,7 +273,6 @@ class ServedFetch:
 
     def _hand_out(self, draw: Draw, shares: list[Share]) -> Batch | Ended:
         """Write the round to the ledger, and answer the requesting rank."""
-        draw.forget()
         self.has_given = True
         if draw.batch_index is None:
             fresh = shares[0].consumed[self.consumer.given[shares[0].consumed] == 0]

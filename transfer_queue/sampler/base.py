@@ -8,6 +8,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from numbers import Real
 from typing import Any, Protocol, TypeVar
@@ -35,6 +36,27 @@ class PartitionView(Protocol):
 
     def put_positions(self, indexes: list[int]) -> list[tuple[int, int]]:
         """Per index: its offset within its put, and the number of samples of that put."""
+
+    def whole_groups(self, ready_indexes: Sequence[int], size: int, count: int | None = None) -> list[list[int]]:
+        """The first ``count`` whole groups of ``size`` samples, oldest first; none if there are fewer. None: all.
+
+        A group is ``size`` samples of one put, from a multiple of ``size`` on. A missing sample then never shifts later
+        groups. A chain of smaller whole puts with consecutive indexes that adds up to ``size`` is a group, too.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a round is drawn from: one batch for each of these ranks."""
+
+    ready: Sequence[int]
+    """Indexes of the ready samples, ascending: at least ``samples_needed``, and possibly far more."""
+    batch_size: int
+    ranks: tuple[int | None, ...]
+    """None: a reader that names no rank."""
+    batch_index: int | None
+    partition: Any
+    """A PartitionView."""
 
 
 class BaseSampler(ABC):
@@ -178,6 +200,26 @@ class BaseSampler(ABC):
         # Copies, here and in _recall: a caller that changes its list must not change the memory.
         ranks = self._states.setdefault(partition_id, {}).setdefault(task_name, {})
         ranks.setdefault(dp_rank, {})[batch_index] = (list(sampled), list(sampled))
+
+
+class RoundSampler(BaseSampler):
+    """Draws for all ranks at once, and remembers nothing of it: the queue knows what each rank was given.
+
+    The samplers of this package do so. The queue asks them by ``sample`` only where they remember something, or where
+    the caller gives arguments. Subclasses in other packages are always asked by ``sample``.
+    """
+
+    @abstractmethod
+    def round(self, wanted: Round) -> list[list[int]]:
+        """One batch per rank, disjoint; [] while there is none for some rank.
+
+        A round that doesn't exist yet must be cheap to refuse, because this is called after every change.
+        """
+
+
+def dealt(indexes: list[int], size: int) -> list[list[int]]:
+    """One batch after the other."""
+    return [indexes[at : at + size] for at in range(0, len(indexes), size)]
 
 
 def in_index_order(ready_indexes: Sequence[int]) -> Sequence[int]:

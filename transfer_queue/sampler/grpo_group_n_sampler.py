@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import BaseSampler, Picked, in_index_order
+from transfer_queue.sampler.base import Picked, Round, RoundSampler, dealt, in_index_order
 
 
-class GRPOGroupNSampler(BaseSampler):
-    """Picks complete groups of ``n_samples_per_prompt`` responses, oldest first; ``whole_groups`` defines a group.
+class GRPOGroupNSampler(RoundSampler):
+    """Picks complete groups of ``n_samples_per_prompt`` responses, oldest first: ``PartitionView.whole_groups``.
 
     Args:
         n_samples_per_prompt: Responses per prompt. ``batch_size`` must be a multiple of it.
@@ -58,13 +58,17 @@ class GRPOGroupNSampler(BaseSampler):
             self._remember(partition_id, task_name, *name, sampled)
         return sampled, list(sampled)
 
+    def round(self, wanted: Round) -> list[list[int]]:
+        self._check_multiple(wanted.batch_size)
+        groups = self._groups(wanted.ready, wanted.batch_size * len(wanted.ranks), wanted.partition)
+        return dealt([index for group in groups for index in group], wanted.batch_size)
+
     def tail(self, ready_indexes: Sequence[int], batch_size: int, *, partition: Any = None) -> list[int]:
         """Only complete groups, because an advantage can't be computed from a part."""
         ready = in_index_order(ready_indexes)
         if self.n_samples_per_prompt == 1 or not ready:
             return list(ready)
-        groups = whole_groups(ready, self.n_samples_per_prompt, partition, batch_size)
-        return [index for group in groups for index in group]
+        return [index for group in whole_groups(ready, self.n_samples_per_prompt, partition) for index in group]
 
     def _groups(self, ready_indexes: Sequence[int], num_samples: int, view: Any) -> list[list[int]]:
         """Return exactly the groups that make ``num_samples``, or none."""
@@ -75,7 +79,7 @@ class GRPOGroupNSampler(BaseSampler):
         if size == 1:
             return [[index] for index in ready[:num_samples]]
         wanted = num_samples // size
-        groups = list(islice(whole_groups(ready, size, view, num_samples), wanted))
+        groups = whole_groups(ready, size, view, wanted)
         return groups if len(groups) == wanted else []
 
     def _check_multiple(self, batch_size: int) -> None:
@@ -89,31 +93,15 @@ class GRPOGroupNSampler(BaseSampler):
             )
 
 
-_PutPositions = Callable[[list[int]], list[tuple[int, int]]]
-_MAX_CHUNK = 4096
+def whole_groups(ready: Sequence[int], size: int, view: Any, count: int | None = None) -> list[list[int]]:
+    """The first ``count`` whole groups, as ``PartitionView.whole_groups`` finds them; fewer if there are fewer.
 
-
-def whole_groups(ready: Sequence[int], size: int, view: Any, expected: int) -> Iterator[list[int]]:
-    """Yield complete groups of ``size`` samples in index order, lazily.
-
-    If ``view`` has ``put_positions``, a group is ``size`` samples of one put, from a multiple of ``size`` on.
-    A chain of smaller complete puts with consecutive indexes that adds up to ``size`` is a group, too.
-    A missing sample then never shifts later groups. Otherwise any ``size`` consecutive indexes are a group.
-
-    Args:
-        ready: Ascending.
-        view: A PartitionView, or anything without ``put_positions``, or None.
-        expected: How many samples the caller will probably need; the first look-up asks for that many.
+    Without such a view any ``size`` consecutive indexes are a group.
     """
-    indexes = iter(ready)
-    put_positions = getattr(view, "put_positions", None)
-    if put_positions is None:
-        return _runs(indexes, size)
-    head = list(islice(indexes, max(expected, size)))
-    positions = put_positions(head)
-    if not isinstance(positions, list):  # a Mock as the partition answers any call
-        return _runs(chain(head, indexes), size)
-    return _put_groups(_located(head, positions, indexes, put_positions), size, view)
+    find = getattr(view, "whole_groups", None)
+    groups = None if find is None else find(ready, size, count)
+    # A Mock as the partition answers any call.
+    return groups if isinstance(groups, list) else list(islice(_runs(ready, size), count))
 
 
 def _runs(indexes: Iterable[int], size: int) -> Iterator[list[int]]:
@@ -125,59 +113,3 @@ def _runs(indexes: Iterable[int], size: int) -> Iterator[list[int]]:
         if len(run) == size:
             yield run
             run = []
-
-
-def _located(
-    head: list[int], positions: list[tuple[int, int]], rest: Iterator[int], put_positions: _PutPositions
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (index, offset in its put, size of that put), looked up in chunks that grow while no batch is complete."""
-    while head:
-        for index, (offset, put_size) in zip(head, positions, strict=True):
-            yield index, offset, put_size
-        head = list(islice(rest, min(2 * len(head), _MAX_CHUNK)))
-        positions = put_positions(head) if head else []
-
-
-def _put_groups(samples: Iterable[tuple[int, int, int]], size: int, view: Any) -> Iterator[list[int]]:
-    block: list[int] = []  # samples of one put, from a multiple of ``size`` on
-    short_puts: list[int] = []  # complete puts of fewer than ``size`` samples, with consecutive indexes
-    last = (-1, -1, -1)
-    for sample in samples:
-        index, offset, put_size = sample
-        if offset % size == 0:
-            block = []
-        elif not block or not _same_put(last, sample, view):
-            block, last = [], sample
-            continue
-        block.append(index)
-        last = sample
-        if len(block) < min(size, put_size):
-            continue
-        if put_size < size:
-            short_puts = block = _linked(short_puts, block, size)
-        if len(block) == size:
-            yield block
-            short_puts = []
-        block = []
-
-
-def _linked(chain_so_far: list[int], put: list[int], size: int) -> list[int]:
-    follows = bool(chain_so_far) and put[0] == chain_so_far[-1] + 1
-    return chain_so_far + put if follows and len(chain_so_far) + len(put) <= size else put
-
-
-def _same_put(last: tuple[int, int, int], sample: tuple[int, int, int], view: Any) -> bool:
-    if (sample[1], sample[2]) != (last[1] + 1, last[2]):
-        return False
-    if sample[0] == last[0] + 1:
-        return True
-    # After a gap in the indexes, the first half of one put and the second half of an equally large one look alike.
-    put_numbers = getattr(view, "put_numbers", None)
-    if put_numbers is not None:
-        first, second = put_numbers([last[0], sample[0]])
-        return bool(first == second)
-    # They are two puts if the next index continues the first put and just isn't ready.
-    try:
-        return bool(view.put_positions([last[0] + 1]) != [(last[1] + 1, last[2])])
-    except (LookupError, ValueError):  # that index is in another partition or was cleared
-        return True

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import BaseSampler, Picked
+from transfer_queue.sampler.base import Picked, Round, RoundSampler, dealt
 
 _REPLICA_PREFIX = "data_replica_"
 
 
-class RankAwareSampler(BaseSampler):
+class RankAwareSampler(RoundSampler):
     """The oldest ready samples, remembered per (dp_rank, batch_index) so that a repeated call gets them again.
 
     The older call form names a replica group (``data_replica_group``, ``data_replica_rank``,
@@ -57,6 +57,10 @@ class RankAwareSampler(BaseSampler):
             return self._next_of_replica(ready_indexes, batch_size, task_name, partition_id, _replica(kwargs))
         return self._numbered_batch(ready_indexes, batch_size, task_name, partition_id, dp_rank, batch_index)
 
+    def round(self, wanted: Round) -> list[list[int]]:
+        _named(wanted.ranks[0], wanted.batch_index)
+        return dealt(list(wanted.ready[: wanted.batch_size * len(wanted.ranks)]), wanted.batch_size)
+
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
     ) -> bool:
@@ -87,11 +91,7 @@ class RankAwareSampler(BaseSampler):
         self, ready: Sequence[int], batch_size: int, task: str, partition: str, dp_rank: int | None,
         batch_index: int | None,
     ) -> Picked:  # fmt: skip
-        if dp_rank is None or batch_index is None:
-            raise SamplerError(
-                f"RankAwareSampler needs dp_rank and batch_index, got {dp_rank} and {batch_index}. "
-                f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
-            )
+        dp_rank, batch_index = _named(dp_rank, batch_index)
         if dp_rank < 0:
             raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
         self._refuse_mixing(partition, task, replicas=False)
@@ -150,6 +150,15 @@ class RankAwareSampler(BaseSampler):
                 f"task {task!r} of partition {partition!r} was read with {'dp_rank' if replicas else 'data_replica_*'} "
                 f"before. Use one call form per task."
             )
+
+
+def _named(dp_rank: int | None, batch_index: int | None) -> tuple[int, int]:
+    if dp_rank is None or batch_index is None:
+        raise SamplerError(
+            f"RankAwareSampler needs dp_rank and batch_index, got {dp_rank} and {batch_index}. "
+            f'Pass sampling_config={{"dp_rank": ..., "batch_index": ...}}.'
+        )
+    return dp_rank, batch_index
 
 
 def _replica(config: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import Picked, Weight, sample_weights
+from transfer_queue.sampler.base import Picked, Round, Weight, sample_weights
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.karmarkar_karp import get_seqlen_balanced_partitions, karmarkar_karp
 
@@ -72,6 +72,11 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
                 return [], []
             self._keep(partition_id, task_name, batch, self._split(groups, partition))
         return self._recall(partition_id, task_name, rank, batch) or ([], [])
+
+    def round(self, wanted: Round) -> list[list[int]]:
+        self._check_multiple(wanted.batch_size)
+        groups = self._groups(wanted.ready, wanted.batch_size * self.dp_size, wanted.partition)
+        return self._split(groups, wanted.partition) if groups else []
 
     def forget(self, partition_id: str, task_name: str, batch_index: int | None) -> None:
         super().forget(partition_id, task_name, batch_index)

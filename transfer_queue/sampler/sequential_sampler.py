@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transfer_queue.sampler.base import BaseSampler, Picked
+from transfer_queue.sampler.base import Picked, Round, RoundSampler, dealt
 
 
-class SequentialSampler(BaseSampler):
+class SequentialSampler(RoundSampler):
     """The first ``batch_size`` ready samples, or all if fewer are ready. The default.
 
     Examples:
@@ -21,3 +21,6 @@ class SequentialSampler(BaseSampler):
     def sample(self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any) -> Picked:
         sampled = list(ready_indexes[:batch_size])
         return sampled, list(sampled)
+
+    def round(self, wanted: Round) -> list[list[int]]:
+        return dealt(list(wanted.ready[: wanted.batch_size * len(wanted.ranks)]), wanted.batch_size)

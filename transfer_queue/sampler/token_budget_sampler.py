@@ -10,13 +10,13 @@ from itertools import islice
 from typing import Any
 
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import BaseSampler, Picked, Weight, in_index_order, sample_weights
+from transfer_queue.sampler.base import Picked, Round, RoundSampler, Weight, in_index_order, sample_weights
 from transfer_queue.sampler.karmarkar_karp import karmarkar_karp
 
 _CHUNK = 256  # tags read at a time: a budget may be full long before batch_size samples
 
 
-class TokenBudgetSampler(BaseSampler):
+class TokenBudgetSampler(RoundSampler):
     """As many of the oldest ready samples as fit into ``max_tokens`` per rank, balanced over the ranks.
 
     A round is a prefix of the ready samples, so none is passed over. It is drawn when a further sample wouldn't fit, or
@@ -73,6 +73,9 @@ class TokenBudgetSampler(BaseSampler):
             for each, share in by_rank.items():
                 self._remember(partition_id, task_name, each, batch, share)
         return list(by_rank[rank]), list(by_rank[rank])
+
+    def round(self, wanted: Round) -> list[list[int]]:
+        return self._draw(wanted.ready, wanted.batch_size, len(wanted.ranks), wanted.partition)
 
     def _draw(self, ready: Sequence[int], batch_size: int, num_ranks: int, view: Any) -> list[list[int]]:
         """One list of samples per rank; empty while the round isn't complete."""

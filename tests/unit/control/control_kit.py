@@ -120,6 +120,11 @@ def register(plane: ControlPlane, task: str = "train", **kwargs: Any) -> None:
     assert isinstance(reply, p.Done), reply
 
 
+def grpo(plane: ControlPlane, size: int, **kwargs: Any) -> None:
+    """Task "train" gets whole groups of this size."""
+    register(plane, sampler={"class": "GRPOGroupNSampler", "kwargs": {"n_samples_per_prompt": size}}, **kwargs)
+
+
 def seal(plane: ControlPlane, partition: str = "p", now: float = 0.0) -> list[To]:
     return send(plane, ROLLOUT, p.SealPartition, partition, now=now)
 

@@ -17,6 +17,7 @@ from control_kit import (
     cancel,
     clear,
     fetch,
+    grpo,
     park,
     publish,
     put,
@@ -26,8 +27,10 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.control.draw import Task
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
+from transfer_queue.sampler import BaseSampler
 
 ROWS = 200_000
 MOST = 10_000
@@ -65,6 +68,10 @@ class Watched(np.ndarray):
         Watched.elements += self.size
         return plain(self).tolist()
 
+    def tobytes(self) -> Any:
+        Watched.elements += self.size
+        return plain(self).tobytes()
+
 
 def plain(array: Any) -> Any:
     return array.view(np.ndarray) if isinstance(array, Watched) else array
@@ -81,7 +88,8 @@ def watch(plane: ControlPlane) -> None:
     table._columns = {name: column.view(Watched) for name, column in table._columns.items()}
     for consumer in partition.consumers.values():
         for ready in consumer._ready.values():
-            ready._mask, ready._counts = ready._mask.view(Watched), ready._counts.view(Watched)
+            for each in (ready, getattr(ready.follower, "_heads", ready)):
+                each._mask, each._counts = each._mask.view(Watched), each._counts.view(Watched)
     Watched.elements = 0
 
 
@@ -157,6 +165,36 @@ REQUESTS = {
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_a_request_looks_at_few_rows_however_many_there_are(large, kind):
     assert cost(lambda: REQUESTS[kind](large)) < MOST
+
+
+@pytest.mark.parametrize("per_put", [1, 2, 4, 1000])
+def test_a_reward_that_completes_no_round_looks_at_few_rows(per_put):
+    plane = ControlPlane(PlaneConfig())
+    for _ in range(4000 // per_put):
+        put(plane, per_put)
+    grpo(plane, 4)
+    park(plane, 200, names=("x", "y"))
+    publish(plane, [row for row in range(4000) if row % 4], "y")  # three of four, so that no group is whole
+    watch(plane)
+    assert [cost(lambda row=row: publish(plane, [row], "y")) < 2000 for row in range(0, 196, 4)] == [True] * 49
+    (_, drawn) = publish(plane, [2000], "y")
+    drawn_rows = p.unpack_indexes(drawn.reply.indexes).tolist()
+    assert (drawn_rows[:196], len(drawn_rows)) == (list(range(196)), 200)
+
+
+class Never(BaseSampler):
+    def sample(self, ready_indexes, batch_size):
+        return [], []
+
+
+def test_what_is_ready_is_listed_once_per_change_for_a_sampler_that_sees_it_all():
+    plane = ControlPlane(PlaneConfig())
+    put(plane, ROWS, "x")
+    plane.state.tasks.add(Task("train", Never()))
+    park(plane, 1, names=("x",))
+    watch(plane)
+    assert cost(lambda: publish(plane, [5], "y")) < MOST
+    assert cost(lambda: put(plane, 1, "x")) > ROWS
 
 
 def test_an_ack_looks_at_no_rows(large, tokens):

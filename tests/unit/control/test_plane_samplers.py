@@ -12,6 +12,7 @@ from control_kit import (
     batches,
     clear,
     fetch,
+    grpo,
     not_ready,
     park,
     publish,
@@ -30,10 +31,6 @@ from transfer_queue.sampler import BaseSampler, SequentialSampler
 
 def spec(name, **kwargs):
     return {"class": name, "kwargs": kwargs}
-
-
-def grpo(plane, size, **kwargs):
-    register(plane, sampler=spec("GRPOGroupNSampler", n_samples_per_prompt=size), **kwargs)
 
 
 def balanced(plane, dp_size, size=1, **kwargs):
@@ -101,6 +98,15 @@ def test_a_batch_size_that_splits_groups_is_refused_with_the_nearest_that_work(p
     put(plane, 8)
     refused(fetch(plane, 6, wait_s=9.0), "SamplerError", "multiple of n_samples_per_prompt (4)", "4 or 8")
     assert batch(plane, 8) == list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["GRPOGroupNSampler", "SeqlenBalancedSampler"])
+def test_a_waiting_fetch_is_refused_by_a_new_sampler_whose_groups_it_would_split(plane, kind):
+    put(plane, 5)
+    park(plane, 6)
+    register(plane, sampler=spec(kind, n_samples_per_prompt=4))
+    (_, failed) = publish(plane, reserve(plane, 1))
+    refused(failed.reply, "SamplerError", "multiple of n_samples_per_prompt (4)")
 
 
 # ---- balanced ranks ----
@@ -288,12 +294,21 @@ def test_any_method_of_a_sampler_may_fail_and_every_fetch_is_answered(plane, met
     def fail(*args, **kwargs):
         raise LookupError(method)
 
-    sampler = SequentialSampler()
+    sampler = Own(([0, 1], [0, 1]))
     setattr(sampler, method, fail)
     plane.state.tasks.add(Task("train", sampler))
     put(plane, samples)
     seal(plane)
-    refused(fetch(plane, 2), "SamplerError", "SequentialSampler failed: LookupError", method)
+    refused(fetch(plane, 2), "SamplerError", "Own failed: LookupError", method)
+
+
+@pytest.mark.parametrize("method", ["check", "samples_needed", "round"])
+def test_a_sampler_of_ours_may_fail_and_every_fetch_is_answered(plane, method):
+    sampler = SequentialSampler()
+    setattr(sampler, method, lambda *args: {}[method])
+    plane.state.tasks.add(Task("train", sampler))
+    put(plane, 2)
+    refused(fetch(plane, 2), "SamplerError", "SequentialSampler failed: KeyError", method)
 
 
 def test_a_partition_is_not_cleared_when_a_sampler_cannot_forget_it(plane):
@@ -311,6 +326,23 @@ def test_a_users_sampler_gets_a_list_and_only_the_arguments_it_names(plane):
     put(plane, 3)
     assert batch(plane, 1, 0, 0, sampler_args={"temperature": 1}) == [0]
     assert [(type(offered), offered) for offered in sampler.offered] == [(list, [0, 1, 2])]
+
+
+def test_a_users_sampler_may_change_its_list_and_gets_a_new_one_at_the_next_try(plane):
+    offered = []
+
+    def spoil(ready):
+        offered.append(list(ready))
+        ready.clear()
+        return [], []
+
+    plane.state.tasks.add(Task("train", Own(spoil)))
+    put(plane, 3)
+    for _ in range(2):
+        fetch(plane, 1)
+    put(plane, 1)
+    fetch(plane, 1)
+    assert offered == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3]]
 
 
 def test_a_users_sampler_gets_the_callers_arguments_and_what_the_plane_knows(plane):
