@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,6 +15,7 @@ from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import describe
 from transfer_queue.control.sessions import Record
 from transfer_queue.control.state import Parked, PlaneState, To, reply_or_error
+from transfer_queue.diagnosis import keepers
 from transfer_queue.errors import InvalidRequestError, StorageFullError
 
 WRITERS = "\0writers"
@@ -286,22 +286,15 @@ def full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
 
 def held_up_by(state: PlaneState) -> str:
     """A sentence that names the tasks that keep most samples from being cleared, and says how many no task keeps."""
-    consumed: Counter[str] = Counter()
-    acked: Counter[str] = Counter()
-    unread = done = 0
-    for partition in state.partitions.values():
-        unread += partition.num_live if not partition.consumers else 0
-        kept = 0
-        for task, consumer in partition.consumers.items():
-            consumed[task] += consumer.num_unconsumed
-            acked[task] += consumer.ledger.num_open_samples()
-            kept += consumer.num_unconsumed + consumer.ledger.num_open_samples()
-        done += max(0, partition.num_live - kept) if partition.consumers else 0  # or more: tasks may keep the same ones
-    parts = [f"task {task!r} has not consumed {count} of them" for task, count in consumed.most_common(2) if count]
-    parts += [f"task {task!r} has not acknowledged {count} of them" for task, count in acked.most_common(2) if count]
-    parts += [f"no task reads {unread} of them"] if unread else []
-    parts += [f"at least {done} of them are consumed and not cleared (clear_consumed, clear_partition)"] if done else []
-    text = ", ".join(parts)
+    text = ", ".join(
+        keepers(
+            (partition.num_live, {
+                task: (consumer.num_unconsumed, consumer.ledger.num_open_samples())
+                for task, consumer in partition.consumers.items()
+            })
+            for partition in state.partitions.values()
+        )
+    )  # fmt: skip
     return f"{text[0].upper()}{text[1:]}. " if text else ""
 
 
