@@ -94,7 +94,12 @@ def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | N
             {"writer": True, "client": f"{parked} clients at {unit['unit']}", "wanted_nbytes": unit["parked_nbytes"]}
             for unit in units if (parked := unit["parked"])
         ]  # fmt: skip
-    return [*_wrong(stats, units_error), *(_wait(stats, each, units) for each in waiting)]
+    partitions = stats["partitions"].values()
+    shared = {
+        **stats, "units": units, "keepers": keepers((each["samples"], _kept(each)) for each in partitions),
+        "used": sum(each["samples"] + each["held"] for each in partitions),
+    }  # fmt: skip
+    return [*_wrong(stats, units_error), *(_wait(shared, each) for each in waiting)]
 
 
 def not_ready(reply: NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> Finding:
@@ -163,10 +168,11 @@ def _put_again(partition: str) -> tuple[str, ...]:
 # ---- what waits ----
 
 
-def _wait(stats: Numbers, waiting: Numbers, units: Sequence[Numbers]) -> Finding:
+def _wait(stats: Numbers, waiting: Numbers) -> Finding:
+    """``stats``: with what all puts share, too."""
     client, name = waiting["client"], waiting.get("partition")
     if waiting["writer"]:
-        return _put(stats, waiting, units)
+        return _put(stats, waiting)
     if "keys" in waiting:
         keys = f"{waiting['wanted'] or 'changed'} {waiting['keys'].replace('keys', f'keys of {name!r}', 1)}"
         return Finding(
@@ -195,22 +201,21 @@ def _holds(partitions: Numbers) -> str:
     return f"holds {', '.join(listed[:_MOST_LISTED])}{more}" if listed else "is empty"
 
 
-def _put(stats: Numbers, waiting: Numbers, units: Sequence[Numbers]) -> Finding:
-    client, nbytes, partitions = waiting["client"], waiting.get("wanted_nbytes"), stats["partitions"].values()
+def _put(stats: Numbers, waiting: Numbers) -> Finding:
+    client, nbytes = waiting["client"], waiting.get("wanted_nbytes")
     if nbytes is None:
         what, size, setting = _counted(waiting["wanted"]), stats["capacity"], "total_storage_size"
     else:
-        limits = [unit["capacity_bytes"] for unit in units]
+        limits = [unit["capacity_bytes"] for unit in stats["units"]]
         what, size, setting = _bytes(nbytes), _bytes(sum(limits)) if limits and all(limits) else None, "memory"
     room = f"room for {what}" if size is None else f"room for {what} in a queue of {size}"
     found = Finding(
         kind="put", names=(client,), what=f"a put of {client}", waits_for=room, age_s=waiting.get("waited_s"),
-        held_up_by=keepers((each["samples"], _kept(each)) for each in partitions), client=client,
+        held_up_by=stats["keepers"], client=client,
         to_do=("clear consumed samples or partitions", f"raise {setting}", "raise put_timeout_s"),
     )  # fmt: skip
     savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
-    used = sum(each["samples"] + each["held"] for each in partitions)
-    if savers and nbytes is None and (size is None or used + waiting["wanted"] <= size):
+    if savers and nbytes is None and (size is None or stats["used"] + waiting["wanted"] <= size):
         return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
     return found
 

@@ -18,7 +18,7 @@ from transfer_queue.transport.modes import run_blocking
 
 def test_an_unknown_field_is_named_beside_those_that_exist(client, name):
     client.put(rows(prompt=torch.arange(2), reward=torch.arange(2)), partition_id=name)
-    with pytest.raises(TimeoutError, match=r"'rewards'.*fields there are: prompt, reward") as caught:
+    with pytest.raises(TimeoutError, match=r"nobody has put field 'rewards'.*there are 'prompt', 'reward'") as caught:
         client.get_meta(["prompt", "rewards"], 1, name, task_name="t", timeout_s=0.0)
     assert isinstance(caught.value, RuntimeError)
 
