@@ -204,7 +204,7 @@ def _holds(partitions: Numbers) -> str:
 def _put(stats: Numbers, waiting: Numbers) -> Finding:
     client, nbytes = waiting["client"], waiting.get("wanted_nbytes")
     if nbytes is None:
-        what, size, setting = _counted(waiting["wanted"]), stats["capacity"], "total_storage_size"
+        what, size, setting = _samples_of(waiting), stats["capacity"], "total_storage_size"
     else:
         limits = [unit["capacity_bytes"] for unit in stats["units"]]
         what, size, setting = _bytes(nbytes), _bytes(sum(limits)) if limits and all(limits) else None, "memory"
@@ -215,7 +215,7 @@ def _put(stats: Numbers, waiting: Numbers) -> Finding:
         to_do=("clear consumed samples or partitions", f"raise {setting}", "raise put_timeout_s"),
     )  # fmt: skip
     savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
-    if savers and nbytes is None and (size is None or stats["used"] + waiting["wanted"] <= size):
+    if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
         return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
     return found
 
@@ -227,11 +227,11 @@ def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
 
 def _fetch(told: Numbers) -> Finding:
     """``told``: one of ``get_stats()["waiting"]`` and what is known of its partition, or a reply and what was asked."""
-    task, partition, wanted = told["task"], told["partition"], told.get("wanted")
+    task, partition = told["task"], told["partition"]
     return Finding(
-        kind="fetch", names=(task, partition), what=f"task {task!r}",
-        waits_for=f"{'samples' if wanted is None else _counted(wanted)} of {partition!r}", age_s=told["waited_s"],
-        held_up_by=tuple(_causes(told)), to_do=tuple(_remedies(told)), client=told.get("client", ""),
+        kind="fetch", names=(task, partition), what=f"task {task!r}", waits_for=_samples_of(told),
+        age_s=told["waited_s"], held_up_by=tuple(_causes(told)), to_do=tuple(_remedies(told)),
+        client=told.get("client", ""),
     )  # fmt: skip
 
 
@@ -302,6 +302,11 @@ def _unknown(told: Numbers) -> list[str]:
 
 def _counted(samples: int) -> str:
     return f"{samples:,} sample{'s' * (samples != 1)}"
+
+
+def _samples_of(waiting: Numbers) -> str:
+    wanted = waiting.get("wanted")
+    return f"{'samples' if wanted is None else _counted(wanted)} of {waiting['partition']!r}"
 
 
 def _be(count: int) -> str:

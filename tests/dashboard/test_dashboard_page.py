@@ -312,9 +312,7 @@ def test_a_dead_producer_is_a_problem(tmp_path):
 def test_a_lost_unit_and_its_samples_are_problems(tmp_path):
     async def look(page: Page) -> None:
         os.kill(conf.backend.SimpleStorage.zmq_info["unit1"].pid, signal.SIGKILL)
-        await page.shows(
-            "storage unit 'unit1' ended", "lost 'x' with a storage unit", "\nended, and its values with it"
-        )
+        await page.shows("storage unit 'unit1' ended", "lost 'x' with a storage unit", "ended, and its values with it")
 
     with queue(server_processes="each") as conf, page_of(conf.address) as url:
         for name in ("a", "b", "c", "d"):  # put into the units by turns

@@ -123,7 +123,7 @@ def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
         "are 'x')",
         "a wait for keys of Buffer.9 2.0 s 3 keys of 'train' where done == true",
         "task 'half' 1.0 s 4 samples of 'val' 1 ready, 3 don't match the filter, the partition is sealed",
-        f"a put of Rollout.7 1.0 s room for 5 samples in a queue of 20 {kept}",
+        f"a put of Rollout.7 1.0 s room for 5 samples of 'train' in a queue of 20 {kept}",
         f"a put of Rollout.8 2.0 s room for 3 MiB in a queue of 256 MiB {kept}",
         "unit samples live held of arena",
         "unit0 10 1.0 MiB 1.5 MiB 256 MiB 2.0 MiB",

@@ -80,7 +80,7 @@ def test_a_fetch_that_is_refused_says_why() -> None:
 
 
 OTHERS = [
-    ([PUT], 10, [], [f"a put of rollout.7 waited 1.0 s for room for 5 samples in a queue of 10: {KEPT}"
+    ([PUT], 10, [], [f"a put of rollout.7 waited 1.0 s for room for 5 samples of 'train' in a queue of 10: {KEPT}"
                      f"{ROOM.format('total_storage_size')}"]),
     ([BYTES], None, [UNIT], [f"a put of rollout.7 waited 1.0 s for room for 96 KiB in a queue of 8 MiB: {KEPT}"
                              f"{ROOM.format('memory')}"]),
@@ -103,10 +103,14 @@ def test_puts_and_waits_for_keys(
 @pytest.mark.parametrize(("capacity", "is_of_the_checkpoint"), [(None, True), (13, True), (12, False)])
 def test_a_put_that_a_checkpoint_holds_up_names_who_saves_it(capacity: int | None, is_of_the_checkpoint: bool) -> None:
     told = {**stats([PUT], capacity), "clients": {"idle.1": {"freezes": 0}, "saver.2": {"freezes": 1}}}
-    checkpoint = [
-        "a put of rollout.7 waited 1.0 s for a checkpoint, before it replaces 5 samples: client saver.2 saves one."
-    ]
-    assert (said(told) == checkpoint) == is_of_the_checkpoint
+    checkpoint = "a put of rollout.7 waited 1.0 s for a checkpoint, before it replaces 5 samples of 'train'"
+    assert (said(told) == [f"{checkpoint}: client saver.2 saves one."]) == is_of_the_checkpoint
+
+
+def test_a_write_of_given_samples_that_waits_for_a_checkpoint_has_no_number() -> None:
+    told = {**stats([{**PUT, "wanted": None}]), "clients": {"saver.2": {"freezes": 1}}}
+    says = "a put of rollout.7 waited 1.0 s for a checkpoint, before it replaces samples of 'train'"
+    assert said(told) == [f"{says}: client saver.2 saves one."]
 
 
 def test_what_went_wrong_comes_before_what_waits_and_keeps_its_identity() -> None:
