@@ -78,14 +78,14 @@ class WaitHints:
         puts = [each for each in findings if each.kind == "put" and each.to_do]
         partitions, note = stats["partitions"], self.note
         about = partitions.get(partition, {})
-        wait = Wait(self._trainer, reader, partition, own, puts, partitions, about, num_running, note)
+        wait = StreamWait(self._trainer, reader, partition, own, puts, partitions, about, num_running, note)
         repeats = not about and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
         for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
             self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class StreamWait:
     """A stream that waits, and what the queue and the run were like when it was looked at."""
 
     trainer: Trainer
@@ -112,7 +112,7 @@ class Wait:
 # ---- hints: the first one that says something is logged ----
 
 
-def _queue_is_full(wait: Wait) -> Found:
+def _queue_is_full(wait: StreamWait) -> Found:
     if not wait.puts:
         return None
     first, more = wait.puts[0], len(wait.puts) - 1
@@ -121,7 +121,7 @@ def _queue_is_full(wait: Wait) -> Found:
     return "full", f"{wait.finding.statement}, and the queue is full: {put}"
 
 
-def _clearing(wait: Wait) -> Iterator[str]:
+def _clearing(wait: StreamWait) -> Iterator[str]:
     """What would clear samples and is not in use."""
     if not any(isinstance(each, PartitionSwitch) and each.clear_finished for each in callbacks_of(wait.trainer)):
         yield "add the callback PartitionSwitch(), which clears finished partitions"
@@ -129,11 +129,11 @@ def _clearing(wait: Wait) -> Iterator[str]:
         yield "set Stream(clear_consumed=True)"
 
 
-def _partition_is_sealed(wait: Wait) -> Found:
+def _partition_is_sealed(wait: StreamWait) -> Found:
     return (f"sealed {wait.partition}", str(wait.finding)) if wait.about.get("sealed") else None
 
 
-def _producers_have_ended(wait: Wait) -> Found:
+def _producers_have_ended(wait: StreamWait) -> Found:
     if wait.num_running != 0:
         return None
     epoch, stream = wait.trainer.current_epoch, wait.reader.stream
@@ -146,7 +146,7 @@ def _producers_have_ended(wait: Wait) -> Found:
     return f"done {wait.partition}", wait.then("All producers of this run have ended.", advice)
 
 
-def _sanity_check(wait: Wait) -> Found:
+def _sanity_check(wait: StreamWait) -> Found:
     if not wait.trainer.sanity_checking or (wait.num_running and not wait.partitions):  # producers still start
         return None
     return "sanity check", wait.then(
@@ -156,7 +156,7 @@ def _sanity_check(wait: Wait) -> Found:
     )
 
 
-def _fetched_one_ahead(wait: Wait) -> Found:
+def _fetched_one_ahead(wait: StreamWait) -> Found:
     reader = wait.reader
     if not _fetches_ahead(wait) or reader.taken <= reader.trained:
         return None
@@ -168,7 +168,7 @@ def _fetched_one_ahead(wait: Wait) -> Found:
     )
 
 
-def _fetched_before_hooks(wait: Wait) -> Found:
+def _fetched_before_hooks(wait: StreamWait) -> Found:
     hooks = _own_hooks(wait.trainer)
     if not _fetches_ahead(wait) or wait.reader.waited_s or not hooks:  # it has waited: it got a batch in this run
         return None
@@ -179,7 +179,7 @@ def _fetched_before_hooks(wait: Wait) -> Found:
     )
 
 
-def _nothing_was_put(wait: Wait) -> Found:
+def _nothing_was_put(wait: StreamWait) -> Found:
     if wait.about.get("put_total"):
         return None
     advice = "If it should be there, compare the names in Stream(partition=...) and the producers."
@@ -190,7 +190,7 @@ def _nothing_was_put(wait: Wait) -> Found:
     return f"nothing {wait.partition} {not wait.about}", wait.then(*sentences)
 
 
-def _no_sample_has_the_field(wait: Wait) -> Found:
+def _no_sample_has_the_field(wait: StreamWait) -> Found:
     has_all = set(wait.reader.stream.fields) <= set(wait.about["fields"])
     return None if has_all else (f"unknown {wait.partition}", str(wait.finding))
 
@@ -201,7 +201,7 @@ _HINTS = (
 )  # fmt: skip
 
 
-def _fetches_ahead(wait: Wait) -> bool:
+def _fetches_ahead(wait: StreamWait) -> bool:
     return wait.reader.stage == "train" and fetches_ahead(wait.trainer, wait.reader.stream)
 
 
