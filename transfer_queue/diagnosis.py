@@ -305,8 +305,9 @@ def _counted(samples: int) -> str:
 
 
 def _samples_of(waiting: Numbers) -> str:
-    wanted = waiting.get("wanted")
-    return f"{'samples' if wanted is None else _counted(wanted)} of {waiting['partition']!r}"
+    wanted, partition = waiting.get("wanted"), waiting["partition"]
+    samples = "samples" if wanted is None else _counted(wanted)
+    return samples if partition is None else f"{samples} of {partition!r}"
 
 
 def _be(count: int) -> str:

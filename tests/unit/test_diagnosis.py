@@ -107,9 +107,12 @@ def test_a_put_that_a_checkpoint_holds_up_names_who_saves_it(capacity: int | Non
     assert (said(told) == [f"{checkpoint}: client saver.2 saves one."]) == is_of_the_checkpoint
 
 
-def test_a_write_of_given_samples_that_waits_for_a_checkpoint_has_no_number() -> None:
-    told = {**stats([{**PUT, "wanted": None}]), "clients": {"saver.2": {"freezes": 1}}}
-    says = "a put of rollout.7 waited 1.0 s for a checkpoint, before it replaces samples of 'train'"
+@pytest.mark.parametrize(("partition", "of"), [("train", " of 'train'"), (None, "")])
+def test_a_write_that_waits_for_a_checkpoint_may_have_no_number_and_no_partition(
+    partition: str | None, of: str
+) -> None:
+    told = {**stats([{**PUT, "wanted": None, "partition": partition}]), "clients": {"saver.2": {"freezes": 1}}}
+    says = f"a put of rollout.7 waited 1.0 s for a checkpoint, before it replaces samples{of}"
     assert said(told) == [f"{says}: client saver.2 saves one."]
 
 
