@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of values, and what messages have in common: names, sizes, the nearest known name, what a fetch lacks."""
+"""Checks of values, and what messages have in common: names, sizes, the nearest known name."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 from transfer_queue.errors import InvalidRequestError
 
@@ -38,16 +37,6 @@ def list_names(names: Collection[str], most: int = 6) -> str:
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """A number with its noun: "1 lease", "1,200 leases"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-def lacking_text(waiting: Mapping[str, Any]) -> str:
-    """What the samples for a waiting fetch lack, such as "6 samples lack field 'rewards'"; "" for nothing.
-
-    Args:
-        waiting: One of ``get_stats()["waiting"]``.
-    """
-    lacking = waiting.get("lacking", {}).items()
-    return ", ".join(f"{counted(n, 'sample')} {'lacks' if n == 1 else 'lack'} field {name!r}" for name, n in lacking)
 
 
 def byte_text(number: int) -> str:

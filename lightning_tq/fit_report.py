@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,15 +12,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_tq.checks import counted
 from lightning_tq.trainer_compat import callbacks_of
+from transfer_queue import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from lightning_tq.run import Run
     from lightning_tq.stream import Stream
-
-_GENERATION_ABOVE = 0.1
-"""Share of the time that training waited from which generation counts as the bottleneck."""
 
 
 class TrainingClock:
@@ -46,16 +45,6 @@ class TrainingClock:
         """(seconds, of which training waited)"""
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         return elapsed, min(waited_s - self._waited_before, elapsed)
-
-
-def verdict(elapsed_s: float, waited_s: float) -> str:
-    """Which side was the bottleneck, and by how much, in half a sentence."""
-    share = waited_s / elapsed_s
-    if share < _GENERATION_ABOVE:
-        return f"training was the bottleneck: it waited for samples in {share:.0%} of its time"
-    times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
-    slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"
-    return f"generation was the bottleneck: it {slower} training, which waited for samples in {share:.0%} of its time"
 
 
 class FitReport(Callback):
@@ -89,23 +78,24 @@ class FitReport(Callback):
         if run is None or not self._batches:
             return
         elapsed, waited = self._clock.read(run.train_reader().waited_s)
-        advice = _advice(trainer, run.train_reader().stream, waited / elapsed)
+        limit = Finding.of_training(elapsed, waited)
+        limit = replace(limit, to_do=tuple(_advice(trainer, run.train_reader().stream, limit)))
         rank_zero_info(
             f"Queue: {counted(self._batches, 'batch', 'batches')} in {elapsed:.1f} s without validation, the first one "
-            f"after {self._until_first_s:.1f} s; {verdict(elapsed, waited)}. {advice}"
+            f"after {self._until_first_s:.1f} s; {limit}"
         )
 
 
-def _advice(trainer: Trainer, stream: Stream, share: float) -> str:
-    """What to turn. ``share``: of the time that training waited. Generation may be slow, or may be held back."""
+def _advice(trainer: Trainer, stream: Stream, limit: Finding) -> Iterator[str]:
+    """What to turn. Generation may be slow, or may be held back."""
     from lightning_tq.callbacks.staleness_guard import StalenessGuard
 
-    if share < _GENERATION_ABOVE:
-        return "More or faster producers would not help; faster steps or more data-parallel ranks do."
-    advice = "More producers (Producer(count=...)) or faster ones help"
+    if limit.what == "training":
+        yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
+        return
+    yield "add producers (Producer(count=...)) or make them faster"
     guard = next((each for each in callbacks_of(trainer) if isinstance(each, StalenessGuard) and each.pace), None)
     if guard is not None:
-        advice += f"; so may StalenessGuard(max_staleness={guard.max_staleness + 1}), as they wait less for training"
+        yield f"let them wait less for training by StalenessGuard(max_staleness={guard.max_staleness + 1})"
     if not stream.prefetch:
-        advice += "; so may Stream(prefetch=True)"
-    return f"{advice}."
+        yield "set Stream(prefetch=True)"

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
-from lightning_tq.checks import byte_text, counted, lacking_text, list_names
+from lightning_tq.checks import counted, list_names
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
-from transfer_queue import TransferQueueClient
+from transfer_queue import Finding, TransferQueueClient, diagnose
 from transfer_queue.errors import TransferQueueError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _REPEAT_EVERY = 3
 """Looks. While no producer runs in this entry point, a missing partition is reported as often as any other wait."""
 _TOO_LATE = ("on_train_start", "on_train_epoch_start")
 """Hooks of a fit that come after the request for the first batch, where the length is unknown."""
-_MOST_LISTED = 4
 
 Found = tuple[str, str] | None
 """A hint: its key, for each of which one text is logged, and the text."""
@@ -70,97 +69,59 @@ class WaitHints:
                 units = self._client.get_storage_stats()
         except TransferQueueError:  # the stream itself reports that
             return
-        wait = Wait(self._trainer, reader, partition, stats, units, num_running, self.note)
-        repeats = wait.is_missing and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
+        stream = reader.stream
+        asked = {"task": stream.task, "partition": partition, "fields": stream.fields, "writer": False}
+        stats["waiting"].append({**asked, "waited_s": 0.0, "client": ""})  # it may be between two requests
+        findings = diagnose(stats, units)
+        own = next(each for each in findings if each.kind == "fetch" and each.names == (stream.task, partition))
+        own = replace(own, what=f"stream {reader.label!r}", age_s=None, to_do=own.to_do[:-1])  # all but to wait longer
+        puts = [each for each in findings if each.kind == "put" and each.to_do]
+        partitions, note = stats["partitions"], self.note
+        about = partitions.get(partition, {})
+        wait = StreamWait(self._trainer, reader, partition, own, puts, partitions, about, num_running, note)
+        repeats = not about and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
         for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
             self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class StreamWait:
     """A stream that waits, and what the queue and the run were like when it was looked at."""
 
     trainer: Trainer
     reader: StreamReader
     partition: str
-    stats: dict[str, Any]
-    units: list[dict[str, Any]]
-    """Statistics of the storage units."""
+    finding: Finding
+    """What the queue says of this wait."""
+    puts: list[Finding]
+    """Puts that wait for room."""
+    partitions: dict[str, dict[str, Any]]
+    """Statistics of the partitions in the queue."""
+    about: dict[str, Any]
+    """Those of this partition; empty if it is not in the queue."""
     num_running: int | None
     """Of this run's producers; None: none was started here."""
     note: str
     """Why no producer of this run fills the partition; "" if that isn't known."""
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether the partition is not in the queue."""
-        return self.partition not in self.stats["partitions"]
-
-    @property
-    def is_sealed(self) -> bool:
-        return bool(self.stats["partitions"].get(self.partition, {}).get("sealed"))
-
-    def unknown_fields(self) -> list[str]:
-        """Fields of the stream that no sample has, where there are samples."""
-        known = self.stats["partitions"].get(self.partition, {}).get("fields", [])
-        return [name for name in self.reader.stream.fields if known and name not in known]
-
-    def lacks(self) -> str:
-        """What the samples for this fetch lack; "" for nothing."""
-        for each in self.stats["waiting"]:
-            if (each.get("task"), each["partition"]) == (self.reader.stream.task, self.partition):
-                return lacking_text(each)
-        return ""
-
-    def seen(self) -> str:
-        """A sentence on what the stream waits for, and what is there."""
-        stream = f"stream {self.reader.label!r}"
-        if self.is_missing:
-            return f"{stream} waits for partition {self.partition!r}, which is not in the queue; {self._holds()}."
-        partition = self.stats["partitions"][self.partition]
-        if not partition["put_total"]:
-            return f"{stream} waits for partition {self.partition!r}, which has no sample yet."
-        waits = f"{stream} waits for more of partition {self.partition!r}"
-        if unknown := self.unknown_fields():
-            known = ", ".join(map(repr, partition["fields"]))
-            return f"{waits}, but none of its samples has {' or '.join(map(repr, unknown))} so far; they have {known}."
-        lacks = self.lacks()
-        return f"{waits}; so far {lacks}." if lacks else f"{waits}."
-
-    def _holds(self) -> str:
-        """What is in the queue instead."""
-        partitions = self.stats["partitions"]
-        listed = [
-            f"{name!r} ({counted(partitions[name]['samples'], 'sample')}{', sealed' * partitions[name]['sealed']})"
-            for name in sorted(partitions)[:_MOST_LISTED]
-        ]
-        more = f" and {len(partitions) - _MOST_LISTED} more" if len(partitions) > _MOST_LISTED else ""
-        return f"it holds {', '.join(listed)}{more}" if listed else "the queue is empty"
+    def then(self, *sentences: str) -> str:
+        """What the queue says, and what follows from it for this run."""
+        return " ".join(filter(None, (f"{self.finding.statement}.", *sentences)))
 
 
 # ---- hints: the first one that says something is logged ----
 
 
-def _queue_is_full(wait: Wait) -> Found:
-    puts = [each for each in wait.stats["waiting"] if each["writer"]]
-    bytes_wanted = any(unit.get("parked") for unit in wait.units)
-    if not puts and not bytes_wanted:
+def _queue_is_full(wait: StreamWait) -> Found:
+    if not wait.puts:
         return None
-    if bytes_wanted:
-        size, setting = byte_text(sum(unit.get("capacity_bytes") or 0 for unit in wait.units)), "memory"
-    else:
-        size, setting = counted(wait.stats["capacity"] or 0, "sample"), "total_storage_size"
-    clients = {each["client"].rpartition("_")[0] or each["client"] for each in puts}  # without process and session
-    writers = f"a put of {list_names(clients)} waits" if clients else "a put waits"
-    remedies = [*_clearing(wait), f"raise QueueConfig({setting}=...)"]
-    advice = ", or ".join(filter(None, [", ".join(remedies[:-1]), remedies[-1]]))
-    return "full", (
-        f"stream {wait.reader.label!r} waits for partition {wait.partition!r}, and the queue is full ({size}): "
-        f"{writers} for room. {advice[0].upper()}{advice[1:]}."
-    )
+    first, more = wait.puts[0], len(wait.puts) - 1
+    what = first.what + (f", the first of {more + 1} puts," if more else "")
+    put = replace(first, what=what, age_s=None, to_do=(*_clearing(wait), *first.to_do[1:]))
+    return "full", f"{wait.finding.statement}, and the queue is full: {put}"
 
 
-def _clearing(wait: Wait) -> Iterator[str]:
+def _clearing(wait: StreamWait) -> Iterator[str]:
     """What would clear samples and is not in use."""
     if not any(isinstance(each, PartitionSwitch) and each.clear_finished for each in callbacks_of(wait.trainer)):
         yield "add the callback PartitionSwitch(), which clears finished partitions"
@@ -168,103 +129,79 @@ def _clearing(wait: Wait) -> Iterator[str]:
         yield "set Stream(clear_consumed=True)"
 
 
-def _sealed_partition_lacks_fields(wait: Wait) -> Found:
-    lacks = wait.lacks()
-    if not wait.is_sealed or not lacks:
-        return None
-    return f"lacks {wait.partition}", (
-        f"stream {wait.reader.label!r} waits for more of partition {wait.partition!r}, but it is sealed and {lacks}. "
-        f"Put what is missing, or clear those samples."
-    )
+def _partition_is_sealed(wait: StreamWait) -> Found:
+    return (f"sealed {wait.partition}", str(wait.finding)) if wait.about.get("sealed") else None
 
 
-def _producers_have_ended(wait: Wait) -> Found:
-    if wait.num_running != 0 or wait.is_sealed:
+def _producers_have_ended(wait: StreamWait) -> Found:
+    if wait.num_running != 0:
         return None
-    if not wait.is_missing:
-        return f"done {wait.partition}", (
-            f"{wait.seen()} All producers of this run have ended and none has sealed it. If nothing else fills it, "
-            f"seal it when it is complete: client.seal_partition({wait.partition!r})."
-        )
     epoch, stream = wait.trainer.current_epoch, wait.reader.stream
-    if wait.reader.stage == "train" and epoch and "epoch" in stream.variables:
+    advice = "Compare the names in Stream(partition=...) and the producers."
+    if wait.about:
+        seal = f"client.seal_partition({wait.partition!r})"
+        advice = f"None has sealed the partition. If nothing else fills it, seal it when it is complete: {seal}."
+    elif wait.reader.stage == "train" and epoch and "epoch" in stream.variables:
         advice = f"Make samples for epoch {epoch} as well, or lower max_epochs."
-    else:
-        advice = "Compare the names in Stream(partition=...) and the producers."
-    return f"done {wait.partition}", f"{wait.seen()} All producers of this run have ended. {advice}"
+    return f"done {wait.partition}", wait.then("All producers of this run have ended.", advice)
 
 
-def _sanity_check(wait: Wait) -> Found:
-    if not wait.trainer.sanity_checking or (wait.num_running and not wait.stats["partitions"]):  # producers still start
+def _sanity_check(wait: StreamWait) -> Found:
+    if not wait.trainer.sanity_checking or (wait.num_running and not wait.partitions):  # producers still start
         return None
-    return "sanity check", _joined(
-        wait.seen(),
-        "" if wait.stats["partitions"] else wait.note,
+    return "sanity check", wait.then(
+        "" if wait.partitions else wait.note,
         "This is the sanity check, which runs before training. If what it lacks is made later, this is a deadlock: set "
         "Trainer(num_sanity_val_steps=0).",
     )
 
 
-def _fetched_one_ahead(wait: Wait) -> Found:
+def _fetched_one_ahead(wait: StreamWait) -> Found:
     reader = wait.reader
     if not _fetches_ahead(wait) or reader.taken <= reader.trained:
         return None
-    return "ahead", (
-        f"stream {reader.label!r} waits for batch {reader.taken} while batch {reader.trained} is untrained, because "
-        f"Lightning fetches one batch ahead when the length is unknown. If producers wait for that step (for new "
-        f"weights), this is a deadlock: set Stream(num_batches=...) or Trainer(limit_train_batches=...). If no more "
-        f"samples come, seal the partition: client.seal_partition({wait.partition!r})."
+    return "ahead", wait.then(
+        f"This is batch {reader.taken} while batch {reader.trained} is untrained, because Lightning fetches one batch "
+        "ahead when the length is unknown. If producers wait for that step (for new weights), this is a deadlock: set "
+        "Stream(num_batches=...) or Trainer(limit_train_batches=...). If no more samples come, seal the partition: "
+        f"client.seal_partition({wait.partition!r})."
     )
 
 
-def _fetched_before_hooks(wait: Wait) -> Found:
+def _fetched_before_hooks(wait: StreamWait) -> Found:
     hooks = _own_hooks(wait.trainer)
     if not _fetches_ahead(wait) or wait.reader.waited_s or not hooks:  # it has waited: it got a batch in this run
         return None
-    return "first", (
-        f"{wait.seen()} Lightning fetches the first batch before on_train_start and on_train_epoch_start when the "
-        f"length is unknown. If {' or '.join(hooks)} makes what is missing, this is a deadlock: make it in "
-        f"on_fit_start, or set Stream(num_batches=...)."
+    return "first", wait.then(
+        "Lightning fetches the first batch before on_train_start and on_train_epoch_start when the length is unknown. "
+        f"If {' or '.join(hooks)} makes what is missing, this is a deadlock: make it in on_fit_start, or set "
+        "Stream(num_batches=...)."
     )
 
 
-def _partition_is_missing(wait: Wait) -> Found:
-    if not wait.is_missing:
+def _nothing_was_put(wait: StreamWait) -> Found:
+    if wait.about.get("put_total"):
         return None
     advice = "If it should be there, compare the names in Stream(partition=...) and the producers."
-    advice = advice if wait.stats["partitions"] else ""
-    return f"missing {wait.partition}", _joined(wait.seen(), _running(wait), wait.note, advice)
+    running = f"{counted(wait.num_running or 0, 'producer')} {'is' if wait.num_running == 1 else 'are'} running."
+    sentences = [running if wait.num_running else ""]
+    if not wait.about:
+        sentences += [wait.note, advice if wait.partitions else ""]
+    return f"nothing {wait.partition} {not wait.about}", wait.then(*sentences)
 
 
-def _nothing_was_put(wait: Wait) -> Found:
-    if wait.is_missing or wait.stats["partitions"][wait.partition]["put_total"]:
-        return None
-    return f"nothing {wait.partition}", _joined(wait.seen(), _running(wait))
-
-
-def _running(wait: Wait) -> str:
-    if not wait.num_running:
-        return ""
-    return f"{counted(wait.num_running, 'producer')} {'is' if wait.num_running == 1 else 'are'} running."
-
-
-def _joined(*sentences: str) -> str:
-    return " ".join(filter(None, sentences))
-
-
-def _no_sample_has_the_field(wait: Wait) -> Found:
-    if not wait.unknown_fields():
-        return None
-    return f"unknown {wait.partition}", f"{wait.seen()} Check the name in Stream(fields=...), and who puts it."
+def _no_sample_has_the_field(wait: StreamWait) -> Found:
+    has_all = set(wait.reader.stream.fields) <= set(wait.about["fields"])
+    return None if has_all else (f"unknown {wait.partition}", str(wait.finding))
 
 
 _HINTS = (
-    _queue_is_full, _sealed_partition_lacks_fields, _producers_have_ended, _sanity_check, _fetched_one_ahead,
-    _fetched_before_hooks, _partition_is_missing, _nothing_was_put, _no_sample_has_the_field,
+    _queue_is_full, _partition_is_sealed, _producers_have_ended, _sanity_check, _fetched_one_ahead,
+    _fetched_before_hooks, _nothing_was_put, _no_sample_has_the_field,
 )  # fmt: skip
 
 
-def _fetches_ahead(wait: Wait) -> bool:
+def _fetches_ahead(wait: StreamWait) -> bool:
     return wait.reader.stage == "train" and fetches_ahead(wait.trainer, wait.reader.stream)
 
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; a test keeps 
         default_fetch_batch_fn as default_fetch_batch_fn,
         token_budget_batch_fn as token_budget_batch_fn,
     )
+    from transfer_queue.diagnosis import (
+        Finding as Finding,
+        diagnose as diagnose,
+    )
     from transfer_queue.errors import (
         BatchTimeoutError as BatchTimeoutError,
         CheckpointError as CheckpointError,
@@ -101,6 +105,7 @@ _MODULES = {
     "transfer_queue.metadata": ("BatchMeta", "KVBatchMeta"),
     "transfer_queue.client": ("AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient"),
     "transfer_queue.control.tag_filter": ("parse_filter",),
+    "transfer_queue.diagnosis": ("Finding", "diagnose"),
     "transfer_queue.errors": (
         "BatchTimeoutError", "CheckpointError", "CheckpointNotFoundError", "ConfigError", "EndOfPartitionError",
         "FieldNotReadyError", "KeysTimeoutError", "ProducersGoneError", "QueueUnreachableError", "SampleClearedError",

@@ -11,11 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.batch import TQBatch
 from lightning_tq.checks import check_int
-from lightning_tq.fit_report import TrainingClock, verdict
+from lightning_tq.fit_report import TrainingClock
 from lightning_tq.queue_picture import History, Point, check_matplotlib, draw
 from lightning_tq.stream_reader import StreamReader
 from lightning_tq.trainer_compat import find_datamodule
-from transfer_queue import BatchMeta
+from transfer_queue import BatchMeta, Finding
 
 _ON_THE_BAR = {"queue/ready": "ready", "queue/wait_s": "wait_s", "queue/staleness": "stale"}
 
@@ -114,7 +114,7 @@ class QueueMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plot is not None and self._history.points:  # only the first rank has points
             reader = find_datamodule(trainer, "QueueMonitor").train_reader()
-            title = verdict(*self._since_first.read(reader.waited_s))
+            title = Finding.of_training(*self._since_first.read(reader.waited_s)).statement
             draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_tq.checks import byte_text, counted
-from transfer_queue import TransferQueueClient
+from transfer_queue import Finding, TransferQueueClient, diagnose
 from transfer_queue.errors import TransferQueueError
 
 R = TypeVar("R")
@@ -28,18 +28,18 @@ _NOTHING: Holdings = dict.fromkeys(
 _UNITS_TIMEOUT_S = 5.0
 
 _SAMPLES = ("partition", "", "samples", "put/s", "task", "ready", "batches in flight", "consumed", "per s", "dropped")
-_WAITING = ("waits", "partition", "for", "wants", "ready", "lacks")
+_WAITING = ("waits", "since", "for", "held up by")
 _HOLDERS = ("holds", "reserved", "leases", "pins", "freezes", "leaves")
 _CLIENTS = (
     "client", "connections", "reservations", "reserved", "leases", "pins", "freezes", "leaves", "parked", "unreceived"
 )  # fmt: skip
 _UNITS = ("unit", "samples", "live", "held", "of", "arena", "spare", "leased", "uncommitted", "pins", "puts waiting")
-_LEFT = {"partition", "", "task", "waits", "lacks", "unit", "holds", "client", "field", "dtype", "shape"}
-_LONG = {"", "lacks"}
+_LEFT = {"partition", "", "task", "waits", "for", "held up by", "unit", "holds", "client", "field", "dtype", "shape"}
+_LONG = {"", "for", "held up by"}
 _RARE = {"dropped", "spare", "leased", "uncommitted", "puts waiting", *_HOLDERS[1:], *_CLIENTS[2:]}
 """Columns that are hidden while they are empty."""
 _FILE_WIDTH = 160
-_ALARMS_SHOWN = 3
+_MOST_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None =
 
     ``put_per_s``: samples that became readable. ``consumed_per_s``, per task: samples that it consumed, or that were
     cleared before it could. Both are None without ``before``, or if the partition or the task began anew since.
+    ``findings``: what ``diagnose`` finds, with its text.
     """
     partitions = {}
     for name, partition in now.stats["partitions"].items():
@@ -100,8 +101,14 @@ def make_report(address: str, now: QueueSnapshot, before: QueueSnapshot | None =
         seconds = 0.0 if before is None else now.taken_at - before.taken_at
         partitions[name] = _with_rates(partition, earlier, seconds)
     return {
-        "address": address, **now.stats, "partitions": partitions, "units": now.units, "units_error": now.units_error
+        "address": address, **now.stats, "partitions": partitions, "units": now.units, "units_error": now.units_error,
+        "findings": [plain(each) for each in diagnose(now.stats, now.units, now.units_error)],
     }  # fmt: skip
+
+
+def plain(finding: Finding) -> Numbers:
+    """Its fields and its texts, for JSON."""
+    return {**asdict(finding), "statement": finding.statement, "text": str(finding)}
 
 
 def _with_rates(partition: Numbers, earlier: Numbers, seconds: float) -> Numbers:
@@ -138,20 +145,18 @@ def clients_table(clients: dict[str, Holdings]) -> RenderableType:
 
 def tables(report: Numbers) -> RenderableType:
     """One screen: a headline, samples by partition and task, waiting requests, holders, storage units, alarms."""
-    parts: list[RenderableType] = [_headline(report), table_of(_SAMPLES, list(_sample_rows(report["partitions"])))]
-    if report["waiting"]:
-        parts.append(table_of(_WAITING, [_waiting_row(each) for each in report["waiting"]]))
+    findings = report["findings"]
+    parts: list[RenderableType] = [_headline(report), table_of(_SAMPLES, list(_sample_rows(report)))]
+    if waits := [_waiting_row(each) for each in findings if each["waits_for"]]:
+        parts.append(table_of(_WAITING, waits))
     holders = [_holder_row(name, held, _HOLDERS) for name, held in report["clients"].items() if _holds(held)]
     if holders:
         parts.append(table_of(_HOLDERS, holders))
     if report["units"]:
         parts.append(table_of(_UNITS, [_unit_row(unit) for unit in report["units"]]))
-    if report["units_error"]:
-        parts.append(Text(f"storage: {report['units_error']}", style="red"))
-    if report.get("lost_units"):
-        parts.append(Text(f"lost with what they held: {', '.join(report['lost_units'])}", style="red"))
-    if report["alarms"]:
-        parts.append(Text("\n".join(_alarm(each) for each in report["alarms"][-_ALARMS_SHOWN:]), style="red"))
+    for kind in ("storage", "unit", "sampler"):
+        if texts := [each["statement"] for each in findings if each["kind"] == kind][-_MOST_LINES:]:
+            parts.append(Text("\n".join(texts), style="red"))
     return Group(*(line for part in parts for line in (part, Text())))
 
 
@@ -183,11 +188,11 @@ def _plain(cell: str | Text) -> Text:
     return Text(cell) if isinstance(cell, str) else cell
 
 
-def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
-    for name, partition in partitions.items():
+def _sample_rows(report: Numbers) -> Iterator[list[str | Text]]:
+    for name, partition in report["partitions"].items():
         declared = "" if partition["num_samples"] is None else f" of {partition['num_samples']:,}"
         first: list[str | Text] = [
-            name, _state(partition), f"{partition['samples']:,}{declared}", _per_s(partition["put_per_s"])
+            name, _state(report, name), f"{partition['samples']:,}{declared}", _per_s(partition["put_per_s"])
         ]  # fmt: skip
         for number, (task, numbers) in enumerate(partition["tasks"].items()):
             yield [*(["", "", "", ""] if number else first), task, *_task_row(numbers)]
@@ -195,11 +200,11 @@ def _sample_rows(partitions: Numbers) -> Iterator[list[str | Text]]:
             yield [*first, Text("no reader", style="dim"), "", "", "", "", ""]
 
 
-def _state(partition: Numbers) -> str | Text:
-    if partition.get("abandoned"):
-        return Text(f"producers of {partition['abandoned']!r} died", style="red")
-    if partition.get("lost"):
-        return Text(", ".join(f"lost {name!r} of {count:,}" for name, count in partition["lost"].items()), style="red")
+def _state(report: Numbers, name: str) -> str | Text:
+    own = [each for each in report["findings"] if each["kind"] in ("gone", "lost") and each["names"][0] == name]
+    if own:
+        return Text(", ".join(f"{each['what']} {each['held_up_by'][0]}" for each in own), style="red")
+    partition = report["partitions"][name]
     if partition["sealed"]:
         return "sealed"
     return f"{partition['held']:,} coming" if partition["held"] else "open"
@@ -218,30 +223,9 @@ def _task_row(task: Numbers) -> list[str | Text]:
     ]
 
 
-def _waiting_row(waiting: Numbers) -> list[str | Text]:
-    what = "a put of" if waiting["writer"] else "a wait for keys of" if "keys" in waiting else None
-    waiter = f"task {waiting['task']}" if what is None else f"{what} {waiting['client']}"
-    lacks = [f"{name} of {count:,}" for name, count in waiting.get("lacking", {}).items()]
-    if waiting.get("unmatched"):
-        lacks.append(f"matches: {waiting['unmatched']:,} don't")
-    lacking = ", ".join(lacks)
-    if waiting["writer"]:
-        lacking = "space: clear samples"
-    elif not lacking:
-        lacking = waiting.get("refused") or waiting.get("keys") or "samples"
-    ready = waiting.get("ready")
-    return [
-        waiter, waiting["partition"] or "", f"{waiting['waited_s']:.1f} s", _wanted(waiting),
-        "" if ready is None else f"{ready:,}", lacking,
-    ]  # fmt: skip
-
-
-def _wanted(waiting: Numbers) -> str:
-    """Samples, or bytes of a put that a storage unit has no room for."""
-    if waiting.get("wanted_nbytes") is not None:
-        return byte_text(waiting["wanted_nbytes"])
-    wanted = waiting.get("wanted")
-    return "?" if wanted is None else f"{wanted:,}"
+def _waiting_row(finding: Numbers) -> list[str | Text]:
+    since = "" if finding["age_s"] is None else f"{finding['age_s']:.1f} s"
+    return [finding["what"], since, finding["waits_for"], ", ".join(finding["held_up_by"])]
 
 
 def _holds(held: Holdings) -> bool:
@@ -250,10 +234,6 @@ def _holds(held: Holdings) -> bool:
 
 def _holder_row(name: str, held: Holdings, columns: Sequence[str]) -> list[str | Text]:
     return [name, *(f"{held[what]:,}" for what in columns[1:])]
-
-
-def _alarm(alarm: Numbers) -> str:
-    return f"{alarm['what']} held the server for {alarm['held_s']:.1f} s, seen {alarm['seen_s_ago']:.0f} s ago."
 
 
 def _unit_row(unit: Numbers) -> list[str | Text]:

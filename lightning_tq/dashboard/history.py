@@ -9,13 +9,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_tq.checks import counted, lacking_text
-
 Numbers = dict[str, Any]
 _POINTS = 900
 """A quarter of an hour, at one per second."""
 _EVENTS = 200
 _STALENESS_OF_S = 30.0
+_ALARM_OF_S = 60.0
 STARVING_S = 10.0
 """A task that waits for longer is said to starve."""
 
@@ -36,7 +35,7 @@ class QueueHistory:
 
     def add(self, report: Numbers, now: float) -> None:
         """Take in a report, as ``make_report`` makes it."""
-        self._log(_problems(report), now)
+        self._log({each["id"]: each for each in _problems(report["findings"])}, now)
         self._histograms.append((now, report["metrics"]))
         while now - self._histograms[0][0] > _STALENESS_OF_S:
             self._histograms.popleft()
@@ -99,44 +98,10 @@ def _series(report: Numbers) -> Numbers:
     return {"put": put, "got": got, "waits": waits, "other_waits": other_waits, "held": held}
 
 
-def _problems(report: Numbers) -> dict[str, Numbers]:
-    """What is wrong, by an id that stays the same while it lasts: of what kind it is, and of whom."""
-    return {
-        repr(identity): {"id": repr(identity), "level": level, "text": text}
-        for level, identity, text in (*_lasting(report), *_passing(report))
-    }  # fmt: skip
-
-
-Found = Iterator[tuple[str, tuple[object, ...], str]]
-"""Level, identity and text of each problem."""
-
-
-def _lasting(report: Numbers) -> Found:
-    """What lasts until somebody does something: values and producers that are lost."""
-    for name, partition in report["partitions"].items():
-        if partition["abandoned"]:
-            field = partition["abandoned"]
-            yield "bad", ("gone", name), f"All producers of {field!r} have died. Readers of {name!r} get an error."
-        for field, count in partition["lost"].items():
-            text = f"{counted(count, 'sample')} of {name!r} lost {field!r} with a storage unit. Put them again."
-            yield "bad", ("lost", name, field), text
-    for at, unit in enumerate(report["lost_units"]):
-        before = report["lost_units"][:at].count(unit)  # a unit may come again under its name, and end again
-        yield "bad", ("unit", unit, before), f"Storage unit {unit!r} ended, and its values with it."
-    if report["units_error"]:
-        yield "bad", ("units",), f"Storage: {report['units_error']}."
-
-
-def _passing(report: Numbers) -> Found:
-    """What may pass: long waits, and samplers that have just held the server."""
-    for each in report["waiting"]:
-        if each["waited_s"] >= STARVING_S and each["writer"]:
-            yield "warn", ("full", each["client"]), f"A put of {each['client']} waits for room: clear samples."
-        elif each["waited_s"] >= STARVING_S and each["task"]:
-            lacks = lacking_text(each) or f"{each.get('ready') or 0} of {each['wanted']} are ready"
-            text = f"Task {each['task']!r} waits for samples of {each['partition']!r}: {lacks}."
-            yield "warn", ("starves", each["task"], each["partition"]), text
-    for alarm in report["alarms"]:
-        if alarm["seen_s_ago"] < 60:
-            text = f"{alarm['what']} held the server for more than {alarm['held_s']:.0f} s: nobody else was served."
-            yield "bad", ("alarm", alarm["number"]), text
+def _problems(findings: list[Numbers]) -> Iterator[Numbers]:
+    """What is wrong, with an id that stays the same while it lasts: of what kind it is, and of whom."""
+    for each in findings:
+        is_news = each["kind"] != "sampler" or each["age_s"] < _ALARM_OF_S
+        if is_news and not (each["waits_for"] and (each["kind"] == "keys" or (each["age_s"] or 0.0) < STARVING_S)):
+            level = "warn" if each["waits_for"] else "bad"
+            yield {"id": repr((each["kind"], *each["names"])), "level": level, "text": each["text"]}

@@ -114,9 +114,11 @@ def test_lost_values_are_told_and_not_given_to_anybody_until_they_are_put_again(
     intact = client.get_meta(["x"], 4, "p", task_name="t")
     gone = next(meta for meta in metas if meta.global_indexes != intact.global_indexes)
     assert column(client, intact).equal(pages(4, first=metas.index(gone) ^ 1)["x"])
-    with pytest.raises(BatchTimeoutError):
+    told = r"0 ready, 4 lack field 'x', .*4 samples lost 'x' with a storage unit.*get_lost_samples\('p'\)"
+    with pytest.raises(BatchTimeoutError, match=told):
         client.get_meta(["x"], 1, "p", task_name="t", timeout_s=0.01)
-    with pytest.raises(SampleClearedError, match="lost with a storage unit"):
+    indexes = ", ".join(map(str, gone.global_indexes))
+    with pytest.raises(SampleClearedError, match=rf"4 samples of 'p' \({indexes}\) lost 'x' with a storage unit"):
         client.get_data(gone)
     client.put(pages(4, first=7), metadata=gone)
     again = client.get_meta(["x"], 4, "p", task_name="t")

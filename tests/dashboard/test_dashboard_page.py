@@ -163,7 +163,7 @@ async def check_keyboard(page: Page) -> None:
 @needs_browser
 def test_a_starved_task_says_what_it_lacks(tmp_path):
     async def look(page: Page) -> None:
-        await page.shows("task learn", "reward of 30", "Warning:", "30 samples lack field 'reward'")
+        await page.shows("task 'learn'", "0 ready, 30 lack field 'reward'", "Warning:", "nobody has put field 'reward'")
 
     with queue() as conf, page_of(conf.address) as url:
         client = tq.get_client()
@@ -298,7 +298,7 @@ def put_and_die(address: str) -> None:
 @needs_browser
 def test_a_dead_producer_is_a_problem(tmp_path):
     async def look(page: Page) -> None:
-        await page.shows("Problem:", "All producers of 'x' have died", "producers of x died", "all gone")
+        await page.shows("Problem:", "all producers of 'x' have died, readers", "all gone")
 
     with queue(controller={"producer_grace_s": 0.1}) as conf, page_of(conf.address) as url:
         producer = multiprocessing.get_context("spawn").Process(target=put_and_die, args=(conf.address,))
@@ -312,7 +312,7 @@ def test_a_dead_producer_is_a_problem(tmp_path):
 def test_a_lost_unit_and_its_samples_are_problems(tmp_path):
     async def look(page: Page) -> None:
         os.kill(conf.backend.SimpleStorage.zmq_info["unit1"].pid, signal.SIGKILL)
-        await page.shows("Storage unit 'unit1' ended", "lost 'x' with a storage unit", "lost, and its values with it")
+        await page.shows("storage unit 'unit1' ended", "lost 'x' with a storage unit", "ended, and its values with it")
 
     with queue(server_processes="each") as conf, page_of(conf.address) as url:
         for name in ("a", "b", "c", "d"):  # put into the units by turns

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_tq.cli.queue_report import plain
 from lightning_tq.dashboard.history import QueueHistory
+from transfer_queue import diagnose
 
 
 def histogram(*counts: int, total: float = 0.0) -> dict[str, Any]:
@@ -13,29 +15,28 @@ def histogram(*counts: int, total: float = 0.0) -> dict[str, Any]:
 
 
 def task(consumed_per_s: float | None = 0.0) -> dict[str, Any]:
-    return {"consumed_per_s": consumed_per_s}
+    return {"consumed_per_s": consumed_per_s, "consumed": 0, "in_flight_samples": 0}
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    partition = {"put_per_s": 2.0, "tasks": {"learn": task(3.0)}, "abandoned": None, "lost": {}}
-    partition |= {name: changes.pop(name) for name in list(changes) if name in partition}
-    return {
-        "partitions": {"train": partition, "other": {**partition, "abandoned": None, "lost": {}}}, "waiting": [],
-        "units": [{"unit": "unit0", "held_nbytes": 7}], "units_error": None, "lost_units": [], "alarms": [],
-        "metrics": {"versions": {}, "age_s": {}}, "taken_at": 100.0, **changes,
+    partition = {
+        "put_per_s": 2.0, "tasks": {"learn": task(3.0)}, "abandoned": None, "lost": {}, "samples": 0, "held": 0,
+        "sealed": False, "fields": [], "put_total": 9,
     }  # fmt: skip
+    partition |= {name: changes.pop(name) for name in list(changes) if name in partition}
+    stats = {
+        "partitions": {"train": partition, "other": {**partition, "abandoned": None, "lost": {}}}, "waiting": [],
+        "lost_units": [], "alarms": [], "metrics": {"versions": {}, "age_s": {}}, "clients": {}, "capacity": None,
+    }  # fmt: skip
+    told = {**stats, "units": [{"unit": "unit0", "held_nbytes": 7, "parked": 0}], **changes}
+    return {**told, "findings": [plain(each) for each in diagnose(told)]}
 
 
 def waiting(waited_s: float, **more: Any) -> dict[str, Any]:
     return {
-        "task": "learn",
-        "writer": False,
-        "partition": "train",
-        "waited_s": waited_s,
-        "client": "c",
-        "wanted": 4,
-        **more,
-    }
+        "task": "learn", "writer": False, "partition": "train", "waited_s": waited_s, "client": "c", "wanted": 4,
+        "fields": ["x"], **more,
+    }  # fmt: skip
 
 
 def told(history: QueueHistory) -> list[tuple[str, str]]:
@@ -79,7 +80,9 @@ def test_a_problem_is_logged_when_it_begins_and_when_it_is_over():
     history = QueueHistory()
     for second, abandoned in enumerate((None, "reward", "reward", None)):
         history.add(report(abandoned=abandoned), float(second))
-    text = "All producers of 'reward' have died. Readers of 'train' get an error."
+    text = (
+        "all producers of 'reward' have died, readers of 'train' get an error. Look at their output, or restart them."
+    )
     assert told(history) == [("bad", text), ("good", f"over: {text}")]
     assert (history.problems, [event["t"] for event in history.events]) == ([], [1.0, 3.0])
 
@@ -90,8 +93,9 @@ def test_a_task_that_waits_long_is_a_warning_that_says_what_it_lacks_and_problem
     assert history.problems == []
     history.add(report(waiting=[waiting(12.0, lacking={"reward": 3})], lost_units=["unit1"]), 7.0)
     assert [problem["text"] for problem in history.problems] == [
-        "Storage unit 'unit1' ended, and its values with it.",
-        "Task 'learn' waits for samples of 'train': 3 samples lack field 'reward'.",
+        "storage unit 'unit1' ended, and its values with it.",
+        "task 'learn' waited 12.0 s for 4 samples of 'train': 3 lack field 'reward'. Check the producers, lower "
+        "batch_size, or wait longer (timeout_s).",
     ]
 
 
@@ -133,6 +137,6 @@ def test_what_was_wrong_is_not_over_because_the_queue_does_not_answer():
     history.add(report(lost_units=["unit1"]), 1.0)
     history.unreachable("gone", 2.0)
     history.add(report(lost_units=["unit1"]), 3.0)
-    lost = "Storage unit 'unit1' ended, and its values with it."
+    lost = "storage unit 'unit1' ended, and its values with it."
     assert told(history) == [("bad", lost), ("bad", "gone"), ("good", "over: gone")]
     assert [problem["text"] for problem in history.problems] == [lost]

@@ -18,7 +18,7 @@ from transfer_queue.transport.modes import run_blocking
 
 def test_an_unknown_field_is_named_beside_those_that_exist(client, name):
     client.put(rows(prompt=torch.arange(2), reward=torch.arange(2)), partition_id=name)
-    with pytest.raises(TimeoutError, match=r"'rewards'.*fields there are: prompt, reward") as caught:
+    with pytest.raises(TimeoutError, match=r"nobody has put field 'rewards'.*there are 'prompt', 'reward'") as caught:
         client.get_meta(["prompt", "rewards"], 1, name, task_name="t", timeout_s=0.0)
     assert isinstance(caught.value, RuntimeError)
 
@@ -166,7 +166,7 @@ def test_a_late_fetch_names_the_clients_that_still_owe_samples(queue, client, na
     for writer in writers:
         reserve = p.Reserve(writer.session.number(), name, 4, {})
         run_blocking(writer.session.send(reserve, p.Reserved))
-    owed = r"0 ready, 8 are reserved by clients writer0\.\S+ and writer1\.\S+ and not put yet \(last published"
+    owed = r"0 ready, 8 are reserved by clients writer0\.\S+, writer1\.\S+ and not put yet, nothing was published"
     with pytest.raises(tq.BatchTimeoutError, match=owed):
         client.get_meta(["owed"], 1, name, task_name="t", timeout_s=0.0)
     for writer in writers:
@@ -174,7 +174,7 @@ def test_a_late_fetch_names_the_clients_that_still_owe_samples(queue, client, na
 
 
 def test_a_late_fetch_says_what_it_waited_for(client, name):
-    with pytest.raises(tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 samples of .* nothing was published"):
+    with pytest.raises(tq.BatchTimeoutError, match=r"task 't' waited 0.0 s for 1 sample of .* nothing was published"):
         client.get_meta(["a"], 1, name, task_name="t", timeout_s=0.0)
 
 

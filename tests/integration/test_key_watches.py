@@ -109,7 +109,7 @@ def test_a_watch_that_times_out_goes_on_where_it_was(client, name):
     tq.kv_put("a", name, tag={"v": 1})
     watch = client.kv_watch(name, timeout_s=0.02)
     assert next(watch).changed == {"a": {"v": 1}}
-    with pytest.raises(tq.KeysTimeoutError, match=r"has changed for .* 1 are known"):
+    with pytest.raises(tq.KeysTimeoutError, match=r"kv_watch waited .* for changed keys of .*: 1 are known"):
         next(watch)
     tq.kv_put("b", name, tag={})
     assert next(watch) == ({"b": {}}, [], False)

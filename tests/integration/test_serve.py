@@ -123,7 +123,7 @@ def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
     assert second.wait() == 0
     lost = client.get_lost_samples("p")["x"]
     assert lost == samples.global_indexes
-    with pytest.raises(tq.StorageKeyNotFoundError, match="lost with a storage unit"):
+    with pytest.raises(tq.StorageKeyNotFoundError, match="lost 'x' with a storage unit"):
         client.get_data(client.get_meta(["x"], partition_id="p", mode="force_fetch"))
     meta = client.get_meta(["x"], partition_id="p", mode="force_fetch")
     lacking = [row for row, index in enumerate(meta.global_indexes) if index in lost]

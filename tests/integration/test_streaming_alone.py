@@ -110,7 +110,7 @@ def test_ctrl_c_ends_a_reader_that_waits_and_nothing_is_left(script, workers):
     process, family, directory = _begun(script, workers)
     while " waited " not in (line := process.stderr.readline()):  # it waits, and says so
         assert line, process.communicate()
-    assert "for 4 samples of 'p': 0 ready (last published:" in line
+    assert "for 4 samples of 'p': 0 ready, last published" in line
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=WAIT_S)  # it would wait for longer than that
     assert said.rstrip().endswith("KeyboardInterrupt")

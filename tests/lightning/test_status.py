@@ -28,12 +28,17 @@ from tests.lightning.conftest import ROOT, stream
 
 pytestmark = pytest.mark.timeout(120)
 
-TASK = {"ready": {"x": 6}, "consumed": 4, "done_total": 8, "in_flight": 1, "settled": 0, "ended": None, "dropped": 0}
+TASK = {
+    "ready": {"x": 6}, "consumed": 4, "done_total": 8, "in_flight": 1, "in_flight_samples": 4, "settled": 0,
+    "ended": None, "dropped": 0,
+}  # fmt: skip
 PARTITION = {
     "samples": 10, "published": 14, "put_total": 14, "held": 0, "sealed": False, "num_samples": None, "keys": 0,
-    "fields": ["x"], "tasks": {"learn": TASK}, "abandoned": None,
+    "fields": ["x"], "tasks": {"learn": TASK}, "abandoned": None, "lost": {},
 }  # fmt: skip
-STATS: dict[str, Any] = {"partitions": {}, "waiting": [], "capacity": None, "clients": {}, "alarms": []}
+STATS: dict[str, Any] = {
+    "partitions": {}, "waiting": [], "capacity": None, "clients": {}, "alarms": [], "lost_units": []
+}  # fmt: skip
 HOLDINGS = {
     "connections": 1, "reservations": 0, "reserved": 0, "leases": 0, "pins": 0, "freezes": 0, "leaves": 0, "parked": 0,
     "unreceived": 0,
@@ -81,8 +86,8 @@ def test_a_new_partition_with_the_same_name_has_no_rate() -> None:
     assert rates(snapshot(12.0, {"put_total": 3}, done_total=0), before) == (None, None)
 
 
-def drawn(report_: dict[str, Any]) -> list[str]:
-    console = Console(width=160, color_system=None)
+def drawn(report_: dict[str, Any], width: int = 160) -> list[str]:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(tables(report_))
     return [" ".join(line.split()) for line in capture.get().splitlines() if line.strip()]
@@ -105,17 +110,21 @@ def test_the_tables_show_samples_by_task_waiting_requests_and_units() -> None:
         "partitions": {"train": PARTITION, "val": {**PARTITION, "tasks": {}, "sealed": True, "num_samples": 10}},
         "waiting": waiting, "capacity": 20, "clients": {"idle": {**HOLDINGS, "unreceived": 3, "parked": 1}},
     }  # fmt: skip
-    assert drawn(make_report("ipc:///q", QueueSnapshot(stats, [UNIT], 1.0))) == [
+    kept = (
+        "task 'learn' has not consumed 6 samples, task 'learn' has not acknowledged 4 samples, no task reads 10 samples"
+    )
+    assert drawn(make_report("ipc:///q", QueueSnapshot(stats, [UNIT], 1.0)), width=300) == [
         "ipc:///q: 20 of 20 samples in 2 partitions, 1.5 MiB held, 5 requests waiting",
         "partition samples put/s task ready batches in flight consumed per s",
         "train open 10 learn 6 1 4",
         "val sealed 10 of 10 no reader",
-        "waits partition for wants ready lacks",
-        "task learn train 3.2 s 8 6 y of 2",
-        "a wait for keys of Buffer.9 train 2.0 s 3 keys where done == true",
-        "task half val 1.0 s 4 1 matches: 3 don't",
-        "a put of Rollout.7 train 1.0 s 5 space: clear samples",
-        "a put of Rollout.8 2.0 s 3.0 MiB space: clear samples",
+        "waits since for held up by",
+        "task 'learn' 3.2 s 8 samples of 'train' 6 ready, 2 lack field 'y', nobody has put field 'y' so far (there "
+        "are 'x')",
+        "a wait for keys of Buffer.9 2.0 s 3 keys of 'train' where done == true",
+        "task 'half' 1.0 s 4 samples of 'val' 1 ready, 3 don't match the filter, the partition is sealed",
+        f"a put of Rollout.7 1.0 s room for 5 samples of 'train' in a queue of 20 {kept}",
+        f"a put of Rollout.8 2.0 s room for 3 MiB in a queue of 256 MiB {kept}",
         "unit samples live held of arena",
         "unit0 10 1.0 MiB 1.5 MiB 256 MiB 2.0 MiB",
     ]
@@ -129,12 +138,12 @@ def test_clients_that_hold_something_are_shown_with_what_it_is() -> None:
 
 
 def test_samplers_that_held_the_server_are_named_the_latest_ones() -> None:
-    alarms = [{"what": f"S{i} of task 't'", "held_s": 2.5, "seen_s_ago": 9.6 - i} for i in range(5)]
+    alarms = [{"number": i, "what": f"S{i} of task 't'", "held_s": 2.5, "seen_s_ago": 9.6 - i} for i in range(5)]
     report = make_report("a", QueueSnapshot({**STATS, "alarms": alarms}, [], 1.0))
     assert drawn(report)[2:] == [
-        "S2 of task 't' held the server for 2.5 s, seen 8 s ago.",
-        "S3 of task 't' held the server for 2.5 s, seen 7 s ago.",
-        "S4 of task 't' held the server for 2.5 s, seen 6 s ago.",
+        "S2 of task 't' held the server for 2.5 s, when nobody else was served, seen 8 s ago",
+        "S3 of task 't' held the server for 2.5 s, when nobody else was served, seen 7 s ago",
+        "S4 of task 't' held the server for 2.5 s, when nobody else was served, seen 6 s ago",
     ]
     assert report["alarms"] == alarms
 
@@ -146,8 +155,8 @@ def test_what_is_wrong_is_shown_and_empty_columns_are_not() -> None:
             "a", QueueSnapshot(stats, [{**UNIT, "uncommitted_nbytes": 512, "parked": 2, "parked_nbytes": 2048}], 1.0)
         )
     )
-    assert shown[2] == "train producers of 'rewards' died 10 learn 6 1 4 3"
-    assert shown[4].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
+    assert shown[2] == "train all producers of 'rewards' have died 10 learn 6 1 4 3"
+    assert shown[-1].endswith("2.0 MiB 512 B 2 (2.0 KiB)")
 
 
 def test_names_are_shown_as_they_are_whatever_brackets_they_hold() -> None:
@@ -159,7 +168,7 @@ def test_names_are_shown_as_they_are_whatever_brackets_they_hold() -> None:
 
 def test_silent_units_are_named_below_the_controllers_tables() -> None:
     shown = drawn(make_report("a", QueueSnapshot(snapshot(1.0, {}).stats, [], 1.0, "storage unit unit0 has ended.")))
-    assert shown[2:] == ["train open 10 learn 6 1 4", "storage: storage unit unit0 has ended."]
+    assert shown[2:] == ["train open 10 learn 6 1 4", "storage: storage unit unit0 has ended"]
 
 
 # ---- the command ----

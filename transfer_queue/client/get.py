@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, checked_wait, to_meta
 from transfer_queue.config import fetch_wait_s
+from transfer_queue.diagnosis import lost_values, not_ready
 from transfer_queue.errors import (
     BatchTimeoutError,
     EndOfPartitionError,
@@ -134,7 +135,7 @@ class Gets(ClientBase):
         if isinstance(reply, p.NotReady):
             if polling:
                 return BatchMeta.empty()
-            raise BatchTimeoutError(explain(reply, task_name, partition_id, fields, wait_s))
+            raise BatchTimeoutError(str(not_ready(reply, task_name, partition_id, fields, wait_s)))
         return self._to_read(reply)
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
@@ -296,14 +297,19 @@ class Gets(ClientBase):
             except (SampleClearedError, UnknownPartitionError) as error:
                 raise StorageKeyNotFoundError(str(error)) from None
             if not np.frombuffer(described.status, dtype=np.int8).all():
-                raise StorageKeyNotFoundError(
-                    f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
-                    f"yet, or were lost with a storage unit. Fetch again."
-                )
+                raise StorageKeyNotFoundError(await self._not_there(partition, names, own))
             for name, spec in described.fields.items():
                 if spec.units is not None:
                     units[name][at] = p.by_row(spec.units)
         return {name: p.runs_of(own) for name, own in units.items()}
+
+    async def _not_there(self, partition: str, names: Sequence[str], own: bytes) -> str:
+        """Why samples lack some of the fields."""
+        lost = (await self.session.ask(p.ListLost, p.Done, partition)).value
+        wanted = p.unpack_indexes(own)
+        here = {name: np.intersect1d(p.unpack_indexes(lost[name]), wanted).tolist() for name in names if name in lost}
+        told = [str(lost_values(partition, name, len(some), some)) for name, some in here.items() if some]
+        return " ".join(told) or f"samples of partition {partition!r} were not put yet with all of {list(names)}."
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.
@@ -354,50 +360,3 @@ def as_names(fields: Sequence[str] | str) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"data_fields must be a string or a list of strings, got {fields!r}.")
     return names
-
-
-def explain(reply: p.NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> str:
-    """Why a fetch got nothing, in one or two sentences."""
-    missing = [f"{count} lack field {name!r}" for name, count in reply.lacking.items()]
-    if reply.unmatched:
-        missing.append(f"{reply.unmatched} don't match the filter")
-    if reply.reserved:
-        missing.append(_reserved(reply))
-    last = "nothing was published yet" if reply.last_published_s is None else f"{reply.last_published_s:.0f} s ago"
-    text = (
-        f"task {task!r} waited {waited_s:.1f} s for {reply.wanted} samples of {partition!r}: {reply.ready} ready"
-        f"{''.join(', ' + each for each in missing)} (last published: {last})."
-    )
-    if reply.ready >= reply.wanted:
-        text += " Sampler returned no samples of those that are ready, or earlier fetches of the task still wait."
-    unknown = [name for name in fields if reply.known_fields and name not in reply.known_fields]
-    if unknown:
-        known = ", ".join(reply.known_fields)
-        text += f" Nobody has put field {unknown[0]!r} so far; fields there are: {known}."
-    return f"{text} {_advice(reply, partition)}, or wait longer (timeout_s)."
-
-
-def _advice(reply: p.NotReady, partition: str) -> str:
-    is_short = reply.ready < reply.wanted
-    if reply.sealed and is_short:
-        return "The partition is sealed and gets no other samples: put what is missing, clear those samples"
-    advice = "Check the producers, lower batch_size"
-    if reply.last_published_s is None or not is_short or reply.lacking or reply.reserved:
-        return advice
-    return f"{advice}, seal the partition if nothing more comes (client.seal_partition({partition!r}))"
-
-
-_MOST_NAMED = 5
-
-
-def _reserved(reply: p.NotReady) -> str:
-    """Samples that are being put, and the clients that put them."""
-    verb, names = "is" if reply.reserved == 1 else "are", reply.owed_by
-    text = f"{reply.reserved} {verb} reserved"
-    if len(names) >= _MOST_NAMED:
-        text += f" by clients {', '.join(names)} and maybe others"
-    elif len(names) > 1:
-        text += f" by clients {', '.join(names[:-1])} and {names[-1]}"
-    elif names:
-        text += f" by client {names[0]}"
-    return f"{text} and not put yet"

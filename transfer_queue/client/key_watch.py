@@ -11,6 +11,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, checked_wait
+from transfer_queue.diagnosis import Finding
 from transfer_queue.errors import EndOfPartitionError, KeysTimeoutError
 from transfer_queue.protocol import Tags
 from transfer_queue.transport.modes import run_blocking
@@ -98,11 +99,14 @@ class KeyWatch:
         return None
 
     def _report(self, waited_s: float) -> None:
-        which = "" if self._where is None else f" that match {self._where!r}"
-        text = f"no key of partition {self._partition!r}{which} has changed for {waited_s:.1f} s"
+        where = "" if self._where is None else f" where {self._where}"
+        found = Finding(
+            kind="keys", what="kv_watch", waits_for=f"changed keys of {self._partition!r}{where}", age_s=waited_s,
+            held_up_by=(f"{len(self._known)} are known",), to_do=("check the producers", "raise timeout_s"),
+        )  # fmt: skip
         if self._timeout_s is not None and waited_s >= self._timeout_s:
-            raise KeysTimeoutError(f"{text}; {len(self._known)} are known. Check the producers, or raise timeout_s.")
-        _log.info("%s.", text)
+            raise KeysTimeoutError(str(found))
+        _log.info("%s", found)
 
     async def _changes(self, reply: p.ChangedKeys) -> KeyChanges:
         """What the caller doesn't know yet. If this fails or is cancelled, the caller still doesn't know it."""

@@ -426,7 +426,7 @@ class ServedFetch:
         return NotReady(
             fetch.id, wanted, ready, samples, {name: count for name, count in lacking.items() if count},
             None if last is None else now - last, partition.schema.written(), unmatched=unmatched,
-            sealed=partition.sealed,
+            sealed=partition.sealed, lost={n: len(own) for n, own in partition.lost().items() if n in fetch.fields},
         )  # fmt: skip
 
 

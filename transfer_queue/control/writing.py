@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import msgspec
@@ -14,6 +13,7 @@ from transfer_queue.calls import Call, Effect, Holding, Steps, Until, Wait
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.serving import describe
 from transfer_queue.control.state import SAVING, WRITERS, PlaneState
+from transfer_queue.diagnosis import keepers
 from transfer_queue.errors import CheckpointError, InvalidRequestError, StorageFullError
 
 Writer = p.Reserve | p.Insert | p.ResolveKeys
@@ -225,22 +225,15 @@ def _full(state: PlaneState, request: Writer, waited_s: float) -> p.Failed:
 
 def held_up_by(state: PlaneState) -> str:
     """A sentence that names the tasks that keep most samples from being cleared, and says how many no task keeps."""
-    consumed: Counter[str] = Counter()
-    acked: Counter[str] = Counter()
-    unread = done = 0
-    for partition in state.partitions.values():
-        unread += partition.num_live if not partition.consumers else 0
-        kept = 0
-        for task, consumer in partition.consumers.items():
-            consumed[task] += consumer.num_unconsumed
-            acked[task] += consumer.ledger.num_open_samples()
-            kept += consumer.num_unconsumed + consumer.ledger.num_open_samples()
-        done += max(0, partition.num_live - kept) if partition.consumers else 0  # or more: tasks may keep the same ones
-    parts = [f"task {task!r} has not consumed {count} of them" for task, count in consumed.most_common(2) if count]
-    parts += [f"task {task!r} has not acknowledged {count} of them" for task, count in acked.most_common(2) if count]
-    parts += [f"no task reads {unread} of them"] if unread else []
-    parts += [f"at least {done} of them are consumed and not cleared (clear_consumed, clear_partition)"] if done else []
-    text = ", ".join(parts)
+    text = ", ".join(
+        keepers(
+            (partition.num_live, {
+                task: (consumer.num_unconsumed, consumer.ledger.num_open_samples())
+                for task, consumer in partition.consumers.items()
+            })
+            for partition in state.partitions.values()
+        )
+    )  # fmt: skip
     return f"{text[0].upper()}{text[1:]}. " if text else ""
 
 

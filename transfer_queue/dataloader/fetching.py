@@ -13,9 +13,10 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.client import TransferQueueClient
-from transfer_queue.client.get import FetchedBatch, explain, fetch_request
+from transfer_queue.client.get import FetchedBatch, fetch_request
 from transfer_queue.config import environment_number
 from transfer_queue.dataloader.batch_stream import Fetched, Requested
+from transfer_queue.diagnosis import Finding, not_ready
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, QueueUnreachableError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.transport.modes import PendingCall, run_blocking
@@ -196,20 +197,21 @@ class _Wait:
         """Handle an empty answer. Returns False to stop; raises BatchTimeoutError."""
         now, spec = time.monotonic(), self._spec
         if spec.timeout_s is not None and now >= self._began + spec.timeout_s:
-            raise BatchTimeoutError(self._explain(answer, now - self._began))
+            raise BatchTimeoutError(str(self._found(answer, now - self._began)))
         if now >= self._reported + spec.report_every_s:
             self._reported = now
-            logger.warning("%s", self._explain(answer, now - self._began))
+            logger.warning("%s", self._found(answer, now - self._began))
         return not self._fetcher.pause(0.0)
 
-    def _explain(self, answer: p.NotReady | None, waited: float) -> str:
+    def _found(self, answer: p.NotReady | None, waited_s: float) -> Finding:
         spec, partition = self._spec, self._fetcher.partition
         if answer is not None:
-            return explain(answer, spec.task_name, partition, spec.data_fields, waited)
-        return (
-            f"task {spec.task_name!r} waited {waited:.1f} s for a batch of {partition!r}: fetch_batch_fn has returned "
-            f"none so far. Check the producers, or wait longer (timeout_s)."
-        )
+            return not_ready(answer, spec.task_name, partition, spec.data_fields, waited_s)
+        return Finding(
+            kind="fetch", what=f"task {spec.task_name!r}", waits_for=f"a batch of {partition!r}", age_s=waited_s,
+            held_up_by=("fetch_batch_fn has returned none so far",),
+            to_do=("check the producers", "wait longer (timeout_s)"),
+        )  # fmt: skip
 
 
 class _FromQueue:

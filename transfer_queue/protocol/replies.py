@@ -77,7 +77,8 @@ class NotReady(Reply, frozen=True):
     ``ready`` of them have every field; ``wanted`` is what a round needs, for all data-parallel ranks together.
     Where the batch was drawn before, for other fields, the numbers are about its samples. ``reserved`` samples of the
     partition are being written, by the clients ``owed_by`` (five at most are named). ``unmatched`` have every field,
-    and tags that don't match the fetch's filter. ``sealed``: the partition gets no more samples.
+    and tags that don't match the fetch's filter. ``sealed``: the partition gets no more samples. ``lost`` counts, by
+    field of the fetch, the samples of the partition that lost it with a storage unit.
     """
 
     wanted: int
@@ -90,6 +91,7 @@ class NotReady(Reply, frozen=True):
     owed_by: list[str] = []
     unmatched: int = 0
     sealed: bool = False
+    lost: dict[str, int] = {}
 
 
 class Ended(Reply, frozen=True):

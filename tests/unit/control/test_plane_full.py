@@ -85,8 +85,8 @@ def test_who_waited_for_room_in_vain_is_told_which_tasks_hold_it_up(make_plane):
     put(plane, 2, partition="unread")
     reply = ask(plane, ROLLOUT, p.Reserve, "p", 1, wait_s=0.0)
     texts = (
-        "Task 'eval' has not consumed 3 of them, task 'train' has not consumed 1 of them",
-        "task 'train' has not acknowledged 3 of them, no task reads 2 of them.",
+        "Task 'eval' has not consumed 3 samples, task 'train' has not consumed 1 sample",
+        "task 'train' has not acknowledged 3 samples, no task reads 2 samples.",
     )
     refused(reply, "StorageFullError", *texts)
 
@@ -99,7 +99,7 @@ def test_who_waited_for_room_in_vain_is_told_how_many_samples_nothing_but_a_clea
     ask(plane, ACTOR, p.Ack, "p", "train", [token])
     reply = ask(plane, ROLLOUT, p.Reserve, "p", 1, wait_s=0.0)
     text = (
-        "Task 'train' has not acknowledged 2 of them, at least 4 of them are consumed and not cleared (clear_consumed, "
+        "Task 'train' has not acknowledged 2 samples, at least 4 samples are consumed and not cleared (clear_consumed, "
         "clear_partition)."
     )
     refused(reply, "StorageFullError", text)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table of statistics and of what they say: what waits, for what, who holds it up, what to do; what went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from transfer_queue.diagnosis import Finding, diagnose, keepers, not_ready
+from transfer_queue.protocol import NotReady
+
+TASK = {"consumed": 6, "in_flight_samples": 2}
+PARTITION: dict[str, Any] = {
+    "samples": 8, "put_total": 8, "held": 0, "sealed": False, "fields": ["x", "y"], "tasks": {"learn": TASK},
+    "abandoned": None, "lost": {},
+}  # fmt: skip
+FETCH = {
+    "partition": "train", "task": "learn", "client": "trainer.1", "waited_s": 3.21, "writer": False,
+    "fields": ["x", "y"], "wanted": 4, "ready": 1, "lacking": {}, "unmatched": 0,
+}  # fmt: skip
+PUT = {"partition": "train", "task": None, "client": "rollout.7", "waited_s": 1.0, "writer": True, "wanted": 5}
+BYTES = {**PUT, "partition": None, "wanted": None, "wanted_nbytes": 96 << 10}
+KEYS = {"partition": "p", "task": None, "client": "buffer.9", "waited_s": 2.0, "writer": False, "wanted": 3}
+UNIT = {"unit": "unit0", "capacity_bytes": 8 << 20, "parked": 0, "parked_nbytes": 0}
+ROOM = "Clear consumed samples or partitions, raise {}, or raise put_timeout_s."
+KEPT = "task 'learn' has not consumed 2 samples, task 'learn' has not acknowledged 2 samples, at least 4 samples are "
+KEPT += "consumed and not cleared (clear_consumed, clear_partition). "
+AGAIN = "Put the lost values again (client.get_lost_samples('train') names them), or clear those samples"
+
+
+def stats(waiting: list[dict[str, Any]], capacity: int | None = None, **partition: Any) -> dict[str, Any]:
+    return {
+        "partitions": {"train": {**PARTITION, **partition}}, "waiting": waiting, "capacity": capacity, "clients": {},
+        "lost_units": [], "alarms": [],
+    }  # fmt: skip
+
+
+def said(*args: Any) -> list[str]:
+    return [str(finding) for finding in diagnose(*args)]
+
+
+WAITED = "task 'learn' waited 3.2 s for 4 samples of 'train'"
+FETCHES = [
+    ({"lacking": {"y": 1}}, {}, "1 ready, 1 lacks field 'y'. Check the producers, lower batch_size, or wait longer "
+     "(timeout_s)."),
+    ({"unmatched": 3}, {"held": 2}, "1 ready, 3 don't match the filter, 2 are reserved and not put yet. Check the "
+     "producers, lower batch_size, or wait longer (timeout_s)."),
+    ({}, {}, "1 ready. Check the producers, lower batch_size, seal the partition if nothing more comes "
+     "(client.seal_partition('train')), or wait longer (timeout_s)."),
+    ({"ready": 0}, {"put_total": 0, "fields": []}, "0 ready, nothing was published yet. Check the producers, lower "
+     "batch_size, or wait longer (timeout_s)."),
+    ({"lacking": {"z": 8}, "fields": ["x", "z"]}, {}, "1 ready, 8 lack field 'z', nobody has put field 'z' so far "
+     "(there are 'x', 'y'). Check the producers, lower batch_size, compare the names of the fields, or wait longer "
+     "(timeout_s)."),
+    ({"lacking": {"y": 7}}, {"sealed": True}, "1 ready, 7 lack field 'y', the partition is sealed. Put what is "
+     "missing, clear those samples, or wait longer (timeout_s)."),
+    ({"lacking": {"y": 7}}, {"lost": {"y": 3, "other": 1}}, "1 ready, 7 lack field 'y', 3 samples lost 'y' with a "
+     f"storage unit. {AGAIN.replace(', or', ',')}, or wait longer (timeout_s)."),
+    ({"ready": 4}, {}, "4 ready, Sampler returned no samples of those that are ready, or earlier fetches of the task "
+     "still wait. Check the producers, lower batch_size, or wait longer (timeout_s)."),
+    ({"partition": "val"}, {"sealed": True}, "the partition is not in the queue, which holds 'train' (8 samples, "
+     "sealed). Check the producers, lower batch_size, compare the names of the partitions, or wait longer "
+     "(timeout_s)."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("waiting", "partition", "says"), FETCHES)
+def test_a_fetch_that_waits(waiting: dict[str, Any], partition: dict[str, Any], says: str) -> None:
+    text = said(stats([{**FETCH, **waiting}], **partition))[-1]
+    assert text == f"{WAITED.replace('train', waiting.get('partition', 'train'))}: {says}"
+
+
+def test_a_fetch_that_is_refused_says_why() -> None:
+    refused = {**FETCH, "refused": "dp_size is 2, and was 4 before.", "wanted": None, "ready": None}
+    assert said(stats([refused]))[0].startswith(
+        "task 'learn' waited 3.2 s for samples of 'train': dp_size is 2, and was 4 before. Check the producers"
+    )
+
+
+OTHERS = [
+    ([PUT], 10, [], [f"a put of rollout.7 waited 1.0 s for room for 5 samples of 'train' in a queue of 10: {KEPT}"
+                     f"{ROOM.format('total_storage_size')}"]),
+    ([BYTES], None, [UNIT], [f"a put of rollout.7 waited 1.0 s for room for 96 KiB in a queue of 8 MiB: {KEPT}"
+                             f"{ROOM.format('memory')}"]),
+    ([], None, [{**UNIT, "parked": 2, "parked_nbytes": 3000, "capacity_bytes": None}],
+     [f"a put of 2 clients at unit0 waits for room for 2.93 KiB: {KEPT}{ROOM.format('memory')}"]),
+    ([{**KEYS, "keys": "keys where done == true"}], None, [],
+     ["a wait for keys of buffer.9 waited 2.0 s for 3 keys of 'p' where done == true. Check the producers."]),
+    ([{**KEYS, "wanted": None, "keys": "keys"}], None, [],
+     ["a wait for keys of buffer.9 waited 2.0 s for changed keys of 'p'. Check the producers."]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("waiting", "capacity", "units", "says"), OTHERS)
+def test_puts_and_waits_for_keys(
+    waiting: list[dict[str, Any]], capacity: int | None, units: list[dict[str, Any]], says: list[str]
+) -> None:
+    assert said(stats(waiting, capacity), units) == says
+
+
+@pytest.mark.parametrize(("capacity", "is_of_the_checkpoint"), [(None, True), (13, True), (12, False)])
+def test_a_put_that_a_checkpoint_holds_up_names_who_saves_it(capacity: int | None, is_of_the_checkpoint: bool) -> None:
+    told = {**stats([PUT], capacity), "clients": {"idle.1": {"freezes": 0}, "saver.2": {"freezes": 1}}}
+    checkpoint = "a put of rollout.7 waited 1.0 s for a checkpoint, before it replaces 5 samples of 'train'"
+    assert (said(told) == [f"{checkpoint}: client saver.2 saves one."]) == is_of_the_checkpoint
+
+
+@pytest.mark.parametrize(("partition", "of"), [("train", " of 'train'"), (None, "")])
+def test_a_write_that_waits_for_a_checkpoint_may_have_no_number_and_no_partition(
+    partition: str | None, of: str
+) -> None:
+    told = {**stats([{**PUT, "wanted": None, "partition": partition}]), "clients": {"saver.2": {"freezes": 1}}}
+    says = f"a put of rollout.7 waited 1.0 s for a checkpoint, before it replaces samples{of}"
+    assert said(told) == [f"{says}: client saver.2 saves one."]
+
+
+def test_what_went_wrong_comes_before_what_waits_and_keeps_its_identity() -> None:
+    alarm = {"number": 4, "what": "MySampler of task 't'", "held_s": 2.5, "seen_s_ago": 8.4}
+    told = {**stats([FETCH], abandoned="y", lost={"x": 3}), "alarms": [alarm], "lost_units": ["unit1", "unit1"]}
+    found = diagnose(told, units_error="storage unit unit2 does not answer.")
+    assert [(each.kind, *each.names) for each in found] == [
+        ("gone", "train"), ("lost", "train", "x"), ("unit", "unit1", 0), ("unit", "unit1", 1), ("storage",),
+        ("sampler", 4), ("fetch", "learn", "train"),
+    ]  # fmt: skip
+    assert [str(each) for each in found[:-1]] == [
+        "all producers of 'y' have died, readers of 'train' get an error. Look at their output, or restart them.",
+        f"3 samples of 'train' lost 'x' with a storage unit. {AGAIN}.",
+        *["storage unit 'unit1' ended, and its values with it."] * 2,
+        "storage: storage unit unit2 does not answer.",
+        "MySampler of task 't' held the server for 2.5 s, when nobody else was served, seen 8 s ago.",
+    ]
+
+
+def test_a_queue_in_which_nothing_waits_has_no_findings() -> None:
+    assert diagnose(stats([]), [UNIT]) == []
+
+
+# ---- replies ----
+
+REPLY = NotReady(1, 4, 1, 3, {"reward": 2}, 41.0, ["a", "reward"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "Check the producers, lower batch_size, or wait longer (timeout_s)."),
+        (
+            {"lacking": {}},
+            "Check the producers, lower batch_size, seal the partition if nothing more comes "
+            "(client.seal_partition('p')), or wait longer (timeout_s).",
+        ),
+        ({"lacking": {}, "last_published_s": None}, "lower batch_size, or wait longer (timeout_s)."),
+        ({"lacking": {}, "reserved": 1}, "lower batch_size, or wait longer (timeout_s)."),
+        ({"sealed": True}, "Put what is missing, clear those samples, or wait longer (timeout_s)."),
+        ({"lost": {"a": 2}}, f"{AGAIN.replace('train', 'p').replace(', or', ',')}, or wait longer (timeout_s)."),
+    ],
+    ids=["a field is missing", "a rest", "nothing yet", "being put", "sealed", "lost"],
+)
+def test_what_is_advised_is_what_helps(changes: dict[str, Any], says: str) -> None:
+    assert str(not_ready(msgspec.structs.replace(REPLY, **changes), "t", "p", ["a"], 1.0)).endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("reserved", "owed_by", "says"),
+    [
+        (0, [], "1 ready, 2 lack field 'reward', last"),
+        (1, ["a"], "2 lack field 'reward', 1 is reserved by client a and not put yet, last"),
+        (8, ["a", "b", "c"], "8 are reserved by clients a, b, c and not put yet, last"),
+        (8, list("abcde"), "8 are reserved by clients a, b, c, d, e and maybe others and not put yet, last"),
+        (8, [], "8 are reserved and not put yet, last"),
+    ],
+)
+def test_samples_that_writers_owe_are_counted_and_the_writers_named(
+    reserved: int, owed_by: list[str], says: str
+) -> None:
+    told = msgspec.structs.replace(REPLY, reserved=reserved, owed_by=owed_by)
+    assert says in str(not_ready(told, "t", "p", ["a"], 1.0))
+
+
+def test_who_keeps_a_queue_full() -> None:
+    partitions = [(4, {"eval": (3, 0), "train": (1, 3), "third": (1, 1)}), (2, {})]
+    assert keepers(partitions) == (
+        "task 'eval' has not consumed 3 samples", "task 'train' has not consumed 1 sample",
+        "task 'train' has not acknowledged 3 samples", "task 'third' has not acknowledged 1 sample",
+        "no task reads 2 samples",
+    )  # fmt: skip
+
+
+# ---- runs ----
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "waited_s", "says"),
+    [
+        (100.0, 0.0, "training was the bottleneck: it waited for samples in 0% of its time"),
+        (100.0, 9.0, "training was the bottleneck: it waited for samples in 9% of its time"),
+        (
+            100.0,
+            60.0,
+            "generation was the bottleneck: it took 2.5 times as long as training, which waited for samples in 60% of "
+            "its time",
+        ),
+        (
+            100.0,
+            100.0,
+            "generation was the bottleneck: it took far longer than training, which waited for samples in 100% of its "
+            "time",
+        ),
+    ],
+)
+def test_what_limits_a_run_follows_from_the_share_of_waits(elapsed_s: float, waited_s: float, says: str) -> None:
+    assert Finding.of_training(elapsed_s, waited_s).statement == says

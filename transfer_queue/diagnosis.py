@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings: what waits in a queue and for what, who holds it up and what to do; and what went wrong."""
+
+# Numbers in, findings out. Error texts, wait reports, the hints of a run, `status` and the dashboard render these.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from transfer_queue.protocol import NotReady
+
+Numbers = Mapping[str, Any]
+_GENERATION_ABOVE = 0.1
+"""Share of the time that training waited from which generation counts as the bottleneck."""
+_CLEARED = "cleared (clear_consumed, clear_partition)"
+_MOST_LISTED = 4
+_MOST_OWING = 5
+"""Writers that a reply names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that waits, or that went wrong. Tables show its fields; ``str`` makes sentences of them.
+
+    Examples:
+        >>> lacking = ("1 ready", "3 lack field 'reward'")
+        >>> print(tq.Finding(kind="fetch", what="task 'ppo'", waits_for="4 samples of 'train'", held_up_by=lacking))
+        task 'ppo' waits for 4 samples of 'train': 1 ready, 3 lack field 'reward'.
+    """
+
+    kind: str
+    """A wait is a "fetch", "put" or "keys". What went wrong: "gone" (producers), "lost" (values), "unit", "storage" or
+    "sampler". "training" says what limits a run."""
+    names: tuple[object, ...] = ()
+    """Which one of its kind. They stay the same while numbers change."""
+    what: str
+    """Such as "task 'ppo'"."""
+    waits_for: str = ""
+    """Empty where nothing waits: then ``held_up_by`` says what became of it."""
+    age_s: float | None = None
+    """Seconds that it has waited, or since it was last seen."""
+    held_up_by: tuple[str, ...] = ()
+    to_do: tuple[str, ...] = ()
+    """Each of these may help."""
+    client: str = ""
+    """Whose request waits."""
+
+    @property
+    def statement(self) -> str:
+        """What is so, without what to do and without a full stop."""
+        reasons = ", ".join(self.held_up_by)
+        if not self.waits_for:
+            return f"{self.what} {reasons}"
+        waits = "waits" if self.age_s is None else f"waited {self.age_s:.1f} s"
+        return f"{self.what} {waits} for {self.waits_for}{': ' * bool(reasons)}{reasons}"
+
+    def __str__(self) -> str:
+        advice = ", or ".join(filter(None, (", ".join(self.to_do[:-1]), *self.to_do[-1:])))
+        return f"{self.statement}.{' ' * bool(advice)}{advice[:1].upper()}{advice[1:]}{'.' * bool(advice)}"
+
+    @classmethod
+    def of_training(cls, elapsed_s: float, waited_s: float) -> Finding:
+        """Which side limits a run whose training waited for so many of these seconds, and by how much."""
+        share = waited_s / elapsed_s
+        if share < _GENERATION_ABOVE:
+            waited = f"was the bottleneck: it waited for samples in {share:.0%} of its time"
+            return cls(kind="training", what="training", held_up_by=(waited,))
+        times = elapsed_s / max(elapsed_s - waited_s, 1e-9)
+        slower = f"took {times:.1f} times as long as" if times < 100 else "took far longer than"
+        waited = f"was the bottleneck: it {slower} training, which waited for samples in {share:.0%} of its time"
+        return cls(kind="training", what="generation", held_up_by=(waited,))
+
+
+def diagnose(stats: Numbers, units: Sequence[Numbers] = (), units_error: str | None = None) -> list[Finding]:
+    """What went wrong in the queue, then what waits in it, in the order of ``stats["waiting"]``.
+
+    Args:
+        stats: ``client.get_stats()``.
+        units: ``client.get_storage_stats()``, if it is known.
+        units_error: Why that is not known.
+    Examples:
+        >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+        >>> tq.diagnose(client.get_stats(), client.get_storage_stats())
+        []
+    """
+    waiting = list(stats["waiting"])
+    if not any(each.get("wanted_nbytes") for each in waiting):  # of units in processes of their own only this is known
+        waiting += [
+            {"writer": True, "client": f"{parked} clients at {unit['unit']}", "wanted_nbytes": unit["parked_nbytes"]}
+            for unit in units if (parked := unit["parked"])
+        ]  # fmt: skip
+    partitions = stats["partitions"].values()
+    shared = {
+        **stats, "units": units, "keepers": keepers((each["samples"], _kept(each)) for each in partitions),
+        "used": sum(each["samples"] + each["held"] for each in partitions),
+    }  # fmt: skip
+    return [*_wrong(stats, units_error), *(_wait(shared, each) for each in waiting)]
+
+
+def not_ready(reply: NotReady, task: str, partition: str, fields: Iterable[str], waited_s: float) -> Finding:
+    """A fetch that got no batch."""
+    asked = {"task": task, "partition": partition, "fields": list(fields), "waited_s": waited_s}
+    return _fetch({**msgspec.structs.asdict(reply), **asked})
+
+
+def lost_values(partition: str, field: str, count: int, indexes: Sequence[int] = ()) -> Finding:
+    """``indexes``: those of the samples that matter to the caller."""
+    named = (
+        f" ({', '.join(map(str, indexes[:_MOST_LISTED]))}{', …' * (len(indexes) > _MOST_LISTED)})" if indexes else ""
+    )
+    what, lost = f"{_counted(count)} of {partition!r}{named}", f"lost {field!r} with a storage unit"
+    return Finding(
+        kind="lost", names=(partition, field), what=what, held_up_by=(lost,), to_do=_put_again(partition)
+    )  # fmt: skip
+
+
+def keepers(partitions: Iterable[tuple[int, Mapping[str, tuple[int, int]]]]) -> tuple[str, ...]:
+    """Who keeps a queue full: the tasks that keep most samples from being cleared, and how many no task keeps.
+
+    Args:
+        partitions: The samples of each, and by task how many it has not consumed, and has not acknowledged.
+    """
+    kept: dict[str, Counter[str]] = {"consumed": Counter(), "acknowledged": Counter()}
+    unread = done = 0
+    for samples, tasks in partitions:
+        for task, (unconsumed, unacked) in tasks.items():
+            kept["consumed"][task] += unconsumed
+            kept["acknowledged"][task] += unacked
+        unread += 0 if tasks else samples
+        done += max(0, samples - sum(map(sum, tasks.values()))) if tasks else 0  # or more: tasks may keep the same ones
+    clauses = [
+        f"task {task!r} has not {done_with} {_counted(count)}"
+        for done_with, counter in kept.items() for task, count in counter.most_common(2) if count
+    ]  # fmt: skip
+    clauses += [f"no task reads {_counted(unread)}"] if unread else []
+    clauses += [f"at least {_counted(done)} {_be(done)} consumed and not {_CLEARED}"] if done else []
+    return tuple(clauses)
+
+
+def _wrong(stats: Numbers, units_error: str | None) -> Iterator[Finding]:
+    for name, partition in stats["partitions"].items():
+        if field := partition["abandoned"]:
+            died = ("have died", f"readers of {name!r} get an error")
+            what, to_do = f"all producers of {field!r}", ("look at their output", "restart them")
+            yield Finding(kind="gone", names=(name,), what=what, held_up_by=died, to_do=to_do)
+        yield from (lost_values(name, field, count) for field, count in partition["lost"].items())
+    for at, unit in enumerate(stats["lost_units"]):
+        before = stats["lost_units"][:at].count(unit)  # a unit may come again under its name, and end again
+        ended = ("ended, and its values with it",)
+        yield Finding(kind="unit", names=(unit, before), what=f"storage unit {unit!r}", held_up_by=ended)
+    if units_error:
+        yield Finding(kind="storage", what="storage:", held_up_by=(units_error.rstrip("."),))
+    for alarm in stats["alarms"]:
+        number, age_s, held = alarm["number"], alarm["seen_s_ago"], f"held the server for {alarm['held_s']:.1f} s"
+        told = (held, "when nobody else was served", f"seen {age_s:.0f} s ago")
+        yield Finding(kind="sampler", names=(number,), what=alarm["what"], age_s=age_s, held_up_by=told)
+
+
+def _put_again(partition: str) -> tuple[str, ...]:
+    return f"put the lost values again (client.get_lost_samples({partition!r}) names them)", "clear those samples"
+
+
+# ---- what waits ----
+
+
+def _wait(stats: Numbers, waiting: Numbers) -> Finding:
+    """``stats``: with what all puts share, too."""
+    client, name = waiting["client"], waiting.get("partition")
+    if waiting["writer"]:
+        return _put(stats, waiting)
+    if "keys" in waiting:
+        keys = f"{waiting['wanted'] or 'changed'} {waiting['keys'].replace('keys', f'keys of {name!r}', 1)}"
+        return Finding(
+            kind="keys", names=(client, name), what=f"a wait for keys of {client}", waits_for=keys,
+            age_s=waiting["waited_s"], to_do=("check the producers",), client=client,
+        )  # fmt: skip
+    partition = stats["partitions"].get(name)
+    if partition is None:
+        return _fetch({**waiting, "elsewhere": _holds(stats["partitions"])})
+    lost = {field: count for field, count in partition["lost"].items() if field in waiting["fields"]}
+    known = {of: partition[own] for of, own in _OF_THE_PARTITION.items()}
+    return _fetch({**waiting, **known, "lost": lost, **({} if partition["put_total"] else {"last_published_s": None})})
+
+
+_OF_THE_PARTITION = {"known_fields": "fields", "reserved": "held", "sealed": "sealed"}
+"""What a reply says of a partition, and its name in the statistics."""
+
+
+def _holds(partitions: Numbers) -> str:
+    """What is in the queue instead of a partition."""
+    listed = [
+        f"{name!r} ({_counted(partitions[name]['samples'])}{', sealed' * partitions[name]['sealed']})"
+        for name in sorted(partitions)
+    ]
+    more = f" and {len(listed) - _MOST_LISTED} more" * (len(listed) > _MOST_LISTED)
+    return f"holds {', '.join(listed[:_MOST_LISTED])}{more}" if listed else "is empty"
+
+
+def _put(stats: Numbers, waiting: Numbers) -> Finding:
+    client, nbytes = waiting["client"], waiting.get("wanted_nbytes")
+    if nbytes is None:
+        what, size, setting = _samples_of(waiting), stats["capacity"], "total_storage_size"
+    else:
+        limits = [unit["capacity_bytes"] for unit in stats["units"]]
+        what, size, setting = _bytes(nbytes), _bytes(sum(limits)) if limits and all(limits) else None, "memory"
+    room = f"room for {what}" if size is None else f"room for {what} in a queue of {size}"
+    found = Finding(
+        kind="put", names=(client,), what=f"a put of {client}", waits_for=room, age_s=waiting.get("waited_s"),
+        held_up_by=stats["keepers"], client=client,
+        to_do=("clear consumed samples or partitions", f"raise {setting}", "raise put_timeout_s"),
+    )  # fmt: skip
+    savers = tuple(f"client {name} saves one" for name, held in stats["clients"].items() if held.get("freezes"))
+    if savers and nbytes is None and (size is None or stats["used"] + (waiting["wanted"] or 0) <= size):
+        return replace(found, waits_for=f"a checkpoint, before it replaces {what}", held_up_by=savers, to_do=())
+    return found
+
+
+def _kept(partition: Numbers) -> dict[str, tuple[int, int]]:
+    tasks, samples = partition["tasks"].items(), partition["samples"]
+    return {name: (samples - own["consumed"], own["in_flight_samples"]) for name, own in tasks}
+
+
+def _fetch(told: Numbers) -> Finding:
+    """``told``: one of ``get_stats()["waiting"]`` and what is known of its partition, or a reply and what was asked."""
+    task, partition = told["task"], told["partition"]
+    return Finding(
+        kind="fetch", names=(task, partition), what=f"task {task!r}", waits_for=_samples_of(told),
+        age_s=told["waited_s"], held_up_by=tuple(_causes(told)), to_do=tuple(_remedies(told)),
+        client=told.get("client", ""),
+    )  # fmt: skip
+
+
+def _causes(told: Numbers) -> Iterator[str]:
+    """Why a fetch waits."""
+    if told.get("refused"):
+        yield told["refused"].rstrip(".")
+    if "elsewhere" in told:
+        yield f"the partition is not in the queue, which {told['elsewhere']}"
+        return
+    if told.get("ready") is not None:
+        yield f"{told['ready']:,} ready"
+    for name, count in told.get("lacking", {}).items():
+        yield f"{count:,} lack{'s' * (count == 1)} field {name!r}"
+    if count := told.get("unmatched"):
+        yield f"{count:,} do{'es' * (count == 1)}n't match the filter"
+    if count := told.get("reserved"):
+        owed_by = told.get("owed_by", ())
+        others = " and maybe others" * (len(owed_by) >= _MOST_OWING)
+        owing = f" by client{'s' * (len(owed_by) > 1)} {', '.join(owed_by)}{others}" if owed_by else ""
+        yield f"{count:,} {_be(count)} reserved{owing} and not put yet"
+    yield from (f"{_counted(n)} lost {name!r} with a storage unit" for name, n in told.get("lost", {}).items())
+    yield from _about_the_partition(told)
+
+
+def _about_the_partition(told: Numbers) -> Iterator[str]:
+    if unknown := _unknown(told):
+        known = ", ".join(map(repr, told["known_fields"]))
+        yield f"nobody has put field {' or '.join(map(repr, unknown))} so far (there are {known})"
+    if not _is_short(told):
+        yield "Sampler returned no samples of those that are ready, or earlier fetches of the task still wait"
+    elif told.get("sealed"):
+        yield "the partition is sealed"
+    last = told.get("last_published_s", "")
+    if last != "":
+        yield "nothing was published yet" if last is None else f"last published {last:.0f} s ago"
+
+
+def _remedies(told: Numbers) -> Iterator[str]:
+    """What the one whose fetch waits may do."""
+    partition, is_short = told["partition"], _is_short(told)
+    is_expected = told.get("lacking") or told.get("reserved") or told.get("last_published_s", 0.0) is None
+    if told.get("lost"):
+        yield from _put_again(partition)
+    elif told.get("sealed") and is_short:
+        yield from ("put what is missing", "clear those samples")
+    else:
+        yield from ("check the producers", "lower batch_size")
+        if _unknown(told) or "elsewhere" in told:
+            yield f"compare the names of the {'partitions' if 'elsewhere' in told else 'fields'}"
+        elif is_short and not is_expected:
+            yield f"seal the partition if nothing more comes (client.seal_partition({partition!r}))"
+    yield "wait longer (timeout_s)"
+
+
+def _is_short(told: Numbers) -> bool:
+    return told.get("ready") is None or told["wanted"] is None or told["ready"] < told["wanted"]
+
+
+def _unknown(told: Numbers) -> list[str]:
+    """Fields that no sample has, where there are samples."""
+    known = told.get("known_fields")
+    return [name for name in told["fields"] if known and name not in known]
+
+
+# ---- words ----
+
+
+def _counted(samples: int) -> str:
+    return f"{samples:,} sample{'s' * (samples != 1)}"
+
+
+def _samples_of(waiting: Numbers) -> str:
+    wanted, partition = waiting.get("wanted"), waiting["partition"]
+    samples = "samples" if wanted is None else _counted(wanted)
+    return samples if partition is None else f"{samples} of {partition!r}"
+
+
+def _be(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _bytes(count: int) -> str:
+    power = max(0, count.bit_length() - 1) // 10
+    return f"{count / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
