@@ -181,8 +181,9 @@ class Front:
             for lease in self.calls.take(call.client, columns.lease, MemoryLease):
                 self.calls.hold(call, lease)
             columns = msgspec.structs.replace(columns, lease=put.id)
-        start = writing.write if isinstance(begin, p.Reserve) else writing.rewrite
-        first = start(state, call, begin)
+        first = (
+            writing.write(state, call, begin) if isinstance(begin, p.Reserve) else writing.rewrite(state, call, begin)
+        )
         if not isinstance(first, p.Reply):
             first = yield from replied(first)
         if isinstance(first, p.Failed):

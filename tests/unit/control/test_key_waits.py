@@ -285,7 +285,7 @@ def test_wrong_requests_are_refused(plane):
 @pytest.mark.parametrize("wait_s", [0.0, 5.0])
 def test_many_keys_are_compared_some_in_each_turn(plane, wait_s):
     plane.calls.turn = Turn(itertools.count(step=5e-4).__next__)
-    put_keys(plane, *map(str, range(20 * filtered._PIECE)))
+    put_keys(plane, *map(str, range(60 * filtered._PIECE)))
     put_keys(plane, "last", v=1)
     assert wait(plane, "v == 1", 2, wait_s) is None
     assert wait(plane, "v == 1", 1, wait_s) is None
