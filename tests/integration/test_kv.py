@@ -89,7 +89,7 @@ def test_a_plain_string_is_one_key(queue, name):
     [
         (["a"], None, None, ValueError, "neither"),
         (["a", "b"], {"x": torch.arange(1)}, None, ValueError, "2 keys"),
-        (["a", "b"], None, [{}], ValueError, "2 keys were given with 1 tags"),
+        (["a", "b"], None, [{}], ValueError, "2 rows were given with 1 tags"),
         ([], {"x": torch.arange(1)}, None, ValueError, "empty"),
         (("a",), {"x": torch.arange(1)}, None, TypeError, "list of strings"),
         ([1], {"x": torch.arange(1)}, None, TypeError, "list of strings"),

@@ -13,6 +13,7 @@ import torch
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.metadata.field_schema import with_dtypes
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
 from transfer_queue.storage.backends import create as create_storage
@@ -156,6 +157,32 @@ async def _clear_by_field(
         await storage.clear_data(BatchMeta(some, [partition] * len(some), {name: {} for name in names}))
 
 
+def check_meta(verb: str, metadata: Any) -> None:
+    """Raise InvalidRequestError for anything but metadata of samples."""
+    if not isinstance(metadata, BatchMeta):
+        raise InvalidRequestError(
+            f"{verb} takes a BatchMeta, as put and get_meta return it, got {type(metadata).__name__}."
+        )
+
+
+def tags_by_row(tags: Any, count: int) -> dict[int, dict[str, Any]]:
+    """Tags by row, for rows that have some. Raises an error unless each row has a mapping that can be sent, or None."""
+    if tags is None:
+        return {}
+    if isinstance(tags, (str, Mapping)) or not hasattr(tags, "__len__"):
+        raise InvalidRequestError(f"tags are a list with one mapping per row, got {type(tags).__name__}.")
+    if len(tags) != count:
+        raise InvalidRequestError(f"{count} rows were given with {len(tags)} tags. Give one mapping, or None, per row.")
+    for row, own in enumerate(tags):
+        if own is not None and not isinstance(own, Mapping):
+            raise InvalidRequestError(
+                f"tags of row {row} are a {type(own).__name__}, {own!r:.50}: give a mapping of names to plain data, or "
+                f"None."
+            )
+    check_tags(found := {row: copy_tags(own) for row, own in enumerate(tags) if own})
+    return found
+
+
 def checked_wait(verb: str, timeout_s: float) -> float:
     """The wait as it may be sent. Raises InvalidRequestError for NaN."""
     if math.isnan(timeout_s):
@@ -226,10 +253,7 @@ def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
     names = [name for own in tags.values() for name in own if not isinstance(name, str)]
     if names:
         raise UnsupportedValueError(f"tags are named by strings, got {names[0]!r}; use {str(names[0])!r}.")
-    try:
-        encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise UnsupportedValueError(f"a tag can't be sent: {error}. Store it as a field instead.") from error
+    encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
     for own in tags.values():
         _check_lists(own)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, checked_wait, to_meta
+from transfer_queue.client.base import ClientBase, check_meta, checked_wait, to_meta
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import (
     BatchTimeoutError,
@@ -242,6 +243,7 @@ class Gets(ClientBase):
             >>> client.get_data(meta)["ids"].offsets()
             tensor([0, 2, 5])
         """
+        check_meta("get_data", metadata)
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         common = common_dtypes(metadata.field_schema, metadata.global_indexes)
@@ -319,6 +321,7 @@ class Gets(ClientBase):
             >>> client.ack(batch, "sft")
             1
         """
+        check_meta("ack", metadata)
         if metadata.token is None:
             return 0
         partition, tokens = metadata.partition_ids[0], [metadata.token]
@@ -339,6 +342,11 @@ def fetch_request(
     ``where``: the filter, if it isn't in there.
     """
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
+    for key in arguments:
+        if key not in _OF_THE_FETCH and (meant := _misspelt(key)):
+            raise InvalidRequestError(
+                f"sampling_config has {key!r}; did you mean {meant!r}? A sampler's own keyword needs another name."
+            )
     wait_s = checked_wait("a fetch", wait_s)
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
@@ -346,6 +354,12 @@ def fetch_request(
     if where is not None:
         named["where"] = where
     return p.Fetch(0, partition, task, list(fields), batch_size, wait_s=wait_s, sampler_args=arguments, **named)
+
+
+@functools.lru_cache
+def _misspelt(key: str) -> str | None:
+    """What this key of a sampling_config was meant to be, if it looks like a misspelt one."""
+    return next(iter(difflib.get_close_matches(key, _OF_THE_FETCH, 1, 0.8)), None)
 
 
 def as_names(fields: Sequence[str] | str) -> list[str]:

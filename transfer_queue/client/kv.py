@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_tags, to_meta, to_specs
+from transfer_queue.client.base import tags_by_row, to_meta, to_specs
 from transfer_queue.client.key_watch import listed_after
-from transfer_queue.client.put import DataParser, Puts, as_tensordict
+from transfer_queue.client.put import DataParser, Puts, RowTags, as_tensordict
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.storage.columns import parsed_rows
@@ -53,14 +54,12 @@ class Keys(Puts):
             )
         )
 
-    async def put_by_key(
-        self, keys: list[str], partition_id: str, rows: TensorDict | None, tags: Sequence[Tag | None] | None
-    ) -> p.Batch:
+    async def put_by_key(self, keys: list[str], partition_id: str, rows: TensorDict | None, tags: RowTags) -> p.Batch:
         """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then."""
         specs = {} if rows is None else to_specs(extract_field_schema(rows))
         number, wait_s = self.session.number(), await self.put_timeout_s()
         begin = p.ResolveKeys(number, partition_id, keys, True, True, specs, wait_s, sorted(specs))
-        reply = await self.write(begin, rows, {row: tag for row, tag in enumerate(tags or ()) if tag})
+        reply = await self.write(begin, rows, tags)
         assert isinstance(reply, p.Batch)
         return reply
 
@@ -150,14 +149,14 @@ async def batch_put(
     names = check_keys(keys)
     rows = None if fields is None else as_tensordict(fields)
     _check_batch(names, rows, tags)
-    check_tags({i: tag for i, tag in enumerate(tags or ()) if tag})
+    by_row = tags_by_row(tags, len(names))
     if rows is not None:
         rows = await parsed_rows(rows, data_parser)
     tries = _TRIES
     while True:
         tries -= 1
         try:
-            batch = await client.put_by_key(names, partition_id, rows, tags)
+            batch = await client.put_by_key(names, partition_id, rows, by_row)
         except (SampleClearedError, UnknownPartitionError):
             if not tries:
                 raise
@@ -175,12 +174,10 @@ def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag
     if fields is None and tags is None:
         raise InvalidRequestError("a put needs fields, tags, or both; got neither.")
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequestError(f"Got duplicated keys: {twice!r} is given {names.count(twice)} times.")
+        twice, times = Counter(names).most_common(1)[0]
+        raise InvalidRequestError(f"Got duplicated keys: {twice!r} is given {times} times.")
     if fields is not None and (not len(fields.batch_size) or fields.batch_size[0] != len(names)):
         raise InvalidRequestError(f"{len(names)} keys were given for fields of batch size {list(fields.batch_size)}.")
-    if tags is not None and len(tags) != len(names):
-        raise InvalidRequestError(f"{len(names)} keys were given with {len(tags)} tags.")
 
 
 async def batch_get(

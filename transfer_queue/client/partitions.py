@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_tags, checked_wait
+from transfer_queue.client.base import check_meta, check_tags, checked_wait
 from transfer_queue.client.kv import Keys
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
@@ -93,6 +93,7 @@ class Partitions(Keys):
             >>> client.get_meta(partition_id="train", mode="force_fetch").size
             2
         """
+        check_meta("clear_samples", metadata)
         for part in metadata.chunk_by_partition() if metadata.size else ():
             indexes = part.global_indexes
             for start in range(0, len(indexes), _PER_CLEAR):  # more at once would hold up other clients for too long
@@ -361,6 +362,7 @@ class Partitions(Keys):
             >>> client.get_meta(["x"], 1, "train", task_name="best", where="score > 0.9").custom_meta
             [{'score': 1.0}]
         """
+        check_meta("set_custom_meta", metadata)
         tags: dict[str, dict[int, dict[str, Any]]] = {}
         rows = zip(metadata.partition_ids, metadata.global_indexes, metadata.custom_meta, strict=True)
         for partition, index, own in rows:

@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, check_tags, to_specs
+from transfer_queue.client.base import ClientBase, check_meta, check_tags, tags_by_row, to_specs
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
-from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -163,18 +163,18 @@ class Puts(ClientBase):
         metadata: BatchMeta | None = None,
         partition_id: str | None = None,
         data_parser: DataParser | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        tags: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> BatchMeta:
         """Store fields of samples and make them visible; they are when this returns.
 
         Args:
             data: ``{field: [N, ...]}``, or a TensorDict of batch size [N]: one row per sample. A column is a dense or
-                nested tensor, or a list of plain objects.
+                nested tensor, an array, or a list or tuple of plain objects.
             metadata: The samples to write to, which is then updated in place and returned. None: new samples.
                 Rows that only fill a padded batch are skipped.
-            partition_id: Where new samples go.
+            partition_id: Where new samples go. With ``metadata``, it must be the partition of these samples.
             data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
-            tags: One mapping per row, visible together with the values; merges into what a sample has.
+            tags: One mapping or None per row, visible together with the values; merges into what a sample has.
         Returns:
             Metadata of the samples, [N], in the order of the rows.
         Raises:
@@ -191,15 +191,14 @@ class Puts(ClientBase):
         """
         rows = as_tensordict(data)
         count = int(rows.batch_size[0])
-        if tags is not None and len(tags) != count:
-            raise InvalidRequestError(f"put got {count} rows of data with {len(tags)} tags.")
-        check_tags(dict(enumerate(tags or ())))
+        by_row = tags_by_row(tags, count)
         if metadata is None:
             if partition_id is None:
                 raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
             if not count:
                 raise InvalidRequestError("put got 0 rows; there is nothing to store.")
-            return await self._put_new(await parsed_rows(rows, data_parser), partition_id, tags)
+            return await self._put_new(await parsed_rows(rows, data_parser), partition_id, by_row)
+        check_meta("put", metadata)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
         if metadata.size != count:
@@ -207,19 +206,26 @@ class Puts(ClientBase):
                 f"put got {count} rows of data for {metadata.size} samples of metadata; nothing was "
                 f"written. Select the same rows of both."
             )
+        others = set(metadata.partition_ids) - {partition_id}
+        if partition_id is not None and others:
+            raise InvalidRequestError(
+                f"put got partition_id {partition_id!r} with metadata of samples in {sorted(others)}; nothing was "
+                f"written. Samples stay in their partition: leave partition_id out, or put without metadata."
+            )
         metadata.update_custom_meta(tags)
         return await self._put_existing(rows, metadata, data_parser)
 
-    async def _put_new(self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any]] | None) -> BatchMeta:
+    async def _put_new(self, rows: TensorDict, partition: str, tags: RowTags) -> BatchMeta:
         schema, count = extract_field_schema(rows), int(rows.batch_size[0])
         wait_s = await self.put_timeout_s()
         begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s)
-        reserved = await self.write(begin, rows, {row: copy_tags(own) for row, own in enumerate(tags or ()) if own})
+        reserved = await self.write(begin, rows, tags)
         assert isinstance(reserved, p.Reserved)
         meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)
         meta.add_described(schema)
-        meta.update_custom_meta(tags)
-        meta.mark_custom_meta_clean()
+        if tags:
+            meta.update_custom_meta([tags.get(row) for row in range(count)])
+            meta.mark_custom_meta_clean()
         return meta
 
     async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
@@ -288,23 +294,55 @@ def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
 def as_tensordict(data: Any) -> TensorDict:
     """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
     if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
-        sizes = {_length(name, column) for name, column in data.items()}
+        _check_names(data)
+        sizes = {_num_rows(name, column) for name, column in data.items()}
         if len(sizes) != 1:
             raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
-        return TensorDict(dict(data), batch_size=[sizes.pop()])
+        return _joined(data, sizes.pop())
     if data is None or not hasattr(data, "batch_size"):
         raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")
     if not len(data.batch_size):
         raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
+    _check_names(data.keys())
     rows: TensorDict = data
     return rows
 
 
-def _length(name: str, column: Any) -> int:
+def _check_names(names: Iterable[Any]) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"a field's name is a string, got {name!r}; use {str(name)!r}.")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the field name {name!r} is no valid Unicode: {error}. Rename it.") from None
+
+
+def _num_rows(name: str, column: Any) -> int:
+    if not isinstance(column, (torch.Tensor, np.ndarray, list, tuple)) and not is_tensor_collection(column):
+        raise InvalidRequestError(
+            f"field {name!r} of a put is a single {type(column).__name__}: a column is a tensor, an array, a list or a "
+            f"tuple, with one entry per row. For one sample, put a list or a tensor of one."
+        )
+    if isinstance(column, torch.Tensor) and column.is_nested:  # len() fails for some layouts
+        return int(column.size(0))
     try:
         return len(column)
     except TypeError as error:
         raise InvalidRequestError(
-            f"field {name!r} of a put is a single {type(column).__name__}: a column needs one entry per row. "
-            f"For one sample, put a list or a tensor of one."
+            f"field {name!r} of a put is a single {type(column).__name__} without dimensions: a column needs one entry "
+            f"per row. For one sample, put a list or a tensor of one."
         ) from error
+
+
+def _joined(columns: Mapping[str, Any], count: int) -> TensorDict:
+    try:
+        return TensorDict(dict(columns), batch_size=[count])
+    except ValueError:  # a list has ints beyond 64 bits, so it stays a list of objects
+        rows = TensorDict({}, batch_size=[count])
+        for name, column in columns.items():
+            try:
+                rows.set(name, column)
+            except ValueError:
+                rows.set(name, NonTensorStack(*column))
+        return rows

@@ -338,6 +338,8 @@ def _check_sizes(batch_size: int, micro_batch_size: int) -> None:
 def _check_values(dp_rank: int, dp_size: int | None, data_fields: Sequence[str] | str, layout: str | None) -> None:
     if dp_rank < 0:
         raise InvalidRequestError(f"dp_rank must be at least 0, got {dp_rank}.")
+    if dp_size is not None and dp_size < 1:
+        raise InvalidRequestError(f"dp_size must be at least 1, got {dp_size}.")
     if dp_size is not None and dp_rank >= dp_size:
         raise InvalidRequestError(f"dp_rank {dp_rank} with dp_size {dp_size}: ranks go from 0 to {dp_size - 1}.")
     if not data_fields:

@@ -221,7 +221,7 @@ class SocketCaller:
                     if request_id in sent:
                         replies[request_id] = RawReply(header, frames)
                 if not arrived and time.monotonic() >= deadline:
-                    raise silent(late[0].peer, timeout_s)
+                    raise silent(late[0].peer, timeout_s, late[0].reached)
             return [replies[request_id] for request_id in sent]
         except BaseException:
             for connection, call in sent.values():
@@ -246,8 +246,9 @@ class SocketCaller:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             replies = [future.result() for future in futures if future.done()]  # raises the error of a failed one
             if len(replies) < len(futures):
-                late = (peer for (*_, peer), future in zip(sent, futures, strict=True) if not future.done())
-                raise silent(next(late), timeout_s)
+                late = (call for call, future in zip(sent, futures, strict=True) if not future.done())
+                connection, _, peer = next(late)
+                raise silent(peer, timeout_s, connection.reached)
         except BaseException:
             for connection, request_id, _ in sent:
                 connection.cancel(request_id)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
-from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row, pack_indexes, unpack_indexes
+from transfer_queue.protocol import (
+    LONGEST_WAIT_S,
+    Done,
+    Request,
+    UnitRuns,
+    as_indexes,
+    by_row,
+    pack_indexes,
+    unpack_indexes,
+)
 from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
 from transfer_queue.storage.messages import (
     AskHeld,
@@ -113,7 +122,7 @@ class SharedMemoryManager(StorageManager):
         """
         await decide_paths([self._front])
         write = UnitWrite(self._front, slice(0, count), count, columns, self._inline_nbytes)
-        packed = pack_indexes(_as_indexes(replaced)) if len(replaced) else b""
+        packed = pack_indexes(as_indexes(replaced)) if len(replaced) else b""
         await self._writer.lease(call, write, packed, wait_s)
         packed_columns, frames = self._writer.packed(write)
         return encode_columns(packed_columns), frames
@@ -146,7 +155,7 @@ class SharedMemoryManager(StorageManager):
     async def write(
         self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = ""
     ) -> UnitRuns | None:
-        wanted = _as_indexes(indexes)
+        wanted = as_indexes(indexes)
         if not columns or not len(wanted):
             return None
         return await self._writer.write(call, wanted, columns, self._put_timeout_s)
@@ -169,7 +178,7 @@ class SharedMemoryManager(StorageManager):
         from transfer_queue.storage import columns
 
         data = await columns.parsed_rows(data, data_parser)
-        indexes = _as_indexes(metadata.global_indexes)
+        indexes = as_indexes(metadata.global_indexes)
         columns.check_rows(data, indexes)
         if await self._store(indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
@@ -201,7 +210,7 @@ class SharedMemoryManager(StorageManager):
 
         layout = layout or self._layout
         batches.check_layout(layout)
-        wanted, names = _as_indexes(indexes), sorted(set(fields))
+        wanted, names = as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
             return batches.unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
@@ -227,7 +236,7 @@ class SharedMemoryManager(StorageManager):
         names = sorted(set(fields))
         result = ReadResult(self.session, names)
         try:
-            await self._read(_as_indexes(indexes), names, units or {}, result)
+            await self._read(as_indexes(indexes), names, units or {}, result)
             yield result.columns
         finally:
             await result.close()
@@ -241,7 +250,7 @@ class SharedMemoryManager(StorageManager):
         if not columns or not len(indexes):
             return None
         call = self.session.number()
-        units = await self._writer.write(call, _as_indexes(indexes), columns, self._put_timeout_s)
+        units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s)
         try:
             await self.commit(call, units)
         except BaseException:
@@ -251,13 +260,13 @@ class SharedMemoryManager(StorageManager):
 
     async def clear_rows(self, indexes: Sequence[int]) -> None:
         """In every unit, because values that were put again may lie in several."""
-        wanted = _as_indexes(indexes)
+        wanted = as_indexes(indexes)
         if len(wanted):
             await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
 
     async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
         """Return by field which of these samples have a value. Fields that none of them has are left out."""
-        wanted, found = _as_indexes(indexes), dict[str, list[IntArray]]()
+        wanted, found = as_indexes(indexes), dict[str, list[IntArray]]()
         for held in await self._ask_all(lambda: AskHeld(self.session.number(), pack_indexes(wanted)), Held):
             for name, packed in held.fields.items():
                 found.setdefault(name, []).append(unpack_indexes(packed))
@@ -348,7 +357,3 @@ def shares_of(count: int, names: Sequence[str], units: Places) -> list[tuple[int
             continue
         shares += [(unit, at, fields) for unit, at in groups(by_row(list(runs)))]
     return shares
-
-
-def _as_indexes(indexes: Sequence[int] | IntArray) -> IntArray:
-    return np.asarray(indexes, np.int64).reshape(-1)
