@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, RawReply
 from transfer_queue.transport.connections import Connection, Descriptors, LoopConnection, closed, gone, revoke, silent
-from transfer_queue.transport.modes import is_blocking, pause
+from transfer_queue.transport.modes import is_blocking, look, pause
 from transfer_queue.transport.unix import UnixConnection
 from transfer_queue.transport.waiting import wait_for_some
 
@@ -216,7 +216,7 @@ class SocketCaller:
             deadline = time.monotonic() + timeout_s
             while late := [each.connection for request_id, each in sent.items() if request_id not in replies]:
                 waiting = set(late)
-                arrived = wait_for_some(waiting, wake, deadline)
+                arrived = wait_for_some(waiting, wake, min(deadline, time.monotonic() + look()))
                 for request_id, header, frames in arrived:
                     if request_id in sent:
                         replies[request_id] = RawReply(header, frames)
