@@ -15,7 +15,7 @@ from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.metadata.field_schema import with_dtypes
-from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
+from transfer_queue.protocol import MOST_ROWS, Batch, Done, FieldSpec, SetTags, encode, unpack_indexes
 from transfer_queue.storage.backends import create as create_storage
 from transfer_queue.storage.backends import storage_settings
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -113,6 +113,13 @@ class ClientBase:
             raise
         session.done(session.controller, message.id)
         return cleared
+
+    async def set_tags(self, partition: str, tags: Mapping[int, Mapping[str, Any]], merge: bool = False) -> None:
+        """Set the tags of these samples, a part of them per request."""
+        rows = list(tags.items())
+        for some in parts_of(len(rows)):
+            own = {index: dict(each) for index, each in rows[some]}
+            await self.session.ask(SetTags, Done, {partition: own}, merge)
 
     async def _fields_of(self, partition: str) -> dict[int, tuple[str, ...]]:
         """The fields of each sample of a partition, by index."""
@@ -244,6 +251,16 @@ def to_meta(batch: Batch) -> BatchMeta:
     if count:  # set directly, because these entries are new and already normalized
         meta.field_schema = {name: _to_entry(spec, count) for name, spec in batch.fields.items()}
     return meta
+
+
+def joined(pages: Sequence[Batch]) -> BatchMeta:
+    """The metadata of several replies about one partition, with the fields that all of them have."""
+    return to_meta(pages[0]) if len(pages) == 1 else BatchMeta.concat(map(to_meta, pages), validate=False)
+
+
+def parts_of(count: int) -> list[slice]:
+    """So many rows in parts that one request may name; one empty part if there are none."""
+    return [slice(start, min(start + MOST_ROWS, count)) for start in range(0, count or 1, MOST_ROWS)]
 
 
 def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:

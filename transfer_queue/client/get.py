@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, check_meta, checked_wait, to_meta
+from transfer_queue.client.base import ClientBase, check_meta, checked_wait, joined, parts_of, to_meta
 from transfer_queue.config import fetch_wait_s
 from transfer_queue.errors import (
     BatchTimeoutError,
@@ -140,16 +140,11 @@ class Gets(ClientBase):
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
         """In pages, so that a large partition holds up no other client."""
-        page = await self.session.ask(p.Describe, p.Batch, partition_id, fields)
-        pages = [to_meta(page)]
-        while page.more:
-            last = pages[-1].global_indexes[-1]
-            page = await self.session.ask(p.Describe, p.Batch, partition_id, fields, None, last)
-            pages.append(to_meta(page))
-        if fields is None and len(pages) > 1:  # every field that all samples have
-            common = set.intersection(*(set(each.field_names) for each in pages))
-            pages = [each.select_fields([name for name in each.field_names if name in common]) for each in pages]
-        return BatchMeta.concat(pages, validate=False) if len(pages) > 1 else pages[0]
+        pages = [await self.session.ask(p.Describe, p.Batch, partition_id, fields)]
+        while pages[-1].more:
+            last = int(p.unpack_indexes(pages[-1].indexes)[-1])
+            pages.append(await self.session.ask(p.Describe, p.Batch, partition_id, fields, None, last))
+        return joined(pages)
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.
@@ -291,21 +286,27 @@ class Gets(ClientBase):
         units = {name: np.zeros(meta.size, dtype=np.int32) for name in names}
         partitions = np.array(meta.partition_ids, dtype=object)
         for partition in dict.fromkeys(meta.partition_ids):
-            at = np.flatnonzero(partitions == partition)
-            own = p.pack_indexes([meta.global_indexes[row] for row in at])
-            try:
-                described = await self.session.ask(p.Describe, p.Batch, partition, list(names), own)
-            except (SampleClearedError, UnknownPartitionError) as error:
-                raise StorageKeyNotFoundError(str(error)) from None
-            if not np.frombuffer(described.status, dtype=np.int8).all():
-                raise StorageKeyNotFoundError(
-                    f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
-                    f"yet, or were lost with a storage unit. Fetch again."
-                )
-            for name, spec in described.fields.items():
-                if spec.units is not None:
-                    units[name][at] = p.by_row(spec.units)
+            mine = np.flatnonzero(partitions == partition)
+            for some in parts_of(len(mine)):
+                at = mine[some]
+                own = p.pack_indexes([meta.global_indexes[row] for row in at])
+                for name, spec in (await self._described(partition, names, own)).fields.items():
+                    if spec.units is not None:
+                        units[name][at] = p.by_row(spec.units)
         return {name: p.runs_of(own) for name, own in units.items()}
+
+    async def _described(self, partition: str, names: Sequence[str], indexes: bytes) -> p.Batch:
+        """Samples that have all these fields."""
+        try:
+            described = await self.session.ask(p.Describe, p.Batch, partition, list(names), indexes)
+        except (SampleClearedError, UnknownPartitionError) as error:
+            raise StorageKeyNotFoundError(str(error)) from None
+        if not np.frombuffer(described.status, dtype=np.int8).all():
+            raise StorageKeyNotFoundError(
+                f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
+                f"yet, or were lost with a storage unit. Fetch again."
+            )
+        return described
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.

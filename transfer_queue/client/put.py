@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, check_meta, check_tags, tags_by_row, to_specs
+from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
+from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -83,7 +85,7 @@ class WriteTransaction:
             if self._columns is not None:
                 units = await storage.write(begin.id, indexes, self._columns, begin.partition)
                 stored = True
-            publish = self._publication(packed, indexes, units)
+            publish = await self._publication(packed, indexes, units)
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None:
                 await self._commit(storage, units)
@@ -114,11 +116,16 @@ class WriteTransaction:
             # Soon, because at the session's end the unit would store it over what replaces it.
             await self._session.cancel(self._begin.id)
 
-    def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
+    async def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
         begin, fields = self._begin, self._begin.fields
         if units is not None:
             fields = {name: msgspec.structs.replace(spec, units=units) for name, spec in fields.items()}
         tags = {indexes[row]: own for row, own in self._tags.items()}
+        if len(tags) > p.MOST_ROWS:  # of new samples, which nobody sees before their publish
+            for some in parts_of(len(tags)):
+                part = dict(itertools.islice(tags.items(), some.start, some.stop))
+                await self._session.ask(p.SetTags, p.Done, {begin.partition: part}, True)
+            tags = {}
         by_key = isinstance(begin, p.ResolveKeys)
         number = self._session.number()
         return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True)
@@ -142,6 +149,8 @@ class Puts(ClientBase):
         storage, front = self.storage_manager, self.front
         if front is not None and await front.writes_in_front():
             transaction = WriteTransaction(self.session, begin, columns, count, tags)
+            if len(tags) > p.MOST_ROWS:  # more than one message may have
+                return await transaction.in_steps(storage)
             if not await self.has_more_units(front):
                 return await transaction.through(front, begin.wait_s)
             with contextlib.suppress(StorageFullError):
@@ -174,7 +183,8 @@ class Puts(ClientBase):
                 Rows that only fill a padded batch are skipped.
             partition_id: Where new samples go. With ``metadata``, it must be the partition of these samples.
             data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
-            tags: One mapping or None per row, visible together with the values; merges into what a sample has.
+            tags: One mapping or None per row, visible together with the values; merges into what a sample has. With
+                ``metadata`` and tags for more than 2048 samples it is several puts, each of which is whole or not there.
         Returns:
             Metadata of the samples, [N], in the order of the rows.
         Raises:
@@ -234,7 +244,7 @@ class Puts(ClientBase):
         data, target = rows, meta
         if any(meta.padding_mask):
             real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
-            data, target = rows_at(rows, real), meta.select_samples(real)
+            (data,), target = rows_at(rows, [real]), meta.select_samples(real)
         stored = await parsed_rows(data, parser)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
         bare.add_fields(stored)
@@ -248,7 +258,12 @@ class Puts(ClientBase):
         """Put the rows of samples of this partition."""
         mine = [position for position, name in enumerate(meta.partition_ids) if name == partition]
         if len(mine) < meta.size:
-            rows, meta = rows_at(rows, mine), meta.select_samples(mine)
+            (rows,), meta = rows_at(rows, [mine]), meta.select_samples(mine)
+        if len(mine) > p.MOST_ROWS and len(tags) > p.MOST_ROWS:
+            parts = parts_of(len(mine))
+            for part, some in zip(rows_at(rows, parts), parts, strict=True):
+                await self._put_into(partition, part, meta.select_samples(list(range(meta.size))[some]), tags)
+            return
         wait_s = await self.put_timeout_s()
         packed, specs = p.pack_indexes(meta.global_indexes), to_specs(meta.field_schema)
         begin = p.CheckFields(self.session.number(), partition, packed, specs, wait_s)
@@ -276,19 +291,25 @@ def _warn_once(field: str, partition: str, dtypes: str) -> None:
     )  # fmt: skip
 
 
-def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
-    """These rows of a batch. A TensorDict can't pick rows of every nested tensor and of single objects itself."""
-    columns = dict(named_columns(rows))
-    nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
-    single = [name for name, column in columns.items() if isinstance(column, NonTensorData)]
-    picked: TensorDict = rows.exclude(*nested, *single)[positions]
-    for name in nested:
-        parts, layout = columns[name].unbind(), columns[name].layout
-        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=layout))
-    for name in single:
-        values = values_of(columns[name], len(rows))
-        picked.set(name, NonTensorStack(*(values[at] for at in positions)))
-    return picked
+def rows_at(rows: TensorDict, parts: Sequence[slice | list[int]]) -> list[TensorDict]:
+    """These parts of a batch's rows. A TensorDict can't pick from every nested tensor, and copies all its objects."""
+    count = len(rows)
+    columns = [(name, _picker(column, count)) for name, column in named_columns(rows)]
+    sizes = [len(range(count)[part]) if isinstance(part, slice) else len(part) for part in parts]
+    return [
+        TensorDict({name: picked(part) for name, picked in columns}, batch_size=[size])
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _picker(column: Any, count: int) -> Callable[[slice | list[int]], Any]:
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        members, layout = column.unbind(), column.layout
+        return lambda part: torch.nested.as_nested_tensor(list(pick(members, part)), layout=layout)
+    if isinstance(column, torch.Tensor) or (is_tensor_collection(column) and not is_non_tensor(column)):
+        return lambda part: column[part]
+    values = values_of(column, count)
+    return lambda part: NonTensorStack(*pick(values, part))
 
 
 def as_tensordict(data: Any) -> TensorDict:

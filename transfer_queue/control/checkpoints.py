@@ -156,7 +156,7 @@ def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
     if isinstance(request, p.CheckFields):
         indexes = p.unpack_indexes(request.indexes)
     else:
-        known = (partition.keys.index_of(key) for key in request.keys)
+        known = partition.keys.indexes_of(request.keys)
         indexes = np.array([index for index in known if index is not None], dtype=np.int64)
     rows, found = partition.table.find(indexes)
     if not partition.table.size:

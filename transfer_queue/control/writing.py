@@ -323,8 +323,10 @@ def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
     if not request.create:
         return []
     partition = state.partitions.get(request.partition)
-    unique = dict.fromkeys(request.keys)
-    return [key for key in unique if partition is None or partition.keys.index_of(key) is None]
+    unique = list(dict.fromkeys(request.keys))
+    if partition is None:
+        return unique
+    return [key for key, index in zip(unique, partition.keys.indexes_of(unique), strict=True) if index is None]
 
 
 def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Reply:
@@ -355,7 +357,8 @@ def _bind_keys(state: PlaneState, client: str, request: p.ResolveKeys) -> p.Repl
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
     """The samples of the known keys, with every field that all of them have, and the names of those that some lack."""
-    found = [(key, index) for key in keys if (index := partition.keys.index_of(key)) is not None]
+    known = zip(keys, partition.keys.indexes_of(keys), strict=True)
+    found = [(key, index) for key, index in known if index is not None]
     indexes = np.array([index for _, index in found], dtype=np.int64)
     rows = partition.rows_of(indexes)
     fields = partition.schema.fields_of(rows) if found else []

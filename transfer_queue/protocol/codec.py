@@ -7,7 +7,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from transfer_queue.errors import InvalidRequestError, ProtocolError, Unsupporte
 from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
 from transfer_queue.protocol.replies import AnyReply
 from transfer_queue.protocol.requests import (
+    MOST_ROWS,
     AnyRequest,
     Call,
     Fetch,
@@ -44,9 +45,9 @@ class ClientMessage(msgspec.Struct, Generic[R], frozen=True, array_like=True):
     ``read``: fetches without ledger entry whose batches it has read, or can't read any more.
     """
 
-    received: list[Call]
+    received: Annotated[list[Call], msgspec.Meta(max_length=MOST_ROWS)]
     request: R
-    read: list[Call] = []
+    read: Annotated[list[Call], msgspec.Meta(max_length=MOST_ROWS)] = []
 
 
 # ---- encoding ----
