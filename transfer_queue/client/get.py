@@ -30,6 +30,7 @@ from transfer_queue.metadata.unread import UnreadBatch
 from transfer_queue.storage.batches import from_rows, relaid
 from transfer_queue.storage.columns import named_columns, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.transport.caller import SocketCaller
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
@@ -41,12 +42,12 @@ class FetchedBatch:
     def __init__(
         self,
         meta: BatchMeta,
-        call: int,
+        call: tuple[SocketCaller, int],
         front: SharedMemoryManager | None,
         frames: Sequence[memoryview],
         units: Mapping[str, p.UnitRuns | None],
     ) -> None:
-        """``units``: by field, where the values lie."""
+        """``call``: whose session pins the values. ``units``: by field, where the values lie."""
         self.meta = meta
         self.units = units
         self._call = call
@@ -66,7 +67,7 @@ class FetchedBatch:
         """Idempotent."""
         front, self._front, self.closed = self._front, None, True
         if front is not None:
-            await front.release(self._call)
+            await front.release(self._call[1])
 
 
 class Gets(ClientBase):
@@ -161,7 +162,7 @@ class Gets(ClientBase):
             2
         """
         await self.session.config()
-        front = self.front
+        front, caller = self.front, self.session.caller
         if front is not None:
             fetch = msgspec.structs.replace(fetch, with_values=True, mapped=await front.decide_mapping())
         fetch = msgspec.structs.replace(fetch, id=self.session.number())
@@ -171,7 +172,7 @@ class Gets(ClientBase):
                 return reply
             meta = to_meta(reply) if frames else self._to_read(reply)
             units = {name: spec.units for name, spec in reply.fields.items()}
-            return FetchedBatch(meta, reply.id, front, frames, units)
+            return FetchedBatch(meta, (caller, reply.id), front, frames, units)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
                 await front.release(fetch.id)

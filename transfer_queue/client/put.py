@@ -15,7 +15,13 @@ from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_coll
 
 from transfer_queue import protocol as p
 from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
-from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, StorageFullError, UnitLostError
+from transfer_queue.errors import (
+    InvalidRequestError,
+    QueueUnreachableError,
+    SessionEndedError,
+    StorageFullError,
+    UnitLostError,
+)
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import StorageManager
@@ -48,6 +54,7 @@ class WriteTransaction:
             tags: Tags by row.
         """
         self._session = session
+        self._caller = session.caller  # while it is kept, so is what it leases, whatever other threads do
         self._begin = begin
         self._columns = columns
         self._num_rows = num_rows
@@ -64,6 +71,7 @@ class WriteTransaction:
                 lease = self._session.number()
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
                 columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced, wait_s)
+            self._check_session()
             put = p.Put(begin.id, begin, self._tags, columns)
             return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames))[0]
         except BaseException:
@@ -86,6 +94,7 @@ class WriteTransaction:
                 units = await storage.write(begin.id, indexes, self._columns, begin.partition)
                 stored = True
             publish = await self._publication(packed, indexes, units)
+            self._check_session()
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None:
                 await self._commit(storage, units)
@@ -102,6 +111,10 @@ class WriteTransaction:
         else:  # a checkpoint may wait until the values are replaced
             await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else answer
+
+    def _check_session(self) -> None:
+        if self._session.caller is not self._caller:  # another thread has begun a new one
+            raise SessionEndedError("the session of this put has ended, and nothing of it was stored.")
 
     async def _commit(self, storage: StorageManager, units: p.UnitRuns | None) -> None:
         """Commit what is published. For new samples that a unit did not answer, the controller does it.
@@ -145,6 +158,16 @@ class Puts(ClientBase):
         return reply
 
     async def _carried_out(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
+        """In this session, or in a new one if the servers have ended it."""
+        caller = self.session.caller
+        try:
+            return await self._in_session(begin, columns, count, tags)
+        except SessionEndedError as error:
+            _log.warning("%s The put is repeated in a new one.", str(error))
+            self.session.renew(caller)
+        return await self._in_session(msgspec.structs.replace(begin, id=self.session.number()), columns, count, tags)
+
+    async def _in_session(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
         """In one message to the controller's process, or in steps, to units that have room."""
         storage, front = self.storage_manager, self.front
         if front is not None and await front.writes_in_front():
@@ -184,7 +207,7 @@ class Puts(ClientBase):
             partition_id: Where new samples go. With ``metadata``, it must be the partition of these samples.
             data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
             tags: One mapping or None per row, visible together with the values; merges into what a sample has. With
-                ``metadata`` and tags for more than 2048 samples it is several puts, each of which is whole or not there.
+                ``metadata`` and tags for more than 2048 samples it is several puts, each of them whole or not there.
         Returns:
             Metadata of the samples, [N], in the order of the rows.
         Raises:

@@ -152,6 +152,16 @@ class Session:
                 self._config, self._at_exit = {}, None
                 self._pid = os.getpid()
 
+    def renew(self, ended: SocketCaller) -> None:
+        """The servers have ended the session of this caller, so the next call begins another one.
+
+        Calls that still use the old caller are left alone. It closes, and all ends that came back since, with the last.
+        """
+        with _fork_lock():
+            if self.caller is ended and not self._closed:
+                self._start()
+                self._config = {}
+
     async def _greet(self) -> None:
         if self._closed:
             raise ClosedError("this client was closed; make a new one, or call init() again.")

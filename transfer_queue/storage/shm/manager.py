@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
+from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError, SessionEndedError
 from transfer_queue.protocol import (
     LONGEST_WAIT_S,
     Done,
@@ -249,8 +249,12 @@ class SharedMemoryManager(StorageManager):
     async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns) -> UnitRuns | None:
         if not columns or not len(indexes):
             return None
-        call = self.session.number()
-        units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s)
+        call, caller = self.session.number(), self.session.caller
+        try:
+            units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s)
+        except SessionEndedError:
+            self.session.renew(caller)
+            raise
         try:
             await self.commit(call, units)
         except BaseException:

@@ -16,6 +16,7 @@ import numpy as np
 from transfer_queue.errors import (
     ProtocolError,
     SampleClearedError,
+    SessionEndedError,
     StorageFullError,
     StorageKeyNotFoundError,
     TransferQueueError,
@@ -414,7 +415,10 @@ class StorageUnit:
 
     def _check_alive(self, client: str) -> None:
         if self._uncommitted.has_ended(client):
-            raise ProtocolError(f"client {client!r} was taken for dead, and its uncommitted writes were deleted.")
+            raise SessionEndedError(
+                f"the session of client {client!r} has ended, because it was silent for too long or was evicted. What "
+                f"it held was undone. Call again: the next call begins a new session."
+            )
 
     # ---- room ----
 
