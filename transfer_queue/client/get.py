@@ -30,6 +30,7 @@ from transfer_queue.metadata.unread import UnreadBatch
 from transfer_queue.storage.batches import from_rows, relaid
 from transfer_queue.storage.columns import named_columns, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.unit_directory import values_lost
 from transfer_queue.transport.caller import SocketCaller
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
@@ -231,6 +232,7 @@ class Gets(ClientBase):
             A TensorDict of batch size [N].
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
+            UnitLostError: a storage unit has ended; names the values that were lost with it.
             SchemaConflictError: some samples of a field are tensors, and others are objects; the text names both.
         Examples:
             >>> rows = [torch.arange(2), torch.arange(3)]
@@ -303,9 +305,14 @@ class Gets(ClientBase):
         except (SampleClearedError, UnknownPartitionError) as error:
             raise StorageKeyNotFoundError(str(error)) from None
         if not np.frombuffer(described.status, dtype=np.int8).all():
+            lost = (await self.session.ask(p.ListLost, p.Done, partition)).value
+            wanted = p.unpack_indexes(indexes)
+            found = {name: np.intersect1d(wanted, p.unpack_indexes(lost.get(name, b""))).tolist() for name in names}
+            if any(found.values()):
+                raise values_lost({name: some for name, some in found.items() if some})
             raise StorageKeyNotFoundError(
                 f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
-                f"yet, or were lost with a storage unit. Fetch again."
+                f"yet. Fetch again."
             )
         return described
 

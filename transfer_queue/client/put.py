@@ -114,7 +114,7 @@ class WriteTransaction:
 
     def _check_session(self) -> None:
         if self._session.caller is not self._caller:  # another thread has begun a new one
-            raise SessionEndedError("the session of this put has ended, and nothing of it was stored.")
+            raise SessionEndedError("the session of this put has ended, and nothing of it was stored. Put again.")
 
     async def _commit(self, storage: StorageManager, units: p.UnitRuns | None) -> None:
         """Commit what is published. For new samples that a unit did not answer, the controller does it.

@@ -19,13 +19,10 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
 MOST_ROWS = 2048
-"""Keys, tags or samples that one request names one by one. More would hold up other clients for longer than 20 ms, so a
-client makes several requests of them. Rows that are columns of numbers, as in a put, aren't bounded by it.
-"""
+"""Keys, tags or samples that one request names one by one, so that it holds up others for no longer than 20 ms."""
 Keys = Annotated[list[str], msgspec.Meta(max_length=MOST_ROWS)]
 TagsOf = Annotated[dict[int, Tags], msgspec.Meta(max_length=MOST_ROWS)]
 FewIndexes = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_ROWS)]
-"""Of samples that are worked on one by one."""
 LONGEST_WAIT_S = 1e9
 """What infinitely long means on the wire."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]
@@ -219,10 +216,7 @@ class Describe(Request, frozen=True):
 
 
 class ConsumptionStatus(Request, frozen=True):
-    """Which samples of the partition ``task`` has consumed; with ``summary`` only whether it has all, as Done.
-
-    Given in pages, as Describe gives all samples.
-    """
+    """Which samples ``task`` has consumed, in pages as Describe gives all; ``summary``: whether it has all, as Done."""
 
     partition: str
     task: str
@@ -232,10 +226,7 @@ class ConsumptionStatus(Request, frozen=True):
 
 
 class FieldStatus(Request, frozen=True, tag="ProductionStatus"):
-    """Which of the fields each sample of the partition has; with ``summary`` only whether all have all, as Done.
-
-    Given in pages, as Describe gives all samples.
-    """
+    """Which fields each sample has, in pages as Describe gives all; ``summary``: whether all have all, as Done."""
 
     partition: str
     fields: list[str]

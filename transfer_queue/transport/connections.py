@@ -104,7 +104,8 @@ class Connection(Protocol):
 
 def gone(peer: Peer) -> QueueUnreachableError:
     return QueueUnreachableError(
-        f"{peer.name} at {peer.address} has ended. What it held is lost; look at its output and start the queue again."
+        f"{peer.name} at {peer.address} has ended, or has ended the session of this client. In the first case, what it "
+        f"held is lost: look at its output."
     )
 
 

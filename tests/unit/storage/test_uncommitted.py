@@ -210,6 +210,6 @@ def test_with_a_session_end_its_unpublished_writes_and_the_published_are_committ
 def test_writes_that_come_after_the_end_of_their_session_are_refused(me, other, unit):
     lease, at = me.leased(1)
     other.ask(EndSession(other.number(), "me"))
-    refused(me.one(me.written_at(at, lease, {1: 10}, PAGE)), "has ended")
-    refused(me.one(me.lease(1)), "has ended")
+    refused(me.one(me.written_at(at, lease, {1: 10}, PAGE)), "has ended", "SessionEndedError")
+    refused(me.one(me.lease(1)), "has ended", "SessionEndedError")
     assert (of_arena(unit), unit.stats().uncommitted_nbytes) == ((0, 0, 0), 0)

@@ -46,7 +46,7 @@ from transfer_queue.storage.shm.unit_client import (
     UnitWrite,
     decide_paths,
 )
-from transfer_queue.storage.shm.unit_directory import UnitDirectory
+from transfer_queue.storage.shm.unit_directory import UnitDirectory, values_lost
 from transfer_queue.storage.shm.writer import UnitWriter
 from transfer_queue.storage.unit.unit import INLINE_NBYTES
 from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, groups
@@ -278,9 +278,16 @@ class SharedMemoryManager(StorageManager):
 
     async def stats(self) -> list[SeenStats]:
         """Statistics of every unit, by their numbers, with the ``path`` of this client's values."""
-        units = [unit for _, unit in await self._units.all()]
-        answers = await self._ask(units, lambda: AskUnitStats(self.session.number()), UnitStats)
-        return [unit.stats(stats) for unit, stats in zip(units, answers, strict=True)]
+        units = await self._units.all()
+        try:
+            answers = await self._ask(
+                [unit for _, unit in units], lambda: AskUnitStats(self.session.number()), UnitStats
+            )
+        except QueueUnreachableError:
+            if not await self._units.lost_among(number for number, _ in units):
+                raise
+            return await self.stats()
+        return [unit.stats(stats) for (_, unit), stats in zip(units, answers, strict=True)]
 
     async def close(self) -> None:
         self._units.close()
@@ -299,8 +306,7 @@ class SharedMemoryManager(StorageManager):
         try:
             return await self._ask(units, request, kind)
         except QueueUnreachableError:
-            await self._units.refresh()
-            if len(numbers) == 1 and self._units.known(numbers[0]) is not None:
+            if len(numbers) == 1 and not await self._units.lost_among(numbers):
                 raise
             return await self._ask_each(numbers, request, kind)
 
@@ -314,8 +320,7 @@ class SharedMemoryManager(StorageManager):
             try:
                 answers += [] if unit is None else await self._ask([unit], request, kind)
             except QueueUnreachableError as error:
-                await self._units.refresh()
-                failed = failed if self._units.known(number) is None else error
+                failed = failed if await self._units.lost_among([number]) else error
         if failed is not None:
             raise failed
         return answers
@@ -330,10 +335,23 @@ class SharedMemoryManager(StorageManager):
     # ---- reads ----
 
     async def _read(self, wanted: IntArray, names: list[str], units: Places, result: ReadResult) -> None:
-        shares = [
-            (await self._units.connection(unit), at, fields)
-            for unit, at, fields in shares_of(len(wanted), names, units)
-        ]
+        shares = shares_of(len(wanted), names, units)
+        try:
+            await self._read_shares(wanted, shares, result)
+        except QueueUnreachableError:
+            lost = await self._units.lost_among(number for number, _, _ in shares)
+            if not lost:
+                raise
+            values: dict[str, list[int]] = {}
+            for number, at, fields in shares:
+                for name in fields if number in lost else ():
+                    values.setdefault(name, []).extend(wanted[at].tolist())
+            raise values_lost(values) from None
+
+    async def _read_shares(
+        self, wanted: IntArray, by_number: Sequence[tuple[int, Positions, list[str]]], result: ReadResult
+    ) -> None:
+        shares = [(await self._units.connection(number), at, fields) for number, at, fields in by_number]
         await decide_paths(unit for unit, _, _ in shares)
         calls = []
         for unit, at, fields in shares:

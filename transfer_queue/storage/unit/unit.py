@@ -416,8 +416,7 @@ class StorageUnit:
     def _check_alive(self, client: str) -> None:
         if self._uncommitted.has_ended(client):
             raise SessionEndedError(
-                f"the session of client {client!r} has ended, because it was silent for too long or was evicted. What "
-                f"it held was undone. Call again: the next call begins a new session."
+                f"the session of client {client!r} has ended: it was silent for too long, or evicted. Begin another."
             )
 
     # ---- room ----
