@@ -76,6 +76,10 @@ class UnitLostError(QueueUnreachableError):
     """A storage unit has ended, and the values that it held are lost."""
 
 
+class SessionEndedError(TransferQueueError, ConnectionError, RuntimeError):
+    """A client was silent for too long, or was evicted, so what it held is undone. It goes on in a new session."""
+
+
 class CheckpointError(TransferQueueError, ValueError, RuntimeError):
     """A checkpoint could not be written, or the one found can't be restored here."""
 

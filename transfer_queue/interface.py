@@ -302,6 +302,8 @@ async def async_kv_batch_put(
 ) -> KVBatchMeta:
     """Put one row of ``fields`` and one tag per key; known keys get more fields, new ones become samples.
 
+    More than 2048 keys are several puts, one after the other. Each of them is whole or not there.
+
     Args:
         fields: One row per key, [len(keys), ...] each.
         tags: One mapping per key.

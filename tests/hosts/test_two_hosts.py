@@ -114,6 +114,20 @@ def test_a_link_that_is_cut_for_ten_seconds_loses_nothing(hosts, two_programs):
 
 
 @pytest.mark.slow
+def test_a_program_that_was_cut_off_for_longer_than_its_lease_comes_back(hosts, program):
+    a, b = hosts
+    first = a.serve()
+    far = program(b, first.remote)
+    far.do("put('before', 4)")
+    b.cut()
+    a.start("sleep", "20").wait()
+    b.heal()
+    far.do("client.get_partition_list()")  # it may be told now that its session has ended
+    assert far.do("len(put('p', 4))") == 4
+    assert far.do("get('p', 4)") == list(range(4))
+
+
+@pytest.mark.slow
 def test_a_host_that_vanishes_is_missed_after_its_lease_and_everything_else_goes_on(hosts, two_programs):
     _, b = hosts
     near, far, _ = two_programs

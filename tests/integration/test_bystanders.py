@@ -30,6 +30,8 @@ CONF = {
     }
 }
 MOMENT_S = 2.0 * SLOW
+LONG_S = 0.1 * SLOW
+"""A request may work for 20 ms; on a busy machine its server loses its core meanwhile."""
 
 
 pytestmark = pytest.mark.usefixtures("emptied")
@@ -70,6 +72,29 @@ def test_small_puts_go_on_while_one_client_asks_about_a_large_partition(client, 
         assert small_puts_while(asked.done, other) < MOMENT_S
         asked.result()
     other.close()
+
+
+def num_long_requests(client: tq.TransferQueueClient) -> dict[str, int]:
+    """By kind, how many requests the server has worked on for longer than a moment."""
+    metrics = client.get_stats()["metrics"]
+    long = [bound > LONG_S for bound in metrics["bounds"]["seconds"]].index(True)
+    return {kind: sum(each["seconds"]["counts"][long:]) for kind, each in metrics["requests"].items()}
+
+
+def test_no_request_of_a_verb_with_many_keys_takes_the_server_long(client, queue, name):
+    before = num_long_requests(client)
+    keys = many_keys(name)
+    everything = client.get_meta(["x"], partition_id=name, mode="force_fetch")
+    everything.update_custom_meta([{"m": n} for n in range(KEYS)])
+    client.set_custom_meta(everything)
+    tq.kv_batch_put(keys, name, {"x": torch.ones(KEYS)}, [{"n": 1}] * KEYS)
+    assert tq.kv_batch_get(keys, name)["x"].sum() == KEYS
+    assert client.kv_retrieve_keys(everything.global_indexes, name) == keys
+    assert list(client.wait_keys(name, count=KEYS)) == keys
+    tq.kv_clear(keys, name)
+    client.put({"x": torch.ones(KEYS)}, partition_id=name, tags=[{"n": 1}] * KEYS)
+    after = num_long_requests(client)
+    assert {kind: count for kind, count in after.items() if count > before.get(kind, 0)} == {}
 
 
 # ---- a large put that waits for room ----

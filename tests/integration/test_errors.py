@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from plain_rows import Point, rows
@@ -10,6 +12,7 @@ from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue import protocol as p
+from transfer_queue.errors import InvalidRequestError
 from transfer_queue.interface import connect
 from transfer_queue.transport.modes import run_blocking
 
@@ -82,12 +85,98 @@ def test_a_put_needs_rows_and_somewhere_to_go(client, name):
     [
         (torch.tensor(1), ValueError, "field 'x' of a put is a single Tensor"),
         (7, ValueError, "field 'x' of a put is a single int"),
-        (torch.zeros(2, device="meta"), tq.UnsupportedValueError, "field 'x' is on the meta device"),
+        (torch.tensor(7), ValueError, "field 'x' of a put is a single Tensor without dimensions"),
+        ("abc", ValueError, "field 'x' of a put is a single str: a column is a tensor, an array, a list or a tuple"),
+        (b"abc", ValueError, "single bytes"),
+        ({1, 2, 3}, ValueError, "single set"),
+        ({"a": 1, "b": 2, "c": 3}, ValueError, "single dict"),
+        (range(3), ValueError, "single range"),
+        (torch.zeros(3, device="meta"), tq.UnsupportedValueError, "field 'x' is on the meta device"),
     ],
 )
-def test_a_column_that_has_no_rows_is_named(client, name, column, error, text):
+def test_what_is_no_column_is_named_and_nothing_is_stored(client, name, column, error, text):
     with pytest.raises(error, match=text):
-        client.put({"x": column}, partition_id=name)
+        client.put({"x": column, "reward": torch.arange(3)}, partition_id=name)
+    assert name not in client.get_partition_list()
+
+
+@pytest.mark.parametrize("field", ["a\ud800", 1])
+def test_what_is_no_name_of_a_field_is_shown(client, name, field):
+    with pytest.raises(ValueError, match=re.escape(repr(field))) as caught:
+        client.put({field: torch.arange(1)}, partition_id=name)
+    assert isinstance(caught.value, tq.TransferQueueError)
+
+
+@pytest.mark.parametrize(
+    ("tags", "text"),
+    [
+        (["a"], "tags of row 0 are a str, 'a'"),
+        ({"a": 1}, "one mapping per row, got dict"),
+        ([{}, {}], "1 rows were given with 2 tags"),
+    ],
+)
+def test_tags_that_are_no_mapping_per_row_are_refused(client, name, tags, text):
+    with pytest.raises(InvalidRequestError, match=text):
+        client.put({"x": torch.arange(1)}, partition_id=name, tags=tags)
+    with pytest.raises(InvalidRequestError, match=text):
+        tq.kv_batch_put(["key"], name, {"x": torch.arange(1)}, tags=tags)
+    assert name not in client.get_partition_list()
+
+
+def test_none_among_tags_means_that_the_row_has_none(client, name):
+    meta = client.put({"x": torch.arange(3)}, partition_id=name, tags=[None, {"a": 1}, None])
+    assert meta.custom_meta == [{}, {"a": 1}, {}]
+    everything = client.get_meta(["x"], partition_id=name, mode="force_fetch")
+    assert everything.custom_meta == meta.custom_meta
+
+
+def test_a_put_to_samples_of_another_partition_than_it_names_writes_nothing(client, name):
+    meta = client.put({"x": torch.arange(2)}, partition_id=name)
+    with pytest.raises(ValueError, match=rf"partition_id 'other' with metadata of samples in \['{name}'\]"):
+        client.put({"y": torch.arange(2)}, metadata=meta, partition_id="other")
+    assert client.put({"y": torch.arange(2)}, metadata=meta, partition_id=name).field_names == ["x", "y"]
+    assert "other" not in client.get_partition_list()
+
+
+@pytest.mark.parametrize(("key", "meant"), [("dp_rnk", "dp_rank"), ("batch_idx", "batch_index"), ("Where", "where")])
+def test_a_misspelt_key_of_a_sampling_config_is_refused_with_the_one_that_was_meant(client, name, key, meant):
+    client.put({"x": torch.arange(2)}, partition_id=name)
+    with pytest.raises(ValueError, match=f"{key!r}; did you mean {meant!r}"):
+        client.get_meta(["x"], 1, name, task_name="t", sampling_config={key: 0})
+    own = {"n_samples_per_prompt": 1, "rank": 0}  # these may be a sampler's own
+    assert client.get_meta(["x"], 1, name, task_name="t", sampling_config=own).size == 1
+
+
+@pytest.mark.parametrize("dp_size", [0, -1])
+def test_a_group_of_no_ranks_is_refused(queue, client, name, dp_size):
+    client.put({"x": torch.arange(2)}, partition_id=name)
+    with pytest.raises(ValueError, match=f"dp_size must be at least 1, got {dp_size}"):
+        client.get_meta(["x"], 1, name, task_name="t", sampling_config={"dp_rank": 0, "dp_size": dp_size})
+    with pytest.raises(ValueError, match=f"dp_size must be at least 1, got {dp_size}"):
+        tq.StreamingDataset(queue, 1, 1, ["x"], name, "t", 0, dp_size=dp_size)
+
+
+@pytest.mark.parametrize("verb", ["get_data", "clear_samples", "set_custom_meta"])
+@pytest.mark.parametrize("value", [None, {"x": 1}])
+def test_what_is_no_metadata_is_refused_by_name(client, verb, value):
+    with pytest.raises(InvalidRequestError, match=f"{verb} takes a BatchMeta.*got {type(value).__name__}"):
+        getattr(client, verb)(value)
+
+
+def test_a_number_beyond_64_bits_is_shown(client, name):
+    client.put({"x": torch.arange(2)}, partition_id=name)
+    strange = tq.BatchMeta([2**70], [name], {"x": {}})
+    for call in (
+        lambda: client.get_data(strange),
+        lambda: client.clear_samples(strange),
+        lambda: client.put({"x": torch.arange(1)}, metadata=strange),
+        lambda: client.kv_retrieve_keys([2**70], name),
+        lambda: client.get_meta(["x"], 2**70, name, task_name="t"),
+        lambda: client.get_meta(["x"], 1, name, task_name="t", sampling_config={"of_the_sampler": [2**70]}),
+    ):
+        with pytest.raises(ValueError, match=str(2**70)) as caught:
+            call()
+        assert isinstance(caught.value, tq.TransferQueueError)
 
 
 def test_an_argument_of_the_wrong_type_is_named(client):

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
+import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -131,6 +134,36 @@ def test_a_killed_unit_is_an_error_for_what_it_holds_and_the_queue_still_closes(
     client.seal_partition("other")
     with pytest.raises(tq.EndOfPartitionError):
         client.get_meta(["a"], 1, "other", task_name="t", timeout_s=JOIN_S)
+
+
+def test_calls_under_way_at_a_unit_that_is_killed_name_what_was_lost_and_puts_go_to_another(start):
+    conf = start({"server_processes": "each", "backend": {"SimpleStorage": {"num_data_storage_units": 2}}})
+    client, number = tq.get_client(), 4
+    metas = [client.put({"x": torch.full((3,), n)}, partition_id="p") for n in range(number)]
+    victim = psutil.Process(server(conf, "unit0").pid)
+    victim.suspend()
+    with ThreadPoolExecutor(2 * number + 1) as pool:
+        reads = [pool.submit(client.get_data, meta) for meta in metas]
+        puts = [pool.submit(client.put, {"x": torch.full((3,), n)}, None, "q") for n in range(number)]
+        stats = pool.submit(client.get_storage_stats)
+        assert concurrent.futures.wait(reads, JOIN_S, "FIRST_COMPLETED").done, "those at the other unit are served"
+        victim.kill()
+        errors = [each.exception() for each in reads]
+        assert [unit["unit"] for unit in stats.result()] == ["unit1"]
+        for n, put in enumerate(puts):
+            assert client.get_data(put.result())["x"].tolist() == [n] * 3
+    lost = client.get_lost_samples("p")["x"]
+    for meta, error in zip(metas, errors, strict=True):
+        if set(meta.global_indexes).isdisjoint(lost):
+            assert error is None
+            assert client.get_data(meta).batch_size == (3,)
+            continue
+        text = f"field 'x' of 3 samples, first {meta.global_indexes}"
+        assert (type(error), text in str(error)) == (UnitLostError, True)
+        with pytest.raises(UnitLostError, match=re.escape(text)):
+            client.get_data(meta)
+        client.put({"x": torch.zeros(3, dtype=torch.int64)}, metadata=meta)
+    assert (len(lost), client.get_lost_samples("p")) == (6, {})
 
 
 def reserve_and_wait() -> None:

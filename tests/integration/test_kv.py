@@ -11,6 +11,7 @@ from plain_rows import rows
 from tensordict import NonTensorStack
 
 import transfer_queue as tq
+from transfer_queue.protocol import MOST_ROWS
 from transfer_queue.transport.modes import run_blocking
 
 
@@ -30,6 +31,55 @@ def test_kv_put_gives_tensors_a_batch_dimension_and_keeps_objects_whole(queue, n
     assert data["t"].unbind()[0].tolist() == [0, 1, 2]
     assert data["scalar"].tolist() == [7]
     assert (data["text"], data["items"], data["map"]) == (["hello"], [[1, 2]], [{"k": None}])
+
+
+@pytest.fixture
+def many():
+    """More keys than one request names, with columns of every kind and tags for all but the first."""
+    count = 2 * MOST_ROWS + 3
+    keys = [f"k{n}" for n in range(count)]
+    fields = {
+        "n": torch.arange(count),
+        "text": [f"text {n}" for n in range(count)],
+        "ragged": torch.nested.nested_tensor([torch.full((1 + n % 3,), n) for n in range(count)], layout=torch.jagged),
+    }
+    return keys, fields, [None, *({"v": n} for n in range(1, count))]
+
+
+def test_more_keys_than_one_request_names_are_put_listed_read_and_cleared_as_few_are(queue, client, name, many):
+    keys, fields, tags = many
+    meta = tq.kv_batch_put(keys, name, fields, tags)
+    plain = [tag or {} for tag in tags]
+    assert meta == tq.KVBatchMeta(keys, plain, name, ["n", "ragged", "text"], {})
+    data = tq.kv_batch_get(keys[::-1], name)
+    assert data["n"].tolist() == list(range(len(keys)))[::-1]
+    assert list(data["text"]) == fields["text"][::-1]
+    assert [row.tolist() for row in data["ragged"].unbind()] == [r.tolist() for r in fields["ragged"].unbind()][::-1]
+    found = client.kv_retrieve_meta(keys, name)
+    assert client.kv_retrieve_keys(found.global_indexes, name) == keys
+    assert found.custom_meta == plain
+    tq.kv_put(keys[0], name, {"late": 1})
+    tq.kv_put(keys[-1], name, {"late": 2})
+    assert sorted(tq.kv_batch_get(keys, name).keys()) == ["n", "ragged", "text"], "fields that all of them have"
+    with pytest.raises(ValueError, match=r"1 of 4100 keys not found in partition .*\['nowhere'\]"):
+        tq.kv_batch_get([*keys, "nowhere"], name)
+    tq.kv_clear(keys, name)
+    assert tq.kv_list(name) == {name: {}}
+
+
+def test_more_tags_than_one_request_has_are_visible_with_the_values(client, name, many):
+    _, fields, tags = many
+    plain = [tag or {} for tag in tags]
+    with pytest.raises(ValueError, match="no valid Unicode"):
+        client.put({"n": fields["n"]}, partition_id=name, tags=[*tags[:-1], {"v": "\ud800"}])
+    assert name not in client.get_partition_list()
+    meta = client.put({"n": fields["n"]}, partition_id=name, tags=tags)
+    assert meta.custom_meta == plain
+    assert client.get_meta(["n"], partition_id=name, mode="force_fetch").custom_meta == plain
+    client.put({"text": fields["text"]}, metadata=meta, tags=[{"w": n} for n in range(len(tags))])
+    everything = client.get_meta(["n", "text"], partition_id=name, mode="force_fetch")
+    assert everything.custom_meta == [{**tag, "w": n} for n, tag in enumerate(plain)]
+    assert list(client.get_data(everything)["text"]) == fields["text"]
 
 
 def test_kv_put_takes_a_tensordict_of_one_row(queue, name):
@@ -89,7 +139,7 @@ def test_a_plain_string_is_one_key(queue, name):
     [
         (["a"], None, None, ValueError, "neither"),
         (["a", "b"], {"x": torch.arange(1)}, None, ValueError, "2 keys"),
-        (["a", "b"], None, [{}], ValueError, "2 keys were given with 1 tags"),
+        (["a", "b"], None, [{}], ValueError, "2 rows were given with 1 tags"),
         ([], {"x": torch.arange(1)}, None, ValueError, "empty"),
         (("a",), {"x": torch.arange(1)}, None, TypeError, "list of strings"),
         ([1], {"x": torch.arange(1)}, None, TypeError, "list of strings"),

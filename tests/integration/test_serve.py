@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,7 +124,8 @@ def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
     assert second.wait() == 0
     lost = client.get_lost_samples("p")["x"]
     assert lost == samples.global_indexes
-    with pytest.raises(tq.StorageKeyNotFoundError, match="lost 'x' with a storage unit"):
+    text = re.escape(f"field 'x' of 16 samples, first {lost[:5]}. They count as not produced")
+    with pytest.raises(tq.UnitLostError, match=text):
         client.get_data(client.get_meta(["x"], partition_id="p", mode="force_fetch"))
     meta = client.get_meta(["x"], partition_id="p", mode="force_fetch")
     lacking = [row for row, index in enumerate(meta.global_indexes) if index in lost]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -25,6 +26,23 @@ CONF = {
 
 
 pytestmark = pytest.mark.usefixtures("emptied")
+
+
+def test_a_client_that_was_evicted_goes_on_in_a_session_of_its_own(queue, client, name):
+    evicted = client_of(queue, "evicted")
+    meta = evicted.put({"x": torch.arange(3)}, partition_id=name)
+    (before,) = [each for each in client.get_stats()["clients"] if each.startswith("evicted")]
+    assert client.evict_client(before)
+    with pytest.raises(tq.QueueUnreachableError):  # how it is told
+        evicted.get_partition_list()
+    assert evicted.get_data(meta)["x"].tolist() == [0, 1, 2]
+    for width in (1, 100_000):
+        large = evicted.put({"y": torch.ones(3, width)}, partition_id=f"{name} {width}")
+        assert evicted.get_data(large)["y"].values().sum() == 3 * width
+    evicted.put({"y": torch.arange(3)}, metadata=meta)
+    # The error of above may keep what it was raised in.
+    assert comes_true(lambda: gc.collect() >= 0 and before not in client.get_stats()["clients"])
+    evicted.close()
 
 
 def killed(process: Any) -> None:

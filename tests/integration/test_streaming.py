@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from transfer_queue import StreamingDataLoader
 from transfer_queue.dataloader import default_fetch_batch_fn
-from transfer_queue.dataloader.fetching import SLICE_S
 from transfer_queue.dataloader.streaming_dataloader import identity
 
 pytestmark = [
@@ -73,9 +72,25 @@ def longest_wait(client: Any, task: str) -> float:
 @WORKERS
 def test_a_starved_reader_is_seen_to_have_waited_since_its_wait_began(queue, client, name, workers):
     reading = InThread(take, iter(loader(queue, name, workers, task=name, timeout_s=WAIT_S)), 1)
-    assert until(lambda: longest_wait(client, name) > 3 * SLICE_S)
+    assert until(lambda: longest_wait(client, name) > 1.5)
     produce(client, name, [4])
     assert reading.result() == cut(4, 4)
+
+
+def num_requests(client: Any) -> dict[str, int]:
+    """By kind, the requests that the server has answered, without those that this question makes."""
+    verbs = client.get_stats()["metrics"]["requests"]
+    return {kind: sum(each["seconds"]["counts"]) for kind, each in verbs.items() if kind != "GET_STATS"}
+
+
+def test_readers_that_wait_make_no_requests(queue, client, name):
+    readers = [InThread(take, iter(loader(queue, name, 0, task=f"{name} {n}", timeout_s=WAIT_S)), 1) for n in range(8)]
+    assert until(lambda: len([each for each in client.get_stats()["waiting"] if each["task"].startswith(name)]) == 8)
+    before = num_requests(client)
+    assert until(lambda: longest_wait(client, f"{name} 0") > 1.5)
+    assert num_requests(client) == before
+    produce(client, name, [4])
+    assert [reader.result() for reader in readers] == [cut(4, 4)] * 8
 
 
 @WORKERS

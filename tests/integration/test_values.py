@@ -71,6 +71,18 @@ def test_rows_that_differ_in_an_inner_dim_come_back_strided(client, name):
     assert all(torch.equal(a, b) for a, b in zip(back.unbind(), parts, strict=True))
 
 
+def test_a_strided_nested_tensor_in_a_dict_is_a_column(client, name):
+    ragged = [torch.rand(2, 3), torch.rand(3, 2)]
+    meta = client.put({"x": torch.nested.as_nested_tensor(ragged, layout=torch.strided)}, partition_id=name)
+    assert all(map(torch.equal, client.get_data(meta)["x"].unbind(), ragged))
+
+
+def test_ints_beyond_64_bits_are_objects(client, name):
+    meta = client.put({"x": [2**70, -1], "y": [1, 2]}, partition_id=name)
+    data = client.get_data(meta)
+    assert (list(data["x"]), data["y"].dtype, data["y"].tolist()) == ([2**70, -1], torch.int64, [1, 2])
+
+
 def test_rows_of_different_rank_come_back_as_a_stack_of_tensors(client, name):
     parts = [torch.ones(2), torch.ones(2, 2)]
     back, _ = round_trip(client, name, NonTensorStack(*parts), 2)

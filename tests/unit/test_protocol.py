@@ -211,6 +211,8 @@ def test_bytes_that_can_be_no_indexes_are_a_protocol_error(data):
         p.unpack_indexes(data)
 
 
+MANY = p.MOST_ROWS
+TOO_MANY_TAGS = {index: {"a": 1} for index in range(MANY + 1)}
 BOUNDED = {
     "batch_index of Fetch: Expected `int` <= 9007199254740992": p.Fetch(1, "p", "t", ["x"], 4, 0, 2**64 - 1),
     "batch_size of Fetch: Expected `int` <= 2147483647": p.Fetch(1, "p", "t", ["x"], 2**31),
@@ -228,6 +230,12 @@ BOUNDED = {
     "batch_size of Fetch: Expected `int`, got `float`": p.Fetch(1, "p", "t", ["x"], 1.5),
     "fields[1] of Fetch: Expected `str`, got `int`": p.Fetch(1, "p", "t", ["x", 2], 1),
     "tags[...] of Put: Expected `object`, got `int`": p.Put(1, p.Reserve(1, "p", 1), {0: 1}),
+    f"keys of ResolveKeys: Expected `array` of length <= {p.MOST_ROWS}": p.ResolveKeys(1, "p", ["k"] * (MANY + 1)),
+    f"tags[...] of SetTags: Expected `object` of length <= {p.MOST_ROWS}": p.SetTags(1, {"p": TOO_MANY_TAGS}),
+    f"tags of Publish: Expected `object` of length <= {p.MOST_ROWS}": p.Publish(1, "p", b"", {}, TOO_MANY_TAGS),
+    f"indexes of ClearSamples: Expected `bytes` of length <= {8 * p.MOST_ROWS}": p.ClearSamples(
+        1, "p", bytes(8 * MANY + 8)
+    ),
 }
 
 

@@ -13,8 +13,9 @@ import torch
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.metadata.field_schema import with_dtypes
-from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
+from transfer_queue.protocol import MOST_ROWS, Batch, Done, FieldSpec, SetTags, encode, unpack_indexes
 from transfer_queue.storage.backends import create as create_storage
 from transfer_queue.storage.backends import storage_settings
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -113,6 +114,13 @@ class ClientBase:
         session.done(session.controller, message.id)
         return cleared
 
+    async def set_tags(self, partition: str, tags: Mapping[int, Mapping[str, Any]], merge: bool = False) -> None:
+        """Set the tags of these samples, a part of them per request."""
+        rows = list(tags.items())
+        for some in parts_of(len(rows)):
+            own = {index: dict(each) for index, each in rows[some]}
+            await self.session.ask(SetTags, Done, {partition: own}, merge)
+
     async def _fields_of(self, partition: str) -> dict[int, tuple[str, ...]]:
         """The fields of each sample of a partition, by index."""
         stats = (await self.session.stats())["partitions"].get(partition)
@@ -154,6 +162,32 @@ async def _clear_by_field(
         alike.setdefault(fields.get(index, ()), []).append(index)
     for names, some in alike.items():
         await storage.clear_data(BatchMeta(some, [partition] * len(some), {name: {} for name in names}))
+
+
+def check_meta(verb: str, metadata: Any) -> None:
+    """Raise InvalidRequestError for anything but metadata of samples."""
+    if not isinstance(metadata, BatchMeta):
+        raise InvalidRequestError(
+            f"{verb} takes a BatchMeta, as put and get_meta return it, got {type(metadata).__name__}."
+        )
+
+
+def tags_by_row(tags: Any, count: int) -> dict[int, dict[str, Any]]:
+    """Tags by row, for rows that have some. Raises an error unless each row has a mapping that can be sent, or None."""
+    if tags is None:
+        return {}
+    if isinstance(tags, (str, Mapping)) or not hasattr(tags, "__len__"):
+        raise InvalidRequestError(f"tags are a list with one mapping per row, got {type(tags).__name__}.")
+    if len(tags) != count:
+        raise InvalidRequestError(f"{count} rows were given with {len(tags)} tags. Give one mapping, or None, per row.")
+    for row, own in enumerate(tags):
+        if own is not None and not isinstance(own, Mapping):
+            raise InvalidRequestError(
+                f"tags of row {row} are a {type(own).__name__}, {own!r:.50}: give a mapping of names to plain data, or "
+                f"None."
+            )
+    check_tags(found := {row: copy_tags(own) for row, own in enumerate(tags) if own})
+    return found
 
 
 def checked_wait(verb: str, timeout_s: float) -> float:
@@ -219,6 +253,16 @@ def to_meta(batch: Batch) -> BatchMeta:
     return meta
 
 
+def joined(pages: Sequence[Batch]) -> BatchMeta:
+    """The metadata of several replies about one partition, with the fields that all of them have."""
+    return to_meta(pages[0]) if len(pages) == 1 else BatchMeta.concat(map(to_meta, pages), validate=False)
+
+
+def parts_of(count: int) -> list[slice]:
+    """So many rows in parts that one request may name; one empty part if there are none."""
+    return [slice(start, min(start + MOST_ROWS, count)) for start in range(0, count or 1, MOST_ROWS)]
+
+
 def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise UnsupportedValueError for tags that can't be sent, before anything is written for their samples."""
     if not tags:
@@ -226,10 +270,7 @@ def check_tags(tags: Mapping[int, Mapping[str, Any]]) -> None:
     names = [name for own in tags.values() for name in own if not isinstance(name, str)]
     if names:
         raise UnsupportedValueError(f"tags are named by strings, got {names[0]!r}; use {str(names[0])!r}.")
-    try:
-        encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise UnsupportedValueError(f"a tag can't be sent: {error}. Store it as a field instead.") from error
+    encode(SetTags(0, {"": {index: dict(own) for index, own in tags.items()}}))
     for own in tags.values():
         _check_lists(own)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, checked_wait, to_meta
+from transfer_queue.client.base import ClientBase, check_meta, checked_wait, joined, parts_of, to_meta
 from transfer_queue.config import fetch_wait_s
-from transfer_queue.diagnosis import lost_values, not_ready
+from transfer_queue.diagnosis import not_ready
 from transfer_queue.errors import (
     BatchTimeoutError,
     EndOfPartitionError,
@@ -30,6 +31,8 @@ from transfer_queue.metadata.unread import UnreadBatch
 from transfer_queue.storage.batches import from_rows, relaid
 from transfer_queue.storage.columns import named_columns, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.unit_directory import values_lost
+from transfer_queue.transport.caller import SocketCaller
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
@@ -41,12 +44,12 @@ class FetchedBatch:
     def __init__(
         self,
         meta: BatchMeta,
-        call: int,
+        call: tuple[SocketCaller, int],
         front: SharedMemoryManager | None,
         frames: Sequence[memoryview],
         units: Mapping[str, p.UnitRuns | None],
     ) -> None:
-        """``units``: by field, where the values lie."""
+        """``call``: whose session pins the values. ``units``: by field, where the values lie."""
         self.meta = meta
         self.units = units
         self._call = call
@@ -66,7 +69,7 @@ class FetchedBatch:
         """Idempotent."""
         front, self._front, self.closed = self._front, None, True
         if front is not None:
-            await front.release(self._call)
+            await front.release(self._call[1])
 
 
 class Gets(ClientBase):
@@ -140,16 +143,11 @@ class Gets(ClientBase):
 
     async def _describe(self, partition_id: str, fields: Sequence[str] | None) -> BatchMeta:
         """In pages, so that a large partition holds up no other client."""
-        page = await self.session.ask(p.Describe, p.Batch, partition_id, fields)
-        pages = [to_meta(page)]
-        while page.more:
-            last = pages[-1].global_indexes[-1]
-            page = await self.session.ask(p.Describe, p.Batch, partition_id, fields, None, last)
-            pages.append(to_meta(page))
-        if fields is None and len(pages) > 1:  # every field that all samples have
-            common = set.intersection(*(set(each.field_names) for each in pages))
-            pages = [each.select_fields([name for name in each.field_names if name in common]) for each in pages]
-        return BatchMeta.concat(pages, validate=False) if len(pages) > 1 else pages[0]
+        pages = [await self.session.ask(p.Describe, p.Batch, partition_id, fields)]
+        while pages[-1].more:
+            last = int(p.unpack_indexes(pages[-1].indexes)[-1])
+            pages.append(await self.session.ask(p.Describe, p.Batch, partition_id, fields, None, last))
+        return joined(pages)
 
     async def async_fetch_batch(self, fetch: p.Fetch) -> FetchedBatch | p.NotReady:
         """One fetch, parked in the controller for up to ``fetch.wait_s`` seconds.
@@ -166,7 +164,7 @@ class Gets(ClientBase):
             2
         """
         await self.session.config()
-        front = self.front
+        front, caller = self.front, self.session.caller
         if front is not None:
             fetch = msgspec.structs.replace(fetch, with_values=True, mapped=await front.decide_mapping())
         fetch = msgspec.structs.replace(fetch, id=self.session.number())
@@ -176,7 +174,7 @@ class Gets(ClientBase):
                 return reply
             meta = to_meta(reply) if frames else self._to_read(reply)
             units = {name: spec.units for name, spec in reply.fields.items()}
-            return FetchedBatch(meta, reply.id, front, frames, units)
+            return FetchedBatch(meta, (caller, reply.id), front, frames, units)
         except KeyboardInterrupt:
             if front is not None:  # the answer may have come, and have pinned something
                 await front.release(fetch.id)
@@ -235,6 +233,7 @@ class Gets(ClientBase):
             A TensorDict of batch size [N].
         Raises:
             StorageKeyNotFoundError: a sample was cleared (a KeyError), or a field was never put.
+            UnitLostError: a storage unit has ended; names the values that were lost with it.
             SchemaConflictError: some samples of a field are tensors, and others are objects; the text names both.
         Examples:
             >>> rows = [torch.arange(2), torch.arange(3)]
@@ -243,6 +242,7 @@ class Gets(ClientBase):
             >>> client.get_data(meta)["ids"].offsets()
             tensor([0, 2, 5])
         """
+        check_meta("get_data", metadata)
         if not metadata.size:
             return TensorDict({}, batch_size=[0])
         common = common_dtypes(metadata.field_schema, metadata.global_indexes)
@@ -290,26 +290,32 @@ class Gets(ClientBase):
         units = {name: np.zeros(meta.size, dtype=np.int32) for name in names}
         partitions = np.array(meta.partition_ids, dtype=object)
         for partition in dict.fromkeys(meta.partition_ids):
-            at = np.flatnonzero(partitions == partition)
-            own = p.pack_indexes([meta.global_indexes[row] for row in at])
-            try:
-                described = await self.session.ask(p.Describe, p.Batch, partition, list(names), own)
-            except (SampleClearedError, UnknownPartitionError) as error:
-                raise StorageKeyNotFoundError(str(error)) from None
-            if not np.frombuffer(described.status, dtype=np.int8).all():
-                raise StorageKeyNotFoundError(await self._not_there(partition, names, own))
-            for name, spec in described.fields.items():
-                if spec.units is not None:
-                    units[name][at] = p.by_row(spec.units)
+            mine = np.flatnonzero(partitions == partition)
+            for some in parts_of(len(mine)):
+                at = mine[some]
+                own = p.pack_indexes([meta.global_indexes[row] for row in at])
+                for name, spec in (await self._described(partition, names, own)).fields.items():
+                    if spec.units is not None:
+                        units[name][at] = p.by_row(spec.units)
         return {name: p.runs_of(own) for name, own in units.items()}
 
-    async def _not_there(self, partition: str, names: Sequence[str], own: bytes) -> str:
-        """Why samples lack some of the fields."""
-        lost = (await self.session.ask(p.ListLost, p.Done, partition)).value
-        wanted = p.unpack_indexes(own)
-        here = {name: np.intersect1d(p.unpack_indexes(lost[name]), wanted).tolist() for name in names if name in lost}
-        told = [str(lost_values(partition, name, len(some), some)) for name, some in here.items() if some]
-        return " ".join(told) or f"samples of partition {partition!r} were not put yet with all of {list(names)}."
+    async def _described(self, partition: str, names: Sequence[str], indexes: bytes) -> p.Batch:
+        """Samples that have all these fields."""
+        try:
+            described = await self.session.ask(p.Describe, p.Batch, partition, list(names), indexes)
+        except (SampleClearedError, UnknownPartitionError) as error:
+            raise StorageKeyNotFoundError(str(error)) from None
+        if not np.frombuffer(described.status, dtype=np.int8).all():
+            lost = (await self.session.ask(p.ListLost, p.Done, partition)).value
+            wanted = p.unpack_indexes(indexes)
+            found = {name: np.intersect1d(wanted, p.unpack_indexes(lost.get(name, b""))).tolist() for name in names}
+            if any(found.values()):
+                raise values_lost({name: some for name, some in found.items() if some})
+            raise StorageKeyNotFoundError(
+                f"samples of partition {partition!r} don't have all of the fields {list(names)}: they were not put "
+                f"yet. Fetch again."
+            )
+        return described
 
     async def async_ack(self, metadata: BatchMeta, task_name: str, earlier: bool = False) -> int:
         """Acknowledge the batch of this metadata: no reader will ask for it again. Returns 0 if it already was.
@@ -325,6 +331,7 @@ class Gets(ClientBase):
             >>> client.ack(batch, "sft")
             1
         """
+        check_meta("ack", metadata)
         if metadata.token is None:
             return 0
         partition, tokens = metadata.partition_ids[0], [metadata.token]
@@ -345,6 +352,11 @@ def fetch_request(
     ``where``: the filter, if it isn't in there.
     """
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
+    for key in arguments:
+        if key not in _OF_THE_FETCH and (meant := _misspelt(key)):
+            raise InvalidRequestError(
+                f"sampling_config has {key!r}; did you mean {meant!r}? A sampler's own keyword needs another name."
+            )
     wait_s = checked_wait("a fetch", wait_s)
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
@@ -352,6 +364,12 @@ def fetch_request(
     if where is not None:
         named["where"] = where
     return p.Fetch(0, partition, task, list(fields), batch_size, wait_s=wait_s, sampler_args=arguments, **named)
+
+
+@functools.lru_cache
+def _misspelt(key: str) -> str | None:
+    """What this key of a sampling_config was meant to be, if it looks like a misspelt one."""
+    return next(iter(difflib.get_close_matches(key, _OF_THE_FETCH, 1, 0.8)), None)
 
 
 def as_names(fields: Sequence[str] | str) -> list[str]:

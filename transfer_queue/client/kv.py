@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_tags, to_meta, to_specs
+from transfer_queue.client.base import joined, parts_of, tags_by_row, to_specs
 from transfer_queue.client.key_watch import listed_after
-from transfer_queue.client.put import DataParser, Puts, as_tensordict
+from transfer_queue.client.put import DataParser, Puts, RowTags, as_tensordict, rows_at
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
 from transfer_queue.storage.columns import parsed_rows
@@ -45,22 +46,24 @@ class Keys(Puts):
             >>> tq.kv_batch_get("q2", "train")["x"]
             tensor([1])
         """
-        names = check_keys(keys)
-        wait_s = await self.put_timeout_s()
-        return to_meta(
-            await self.session.ask(
-                p.ResolveKeys, p.Batch, partition_id, names, create, False, {}, wait_s, wait_s=wait_s
-            )
-        )
+        return joined(await self.resolve(check_keys(keys), partition_id, create))
 
-    async def put_by_key(
-        self, keys: list[str], partition_id: str, rows: TensorDict | None, tags: Sequence[Tag | None] | None
-    ) -> p.Batch:
+    async def resolve(self, keys: list[str], partition_id: str, create: bool = False) -> list[p.Batch]:
+        """What the samples of known keys have, or of all with ``create``; one reply for each part of the keys."""
+        wait_s = await self.put_timeout_s()
+        return [
+            await self.session.ask(
+                p.ResolveKeys, p.Batch, partition_id, keys[some], create, False, {}, wait_s, wait_s=wait_s
+            )
+            for some in parts_of(len(keys))
+        ]
+
+    async def put_by_key(self, keys: list[str], partition_id: str, rows: TensorDict | None, tags: RowTags) -> p.Batch:
         """Write rows and tags of keys, of which unknown ones get new samples. Returns what the samples have then."""
         specs = {} if rows is None else to_specs(extract_field_schema(rows))
         number, wait_s = self.session.number(), await self.put_timeout_s()
         begin = p.ResolveKeys(number, partition_id, keys, True, True, specs, wait_s, sorted(specs))
-        reply = await self.write(begin, rows, {row: tag for row, tag in enumerate(tags or ()) if tag})
+        reply = await self.write(begin, rows, tags)
         assert isinstance(reply, p.Batch)
         return reply
 
@@ -79,7 +82,11 @@ class Keys(Puts):
             raise TypeError(f"global_indexes must be an int or a list of int, got {global_indexes!r}.")
         if not indexes:
             raise InvalidRequestError("global_indexes is empty.")
-        return (await self.session.ask(p.KeysOf, p.Names, partition_id, p.pack_indexes(indexes))).names
+        parts = [
+            await self.session.ask(p.KeysOf, p.Names, partition_id, p.pack_indexes(indexes[some]))
+            for some in parts_of(len(indexes))
+        ]
+        return [name for part in parts for name in part.names]
 
     async def async_kv_list(
         self, partition_id: str | None = None, where: str | None = None
@@ -146,41 +153,52 @@ async def batch_put(
     tags: Sequence[Tag | None] | None,
     data_parser: DataParser | None = None,
 ) -> KVBatchMeta:
-    """Put rows by key. Everything is checked before a key is created; a failed put deletes its new keys."""
+    """Put rows by key. Everything is checked before a key is created; a failed put deletes its new keys.
+
+    More than ``MOST_ROWS`` keys are several puts, one after the other, each of which is whole or not there.
+    """
     names = check_keys(keys)
     rows = None if fields is None else as_tensordict(fields)
     _check_batch(names, rows, tags)
-    check_tags({i: tag for i, tag in enumerate(tags or ()) if tag})
+    by_row = tags_by_row(tags, len(names))
     if rows is not None:
         rows = await parsed_rows(rows, data_parser)
+    batches = []
+    parts = parts_of(len(names))
+    columns = [rows] * len(parts) if rows is None or len(parts) == 1 else rows_at(rows, parts)
+    for some, part in zip(parts, columns, strict=True):
+        own = {row - some.start: by_row[row] for row in range(some.start, some.stop) if row in by_row}
+        batches.append(await _put_part(client, names[some], partition_id, part, own))
+    indexes = [(batch, index) for batch in batches for index in p.unpack_indexes(batch.indexes).tolist()]
+    return KVBatchMeta(
+        keys=list(names),
+        tags=[batch.tags.get(index, {}) for batch, index in indexes],
+        partition_id=partition_id,
+        fields=sorted(set.intersection(*(set(batch.fields) for batch in batches))),
+    )
+
+
+async def _put_part(
+    client: AsyncTransferQueueClient, names: list[str], partition_id: str, rows: TensorDict | None, tags: RowTags
+) -> p.Batch:
     tries = _TRIES
     while True:
         tries -= 1
         try:
-            batch = await client.put_by_key(names, partition_id, rows, tags)
-        except (SampleClearedError, UnknownPartitionError):
+            return await client.put_by_key(names, partition_id, rows, tags)
+        except (SampleClearedError, UnknownPartitionError):  # another client cleared a key, which is a new one now
             if not tries:
                 raise
-            continue  # another client cleared one of the keys, so it is a new key now
-        own = p.unpack_indexes(batch.indexes).tolist()
-        return KVBatchMeta(
-            keys=list(names),
-            tags=[batch.tags.get(index, {}) for index in own],
-            partition_id=partition_id,
-            fields=sorted(batch.fields),
-        )
 
 
 def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag | None] | None) -> None:
     if fields is None and tags is None:
         raise InvalidRequestError("a put needs fields, tags, or both; got neither.")
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequestError(f"Got duplicated keys: {twice!r} is given {names.count(twice)} times.")
+        twice, times = Counter(names).most_common(1)[0]
+        raise InvalidRequestError(f"Got duplicated keys: {twice!r} is given {times} times.")
     if fields is not None and (not len(fields.batch_size) or fields.batch_size[0] != len(names)):
         raise InvalidRequestError(f"{len(names)} keys were given for fields of batch size {list(fields.batch_size)}.")
-    if tags is not None and len(tags) != len(names):
-        raise InvalidRequestError(f"{len(names)} keys were given with {len(tags)} tags.")
 
 
 async def batch_get(
@@ -192,14 +210,15 @@ async def batch_get(
     """
     names = check_keys(keys)
     unique = list(dict.fromkeys(names))
-    batch = await client.session.ask(p.ResolveKeys, p.Batch, partition_id, unique)
-    if len(batch.keys) != len(unique):
-        missing = [name for name in unique if name not in set(batch.keys)]
+    batches = await client.resolve(unique, partition_id)
+    known = {key for batch in batches for key in batch.keys}
+    if len(known) != len(unique):
+        missing = [name for name in unique if name not in known]
         raise InvalidRequestError(
             f"{len(missing)} of {len(unique)} keys not found in partition {partition_id!r}, first: {missing[:5]}. "
             f"kv_list() shows the keys there are."
         )
-    meta = to_meta(batch)
+    meta = joined(batches)
     wanted = sorted(meta.field_names if select is None else {select} if isinstance(select, str) else set(select))
     present = [name for name in wanted if name in meta.field_names]
     if not present:
@@ -208,7 +227,8 @@ async def batch_get(
             f"{what} not ready for all {len(unique)} keys; every one of them has: {meta.field_names}. "
             f"Wait for their producer, or select other fields."
         )
-    _warn_of({name for name in wanted if name in batch.partial} - _warned)
+    partial = {name for batch in batches for name in (*batch.partial, *batch.fields)} - set(meta.field_names)
+    _warn_of(partial.intersection(wanted) - _warned)
     order = {name: position for position, name in enumerate(unique)}
     return await client.async_get_data(meta.select_fields(present).select_samples([order[name] for name in names]))
 
@@ -236,7 +256,7 @@ async def batch_get_by_meta(
 
 async def clear(client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str) -> None:
     """Delete samples by key; unknown keys or partitions are ignored."""
-    batch = await client.session.ask(p.ResolveKeys, p.Batch, partition_id, list(dict.fromkeys(check_keys(keys))))
-    indexes = p.unpack_indexes(batch.indexes).tolist()
+    batches = await client.resolve(list(dict.fromkeys(check_keys(keys))), partition_id)
+    indexes = [index for batch in batches for index in p.unpack_indexes(batch.indexes).tolist()]
     if indexes:
         await client.async_clear_samples(BatchMeta(indexes, [partition_id] * len(indexes)))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_tags, checked_wait
+from transfer_queue.client.base import check_meta, check_tags, checked_wait, parts_of
 from transfer_queue.client.kv import Keys
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
@@ -19,7 +19,6 @@ from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
-_PER_CLEAR = 5_000
 Status = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -93,11 +92,11 @@ class Partitions(Keys):
             >>> client.get_meta(partition_id="train", mode="force_fetch").size
             2
         """
+        check_meta("clear_samples", metadata)
         for part in metadata.chunk_by_partition() if metadata.size else ():
             indexes = part.global_indexes
-            for start in range(0, len(indexes), _PER_CLEAR):  # more at once would hold up other clients for too long
-                some = p.pack_indexes(indexes[start : start + _PER_CLEAR])
-                await self.clear(p.ClearSamples, part.partition_ids[0], some)
+            for some in parts_of(len(indexes)):
+                await self.clear(p.ClearSamples, part.partition_ids[0], p.pack_indexes(indexes[some]))
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.
@@ -361,15 +360,16 @@ class Partitions(Keys):
             >>> client.get_meta(["x"], 1, "train", task_name="best", where="score > 0.9").custom_meta
             [{'score': 1.0}]
         """
+        check_meta("set_custom_meta", metadata)
         tags: dict[str, dict[int, dict[str, Any]]] = {}
         rows = zip(metadata.partition_ids, metadata.global_indexes, metadata.custom_meta, strict=True)
         for partition, index, own in rows:
             tags.setdefault(partition, {})[index] = dict(own)
         for of_partition in tags.values():
             check_tags(of_partition)
-        if tags:
-            await self.session.ask(p.SetTags, p.Done, tags)
-            metadata.mark_custom_meta_clean()
+        for partition, of_partition in tags.items():
+            await self.set_tags(partition, of_partition)
+        metadata.mark_custom_meta_clean()
 
 
 def _declared(name: str, dtype: torch.dtype | str, shape: Sequence[int | None] | None = None) -> p.DeclaredField:

@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import ClientBase, check_tags, to_specs
-from transfer_queue.errors import InvalidRequestError, StorageFullError, UnitLostError
+from transfer_queue.client.base import ClientBase, check_meta, check_tags, parts_of, tags_by_row, to_specs
+from transfer_queue.errors import (
+    InvalidRequestError,
+    SessionEndedError,
+    StorageFullError,
+    UnitLostError,
+)
 from transfer_queue.metadata import BatchMeta, extract_field_schema
-from transfer_queue.metadata.annotations import copy_tags
+from transfer_queue.metadata.meta_rows import pick
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
@@ -46,6 +53,7 @@ class WriteTransaction:
             tags: Tags by row.
         """
         self._session = session
+        self._caller = session.caller  # while it is kept, so is what it leases, whatever other threads do
         self._begin = begin
         self._columns = columns
         self._num_rows = num_rows
@@ -62,6 +70,7 @@ class WriteTransaction:
                 lease = self._session.number()
                 replaced = p.unpack_indexes(begin.indexes).tolist() if isinstance(begin, p.CheckFields) else ()
                 columns, frames = await front.encode_write(lease, self._columns, self._num_rows, replaced, wait_s)
+            self._check_session()
             put = p.Put(begin.id, begin, self._tags, columns)
             return (await self._session.send_with_frames(put, p.Reply, begin.wait_s, frames))[0]
         except BaseException:
@@ -83,7 +92,8 @@ class WriteTransaction:
             if self._columns is not None:
                 units = await storage.write(begin.id, indexes, self._columns, begin.partition, fresh)
                 stored = True
-            publish = self._publication(packed, indexes, units)
+            publish = await self._publication(packed, indexes, units)
+            self._check_session()
             published = await session.send(publish, p.Reply, keep=True)
             if self._columns is not None and not fresh:
                 await storage.commit(begin.id, units)
@@ -102,11 +112,20 @@ class WriteTransaction:
             await session.post_done(begin.id, publish.id)
         return published if isinstance(begin, p.ResolveKeys) else answer
 
-    def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
+    def _check_session(self) -> None:
+        if self._session.caller is not self._caller:  # another thread has begun a new one
+            raise SessionEndedError("the session of this put has ended, and nothing of it was stored. Put again.")
+
+    async def _publication(self, packed: bytes, indexes: Sequence[int], units: p.UnitRuns | None) -> p.Publish:
         begin, fields = self._begin, self._begin.fields
         if units is not None:
             fields = {name: msgspec.structs.replace(spec, units=units) for name, spec in fields.items()}
         tags = {indexes[row]: own for row, own in self._tags.items()}
+        if len(tags) > p.MOST_ROWS:  # of new samples, which nobody sees before their publish
+            for some in parts_of(len(tags)):
+                part = dict(itertools.islice(tags.items(), some.start, some.stop))
+                await self._session.ask(p.SetTags, p.Done, {begin.partition: part}, True)
+            tags = {}
         by_key = isinstance(begin, p.ResolveKeys)
         number = self._session.number()
         return p.Publish(number, begin.partition, packed, fields, tags, by_key, begin.id, uncommitted=True)
@@ -126,10 +145,22 @@ class Puts(ClientBase):
         return reply
 
     async def _carried_out(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
+        """In this session, or in a new one if the servers have ended it."""
+        caller = self.session.caller
+        try:
+            return await self._in_session(begin, columns, count, tags)
+        except SessionEndedError as error:
+            _log.warning("%s The put is repeated in a new one.", str(error))
+            self.session.renew(caller)
+        return await self._in_session(msgspec.structs.replace(begin, id=self.session.number()), columns, count, tags)
+
+    async def _in_session(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
         """In one message to the controller's process, or in steps, to units that have room."""
         storage, front = self.storage_manager, self.front
         if front is not None and await front.writes_in_front():
             transaction = WriteTransaction(self.session, begin, columns, count, tags)
+            if len(tags) > p.MOST_ROWS:  # more than one message may have
+                return await transaction.in_steps(storage)
             if not await self.has_more_units(front):
                 return await transaction.through(front, begin.wait_s)
             with contextlib.suppress(StorageFullError):
@@ -151,18 +182,19 @@ class Puts(ClientBase):
         metadata: BatchMeta | None = None,
         partition_id: str | None = None,
         data_parser: DataParser | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
+        tags: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> BatchMeta:
         """Store fields of samples and make them visible; they are when this returns.
 
         Args:
             data: ``{field: [N, ...]}``, or a TensorDict of batch size [N]: one row per sample. A column is a dense or
-                nested tensor, or a list of plain objects.
+                nested tensor, an array, or a list or tuple of plain objects.
             metadata: The samples to write to, which is then updated in place and returned. None: new samples.
                 Rows that only fill a padded batch are skipped.
-            partition_id: Where new samples go.
+            partition_id: Where new samples go. With ``metadata``, it must be the partition of these samples.
             data_parser: Called with {field: values} before the write; returns the same fields with the values to store.
-            tags: One mapping per row, visible together with the values; merges into what a sample has.
+            tags: One mapping or None per row, visible together with the values; merges into what a sample has. With
+                ``metadata`` and tags for more than 2048 samples it is several puts, each of them whole or not there.
         Returns:
             Metadata of the samples, [N], in the order of the rows.
         Raises:
@@ -179,15 +211,14 @@ class Puts(ClientBase):
         """
         rows = as_tensordict(data)
         count = int(rows.batch_size[0])
-        if tags is not None and len(tags) != count:
-            raise InvalidRequestError(f"put got {count} rows of data with {len(tags)} tags.")
-        check_tags(dict(enumerate(tags or ())))
+        by_row = tags_by_row(tags, count)
         if metadata is None:
             if partition_id is None:
                 raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
             if not count:
                 raise InvalidRequestError("put got 0 rows; there is nothing to store.")
-            return await self._put_new(await parsed_rows(rows, data_parser), partition_id, tags)
+            return await self._put_new(await parsed_rows(rows, data_parser), partition_id, by_row)
+        check_meta("put", metadata)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
         if metadata.size != count:
@@ -195,19 +226,26 @@ class Puts(ClientBase):
                 f"put got {count} rows of data for {metadata.size} samples of metadata; nothing was "
                 f"written. Select the same rows of both."
             )
+        others = set(metadata.partition_ids) - {partition_id}
+        if partition_id is not None and others:
+            raise InvalidRequestError(
+                f"put got partition_id {partition_id!r} with metadata of samples in {sorted(others)}; nothing was "
+                f"written. Samples stay in their partition: leave partition_id out, or put without metadata."
+            )
         metadata.update_custom_meta(tags)
         return await self._put_existing(rows, metadata, data_parser)
 
-    async def _put_new(self, rows: TensorDict, partition: str, tags: Sequence[Mapping[str, Any]] | None) -> BatchMeta:
+    async def _put_new(self, rows: TensorDict, partition: str, tags: RowTags) -> BatchMeta:
         schema, count = extract_field_schema(rows), int(rows.batch_size[0])
         wait_s = await self.put_timeout_s()
         begin = p.Reserve(self.session.number(), partition, count, to_specs(schema), wait_s)
-        reserved = await self.write(begin, rows, {row: copy_tags(own) for row, own in enumerate(tags or ()) if own})
+        reserved = await self.write(begin, rows, tags)
         assert isinstance(reserved, p.Reserved)
         meta = BatchMeta(p.unpack_indexes(reserved.indexes).tolist(), [partition] * count)
         meta.add_described(schema)
-        meta.update_custom_meta(tags)
-        meta.mark_custom_meta_clean()
+        if tags:
+            meta.update_custom_meta([tags.get(row) for row in range(count)])
+            meta.mark_custom_meta_clean()
         return meta
 
     async def _put_existing(self, rows: TensorDict, meta: BatchMeta, parser: DataParser | None) -> BatchMeta:
@@ -216,7 +254,7 @@ class Puts(ClientBase):
         data, target = rows, meta
         if any(meta.padding_mask):
             real = [position for position, filler in enumerate(meta.padding_mask) if not filler]
-            data, target = rows_at(rows, real), meta.select_samples(real)
+            (data,), target = rows_at(rows, [real]), meta.select_samples(real)
         stored = await parsed_rows(data, parser)
         bare = BatchMeta(target.global_indexes, target.partition_ids)
         bare.add_fields(stored)
@@ -230,7 +268,12 @@ class Puts(ClientBase):
         """Put the rows of samples of this partition."""
         mine = [position for position, name in enumerate(meta.partition_ids) if name == partition]
         if len(mine) < meta.size:
-            rows, meta = rows_at(rows, mine), meta.select_samples(mine)
+            (rows,), meta = rows_at(rows, [mine]), meta.select_samples(mine)
+        if len(mine) > p.MOST_ROWS and len(tags) > p.MOST_ROWS:
+            parts = parts_of(len(mine))
+            for part, some in zip(rows_at(rows, parts), parts, strict=True):
+                await self._put_into(partition, part, meta.select_samples(list(range(meta.size))[some]), tags)
+            return
         wait_s = await self.put_timeout_s()
         packed, specs = p.pack_indexes(meta.global_indexes), to_specs(meta.field_schema)
         begin = p.CheckFields(self.session.number(), partition, packed, specs, wait_s)
@@ -258,41 +301,79 @@ def _warn_once(field: str, partition: str, dtypes: str) -> None:
     )  # fmt: skip
 
 
-def rows_at(rows: TensorDict, positions: list[int]) -> TensorDict:
-    """These rows of a batch. A TensorDict can't pick rows of every nested tensor and of single objects itself."""
-    columns = dict(named_columns(rows))
-    nested = [name for name, column in columns.items() if isinstance(column, torch.Tensor) and column.is_nested]
-    single = [name for name, column in columns.items() if isinstance(column, NonTensorData)]
-    picked: TensorDict = rows.exclude(*nested, *single)[positions]
-    for name in nested:
-        parts, layout = columns[name].unbind(), columns[name].layout
-        picked.set(name, torch.nested.as_nested_tensor([parts[at] for at in positions], layout=layout))
-    for name in single:
-        values = values_of(columns[name], len(rows))
-        picked.set(name, NonTensorStack(*(values[at] for at in positions)))
-    return picked
+def rows_at(rows: TensorDict, parts: Sequence[slice | list[int]]) -> list[TensorDict]:
+    """These parts of a batch's rows. A TensorDict can't pick from every nested tensor, and copies all its objects."""
+    count = len(rows)
+    columns = [(name, _picker(column, count)) for name, column in named_columns(rows)]
+    sizes = [len(range(count)[part]) if isinstance(part, slice) else len(part) for part in parts]
+    return [
+        TensorDict({name: picked(part) for name, picked in columns}, batch_size=[size])
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _picker(column: Any, count: int) -> Callable[[slice | list[int]], Any]:
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        members, layout = column.unbind(), column.layout
+        return lambda part: torch.nested.as_nested_tensor(list(pick(members, part)), layout=layout)
+    if isinstance(column, torch.Tensor) or (is_tensor_collection(column) and not is_non_tensor(column)):
+        return lambda part: column[part]
+    values = values_of(column, count)
+    return lambda part: NonTensorStack(*pick(values, part))
 
 
 def as_tensordict(data: Any) -> TensorDict:
     """Rows to put: a TensorDict with a batch dimension, or a mapping of columns with equally many rows."""
     if isinstance(data, Mapping) and not hasattr(data, "batch_size"):
-        sizes = {_length(name, column) for name, column in data.items()}
+        _check_names(data)
+        sizes = {_num_rows(name, column) for name, column in data.items()}
         if len(sizes) != 1:
             raise InvalidRequestError(f"columns of a put must have equally many rows, got {sorted(sizes)}.")
-        return TensorDict(dict(data), batch_size=[sizes.pop()])
+        return _joined(data, sizes.pop())
     if data is None or not hasattr(data, "batch_size"):
         raise InvalidRequestError(f"put takes a TensorDict or a dict of columns, got {type(data).__name__}.")
     if not len(data.batch_size):
         raise InvalidRequestError("put got a TensorDict without a batch dimension; make it with batch_size=[rows].")
+    _check_names(data.keys())
     rows: TensorDict = data
     return rows
 
 
-def _length(name: str, column: Any) -> int:
+def _check_names(names: Iterable[Any]) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"a field's name is a string, got {name!r}; use {str(name)!r}.")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the field name {name!r} is no valid Unicode: {error}. Rename it.") from None
+
+
+def _num_rows(name: str, column: Any) -> int:
+    if not isinstance(column, (torch.Tensor, np.ndarray, list, tuple)) and not is_tensor_collection(column):
+        raise InvalidRequestError(
+            f"field {name!r} of a put is a single {type(column).__name__}: a column is a tensor, an array, a list or a "
+            f"tuple, with one entry per row. For one sample, put a list or a tensor of one."
+        )
+    if isinstance(column, torch.Tensor) and column.is_nested:  # len() fails for some layouts
+        return int(column.size(0))
     try:
         return len(column)
     except TypeError as error:
         raise InvalidRequestError(
-            f"field {name!r} of a put is a single {type(column).__name__}: a column needs one entry per row. "
-            f"For one sample, put a list or a tensor of one."
+            f"field {name!r} of a put is a single {type(column).__name__} without dimensions: a column needs one entry "
+            f"per row. For one sample, put a list or a tensor of one."
         ) from error
+
+
+def _joined(columns: Mapping[str, Any], count: int) -> TensorDict:
+    try:
+        return TensorDict(dict(columns), batch_size=[count])
+    except ValueError:  # a list has ints beyond 64 bits, so it stays a list of objects
+        rows = TensorDict({}, batch_size=[count])
+        for name, column in columns.items():
+            try:
+                rows.set(name, column)
+            except ValueError:
+                rows.set(name, NonTensorStack(*column))
+        return rows

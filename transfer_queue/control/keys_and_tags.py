@@ -48,6 +48,11 @@ class KeyMap:
     def index_of(self, key: str) -> int | None:
         return self._shards[hash(key) % _SHARDS].get(key) if self._shards else None
 
+    def indexes_of(self, keys: Sequence[str]) -> list[int | None]:
+        """``index_of`` each key."""
+        shards = self._shards
+        return [shards[hash(key) % _SHARDS].get(key) for key in keys] if shards else [None] * len(keys)
+
     def key_of(self, index: int) -> str | None:
         block = self._blocks.get(index // _BLOCK)
         return None if block is None else block.get(index)
@@ -144,14 +149,18 @@ class TagStore(Mapping[int, Tags]):
         self._num_freed = 0
         self._watches: list[dict[int, bytes | None]] = []
 
-    def put(self, row: int, tags: Tags, merge: bool) -> None:
-        """Set the row's tags; ``merge`` keeps other existing tags."""
+    def put(self, rows: Rows, tags: Sequence[Tags], merge: bool) -> None:
+        """Set the tags of each row; ``merge`` keeps other existing tags."""
         column = self._table.ensure_column(_COLUMN, np.object_)
+        before = column[rows].tolist()
         for watch in self._watches:
-            watch.setdefault(self._table.column("index").item(row), column[row])
-        if merge and column[row]:
-            tags = {**_decoder.decode(column[row]), **tags}
-        column[row] = _encoder.encode(tags) if tags else None
+            for index, old in zip(self._table.column("index")[rows].tolist(), before, strict=True):
+                watch.setdefault(index, old)
+        if merge and any(before):
+            pairs = zip(before, tags, strict=True)
+            tags = [{**_decoder.decode(old), **new} if old else new for old, new in pairs]
+        for row, own in zip(rows.tolist(), tags, strict=True):
+            column[row] = _encoder.encode(own) if own else None
 
     def of(self, indexes: Indexes, rows: Rows) -> dict[int, Tags]:
         """The tags of those samples that have some; ``rows`` are the samples' rows."""

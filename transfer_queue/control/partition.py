@@ -268,8 +268,7 @@ class Partition:
             return
         indexes = np.fromiter(tags, dtype=np.int64, count=len(tags))
         rows, found = self.table.find(indexes)
-        for index, row in zip(indexes[found].tolist(), rows[found].tolist(), strict=True):
-            self.tags.put(row, tags[index], merge)
+        self.tags.put(rows[found], [tags[index] for index in indexes[found].tolist()], merge)
         for consumer in self.consumers.values():
             consumer.retagged(rows[found])
         self.listed.retagged(rows[found])

@@ -43,6 +43,8 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         number = getattr(fetch, name)
         if number is not None and number < 0:
             raise InvalidRequestError(f"{name} must be greater than or equal to 0, got {number}.")
+    if fetch.dp_size is not None and fetch.dp_size < 1:
+        raise InvalidRequestError(f"dp_size must be at least 1, got {fetch.dp_size}.")
     if fetch.where is not None:
         parse_filter(fetch.where)
     dp_size = task.size_for(fetch)

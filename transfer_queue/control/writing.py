@@ -257,8 +257,10 @@ def _new_keys(state: PlaneState, request: p.ResolveKeys) -> list[str]:
     if not request.create:
         return []
     partition = state.partitions.get(request.partition)
-    unique = dict.fromkeys(request.keys)
-    return [key for key in unique if partition is None or partition.keys.index_of(key) is None]
+    unique = list(dict.fromkeys(request.keys))
+    if partition is None:
+        return unique
+    return [key for key, index in zip(unique, partition.keys.indexes_of(unique), strict=True) if index is None]
 
 
 def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply:
@@ -288,7 +290,8 @@ def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:
     """The samples of the known keys, with every field that all of them have, and the names of those that some lack."""
-    found = [(key, index) for key in keys if (index := partition.keys.index_of(key)) is not None]
+    known = zip(keys, partition.keys.indexes_of(keys), strict=True)
+    found = [(key, index) for key, index in known if index is not None]
     indexes = np.array([index for _, index in found], dtype=np.int64)
     rows = partition.rows_of(indexes)
     fields = partition.schema.fields_of(rows) if found else []
@@ -340,7 +343,7 @@ def replaced(state: PlaneState, request: Rewrite) -> p.Indexes:
     if isinstance(request, p.CheckFields):
         indexes = p.unpack_indexes(request.indexes)
     else:
-        known = (partition.keys.index_of(key) for key in request.keys)
+        known = partition.keys.indexes_of(request.keys)
         indexes = np.array([index for index in known if index is not None], dtype=np.int64)
     rows, found = partition.table.find(indexes)
     lacking = np.ones(len(indexes), dtype=np.bool_)

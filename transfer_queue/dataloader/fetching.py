@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +25,8 @@ from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)
 
-SLICE_S = 0.5
-"""The longest wait of one request. Between two requests the stream checks whether to stop or to log."""
+_TAIL_S = 0.5
+"""The longest wait of one request of a finite stream: the queue decides at its end whether a short tail is the last."""
 
 _LOST_S = 1.0
 """Between two requests of a batch that can't be read: the controller may not know yet that a unit is lost."""
@@ -118,12 +119,23 @@ class _FunctionBatch(NamedTuple):
         """There is nothing to release."""
 
 
+class _Stopped(Exception):
+    """The stream is to stop while it waits."""
+
+
 class BatchFetcher:
     """Requests batches of one partition by index. ``pause(seconds)`` waits, and returns True to stop."""
 
     def __init__(
-        self, client: TransferQueueClient, spec: StreamSpec, partition_id: str, pause: Callable[[float], bool]
+        self,
+        client: TransferQueueClient,
+        spec: StreamSpec,
+        partition_id: str,
+        pause: Callable[[float], bool],
+        may_stop: bool = True,
     ) -> None:
+        """``may_stop`` False: ``pause`` always returns False."""
+        self.look = self._look if may_stop else None
         self.client = client
         self.spec = spec
         self.partition = partition_id
@@ -136,6 +148,10 @@ class BatchFetcher:
         if self.pause(0.0):
             return None
         return _FromQueue(self, batch_index) if self._custom is None else _FromFunction(self, batch_index)
+
+    def _look(self) -> None:
+        if self.pause(0.0):
+            raise _Stopped
 
     def start(self, batch_index: int, wait_s: float, waited_s: float = 0.0) -> PendingCall[FetchedBatch | p.NotReady]:
         """Start the request, which may wait in the controller for ``wait_s`` seconds."""
@@ -188,9 +204,10 @@ class _Wait:
         return time.monotonic() - self._began
 
     def left_s(self) -> float:
-        """The longest wait of the next request."""
+        """The longest wait of the next request: up to the next report, which says what it waits for."""
         now, spec = time.monotonic(), self._spec
-        left = min(SLICE_S, self._reported + spec.report_every_s - now)
+        left = self._reported + spec.report_every_s - now
+        left = min(left, _TAIL_S) if spec.finite else left
         return max(0.0, left if spec.timeout_s is None else min(left, self._began + spec.timeout_s - now))
 
     def goes_on(self, answer: p.NotReady | None) -> bool:
@@ -232,11 +249,13 @@ class _FromQueue:
         """The batch; None: stop."""
         wait = _Wait(self._fetcher)
         is_news = time.monotonic() < self._parked_until
-        while isinstance(answer := self._pending.finish(), p.NotReady):
-            if is_news and not wait.goes_on(answer):
-                return None
-            self._pending, is_news = self._fetcher.start(self._index, wait.left_s(), wait.waited_s()), True
-        return answer
+        with contextlib.suppress(_Stopped):
+            while isinstance(answer := self._pending.finish(self._fetcher.look), p.NotReady):
+                if is_news and not wait.goes_on(answer):
+                    return None
+                self._pending, is_news = self._fetcher.start(self._index, wait.left_s(), wait.waited_s()), True
+            return answer
+        return None
 
     def close(self) -> None:
         self._pending.close()

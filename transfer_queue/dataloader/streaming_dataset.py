@@ -101,7 +101,7 @@ class StreamingDataset(IterableDataset[Any]):
             layout: "jagged" or "dense" values; None: as the queue is configured.
             timeout_s: Longest wait for one batch, then BatchTimeoutError; None: wait and report.
             report_every_s: Interval of the log message that says what a waiting stream waits for.
-            should_stop: Polled while waiting; True ends the stream.
+            should_stop: Called several times per second while waiting, without a request; True ends the stream.
             where: Read only samples whose tags match, such as ``"policy_version >= 7"``; see ``get_meta``. Part of
                 ``sampling_config``, as ``fetch_batch_fn`` gets it.
         Raises:
@@ -232,8 +232,9 @@ class StreamingDataset(IterableDataset[Any]):
         worker = get_worker_info()
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, spec = self._own_client(), self._spec(start, stride)
-        should_stop = (self.should_stop if worker is None else is_over) or _never
-        fetch = BatchFetcher(client, spec, start.partition_id, partial(_pause, should_stop))
+        should_stop = self.should_stop if worker is None else is_over
+        pause = partial(_pause, should_stop or _never)
+        fetch = BatchFetcher(client, spec, start.partition_id, pause, should_stop is not None)
         stream = BatchStream(fetch, start.batch_index + first, stride, self.prefetch)
         with closing(iter(stream)) as batches:
             for batch_index, data, meta in batches:
@@ -338,6 +339,8 @@ def _check_sizes(batch_size: int, micro_batch_size: int) -> None:
 def _check_values(dp_rank: int, dp_size: int | None, data_fields: Sequence[str] | str, layout: str | None) -> None:
     if dp_rank < 0:
         raise InvalidRequestError(f"dp_rank must be at least 0, got {dp_rank}.")
+    if dp_size is not None and dp_size < 1:
+        raise InvalidRequestError(f"dp_size must be at least 1, got {dp_size}.")
     if dp_size is not None and dp_rank >= dp_size:
         raise InvalidRequestError(f"dp_rank {dp_rank} with dp_size {dp_size}: ranks go from 0 to {dp_size - 1}.")
     if not data_fields:

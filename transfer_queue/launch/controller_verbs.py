@@ -125,10 +125,9 @@ class ControllerVerbs:
     def set_custom_meta(self, partition_custom_meta: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
         """Replace tags, given by partition and index. Unknown partitions are ignored."""
         known = set(self.client.get_partition_list())
-        tags = {name: own for name, own in partition_custom_meta.items() if name in known}
-        if tags:
-            plain = {name: {index: dict(tag) for index, tag in own.items()} for name, own in tags.items()}
-            self._ask(p.SetTags, p.Done, plain)
+        for name, own in partition_custom_meta.items():
+            if name in known:
+                run_blocking(self.client.set_tags(name, own))
 
     # ---- production and consumption ----
 

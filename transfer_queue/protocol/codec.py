@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from transfer_queue.errors import InvalidRequestError, ProtocolError, Unsupporte
 from transfer_queue.protocol.arrays import pack_arrays, unpack_arrays
 from transfer_queue.protocol.replies import AnyReply
 from transfer_queue.protocol.requests import (
+    MOST_ROWS,
     AnyRequest,
     Call,
     Fetch,
@@ -44,17 +45,28 @@ class ClientMessage(msgspec.Struct, Generic[R], frozen=True, array_like=True):
     ``read``: fetches without ledger entry whose batches it has read, or can't read any more.
     """
 
-    received: list[Call]
+    received: Annotated[list[Call], msgspec.Meta(max_length=MOST_ROWS)]
     request: R
-    read: list[Call] = []
+    read: Annotated[list[Call], msgspec.Meta(max_length=MOST_ROWS)] = []
 
 
 # ---- encoding ----
 
 
+def as_indexes(indexes: Any) -> Indexes:
+    """Indexes as little-endian int64. Raises InvalidRequestError for what can't be one."""
+    try:
+        return np.asarray(indexes, dtype="<i8")
+    except OverflowError:
+        too_big = max(indexes, key=abs)
+        raise InvalidRequestError(
+            f"{too_big} is no index of a sample: it needs more than 64 bits. Use those that put and get_meta return."
+        ) from None
+
+
 def pack_indexes(indexes: Any) -> bytes:
     """Indexes as they travel: int64, little-endian."""
-    return np.asarray(indexes, dtype="<i8").tobytes()
+    return as_indexes(indexes).tobytes()
 
 
 def unpack_indexes(data: bytes) -> Indexes:
@@ -107,9 +119,24 @@ def encode(message: Any) -> bytes:
     except RecursionError:
         raise UnsupportedValueError(_too_deep("a value")) from None
     except OverflowError as error:
-        raise UnsupportedValueError(f"a number in a request needs more than 64 bits: {error}. Use a float.") from error
+        number = next(_too_big(msgspec.to_builtins(message, enc_hook=str)), "a number")
+        raise UnsupportedValueError(
+            f"{number} in a request needs more than 64 bits. Use a float, or store it as a field."
+        ) from error
     except UnicodeEncodeError as error:
-        raise UnsupportedValueError(f"a name or text in a request is no valid Unicode: {error}.") from error
+        raise UnsupportedValueError(
+            f"the name or text {error.object!r:.80} in a request is no valid Unicode: {error}. "
+            f"Leave that character out."
+        ) from error
+
+
+def _too_big(value: Any) -> Iterator[int]:
+    """Ints inside that don't fit into 64 bits."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        yield value
+    elif isinstance(value, _CONTAINERS):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _too_big(inner)
 
 
 def encode_request(request: Any, received: Sequence[int] = (), read: Sequence[int] = ()) -> bytes:

@@ -18,6 +18,11 @@ Count = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Position = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 NumRanks = Annotated[int, msgspec.Meta(ge=-(2**16), le=2**16)]
+MOST_ROWS = 2048
+"""Keys, tags or samples that one request names one by one, so that it holds up others for no longer than 20 ms."""
+Keys = Annotated[list[str], msgspec.Meta(max_length=MOST_ROWS)]
+TagsOf = Annotated[dict[int, Tags], msgspec.Meta(max_length=MOST_ROWS)]
+FewIndexes = Annotated[bytes, msgspec.Meta(max_length=8 * MOST_ROWS)]
 LONGEST_WAIT_S = 1e9
 """What infinitely long means on the wire."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)]
@@ -129,7 +134,7 @@ class Publish(Request, frozen=True):
     partition: str
     indexes: bytes
     fields: dict[str, FieldSpec]
-    tags: dict[int, Tags] = {}
+    tags: TagsOf = {}
     describe: bool = False
     completes: Call = 0
     uncommitted: bool = False
@@ -193,7 +198,7 @@ class Ack(Request, frozen=True):
 
     partition: str
     task: str
-    tokens: list[str]
+    tokens: Keys
     earlier: bool = False
 
 
@@ -206,16 +211,13 @@ class Describe(Request, frozen=True):
 
     partition: str
     fields: list[str] | None = None
-    indexes: bytes | None = None
+    indexes: FewIndexes | None = None
     after: Position | None = None
     limit: Count = 0
 
 
 class ConsumptionStatus(Request, frozen=True):
-    """Which samples of the partition ``task`` has consumed; with ``summary`` only whether it has all, as Done.
-
-    Given in pages, as Describe gives all samples.
-    """
+    """Which samples ``task`` has consumed, in pages as Describe gives all; ``summary``: whether it has all, as Done."""
 
     partition: str
     task: str
@@ -225,10 +227,7 @@ class ConsumptionStatus(Request, frozen=True):
 
 
 class FieldStatus(Request, frozen=True, tag="ProductionStatus"):
-    """Which of the fields each sample of the partition has; with ``summary`` only whether all have all, as Done.
-
-    Given in pages, as Describe gives all samples.
-    """
+    """Which fields each sample has, in pages as Describe gives all; ``summary``: whether all have all, as Done."""
 
     partition: str
     fields: list[str]
@@ -245,9 +244,9 @@ class ResetConsumption(Request, frozen=True):
 
 
 class SetTags(Request, frozen=True):
-    """Tags of samples; ``merge`` keeps keys that aren't named."""
+    """Tags of samples by partition; ``merge`` keeps keys that aren't named."""
 
-    tags: dict[str, dict[int, Tags]]
+    tags: Annotated[dict[str, TagsOf], msgspec.Meta(max_length=64)]
     merge: bool = False
 
 
@@ -255,7 +254,7 @@ class ClearSamples(Request, frozen=True):
     """Delete samples. Unknown and already cleared ones are ignored."""
 
     partition: str
-    indexes: bytes
+    indexes: FewIndexes
 
 
 class ClearConsumed(Request, frozen=True):
@@ -287,7 +286,7 @@ class ResolveKeys(Request, frozen=True):
     """
 
     partition: str
-    keys: list[str]
+    keys: Keys
     create: bool = False
     hold: bool = False
     fields: dict[str, FieldSpec] = {}
@@ -303,7 +302,7 @@ class Put(Request, frozen=True):
     """
 
     begin: Reserve | CheckFields | ResolveKeys
-    tags: dict[int, Tags] = {}
+    tags: TagsOf = {}
     write: bytes = b""
 
 
@@ -311,7 +310,7 @@ class KeysOf(Request, frozen=True):
     """User keys of samples, None where a sample has none."""
 
     partition: str
-    indexes: bytes
+    indexes: FewIndexes
 
 
 class ListKeys(Request, frozen=True):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transfer_queue.errors import ClosedError
 from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, RawReply
 from transfer_queue.transport.connections import Connection, Descriptors, LoopConnection, closed, gone, revoke, silent
-from transfer_queue.transport.modes import is_blocking, pause
+from transfer_queue.transport.modes import is_blocking, look, pause
 from transfer_queue.transport.unix import UnixConnection
 from transfer_queue.transport.waiting import wait_for_some
 
@@ -216,12 +216,12 @@ class SocketCaller:
             deadline = time.monotonic() + timeout_s
             while late := [each.connection for request_id, each in sent.items() if request_id not in replies]:
                 waiting = set(late)
-                arrived = wait_for_some(waiting, wake, deadline)
+                arrived = wait_for_some(waiting, wake, min(deadline, time.monotonic() + look()))
                 for request_id, header, frames in arrived:
                     if request_id in sent:
                         replies[request_id] = RawReply(header, frames)
                 if not arrived and time.monotonic() >= deadline:
-                    raise silent(late[0].peer, timeout_s)
+                    raise silent(late[0].peer, timeout_s, late[0].reached)
             return [replies[request_id] for request_id in sent]
         except BaseException:
             for connection, call in sent.values():
@@ -246,8 +246,9 @@ class SocketCaller:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             replies = [future.result() for future in futures if future.done()]  # raises the error of a failed one
             if len(replies) < len(futures):
-                late = (peer for (*_, peer), future in zip(sent, futures, strict=True) if not future.done())
-                raise silent(next(late), timeout_s)
+                late = (call for call, future in zip(sent, futures, strict=True) if not future.done())
+                connection, _, peer = next(late)
+                raise silent(peer, timeout_s, connection.reached)
         except BaseException:
             for connection, request_id, _ in sent:
                 connection.cancel(request_id)

@@ -72,6 +72,11 @@ class Connection(Protocol):
     """The connection has ended; make another."""
 
     @property
+    def reached(self) -> bool:
+        """Whether a server is known to be at the other end."""
+        ...
+
+    @property
     def unsent(self) -> bool:
         """Something waits for ``flush``."""
         ...
@@ -99,7 +104,8 @@ class Connection(Protocol):
 
 def gone(peer: Peer) -> QueueUnreachableError:
     return QueueUnreachableError(
-        f"{peer.name} at {peer.address} has ended. What it held is lost; look at its output and start the queue again."
+        f"{peer.name} at {peer.address} has ended, or has ended the session of this client. In the first case, what it "
+        f"held is lost: look at its output."
     )
 
 
@@ -135,11 +141,11 @@ def no_address(peer: Peer) -> QueueUnreachableError:
     )
 
 
-def silent(peer: Peer, timeout_s: float) -> QueueUnreachableError:
-    return QueueUnreachableError(
-        f"{peer.name} at {peer.address} did not answer within {timeout_s:.1f} s. Is the address right and the queue "
-        f"still running?"
-    )
+def silent(peer: Peer, timeout_s: float, reached: bool) -> QueueUnreachableError:
+    advice = "Is the address right and the queue still running?"
+    if reached:
+        advice = "It is there, but busy or stopped: try again. Its log and get_stats()['alarms'] say what holds it."
+    return QueueUnreachableError(f"{peer.name} at {peer.address} did not answer within {timeout_s:.1f} s. {advice}")
 
 
 def closed() -> ClosedError:
@@ -164,6 +170,10 @@ class LoopConnection:
     @property
     def broken(self) -> bool:
         return self._connection.broken
+
+    @property
+    def reached(self) -> bool:
+        return self._connection.reached
 
     def send(self, request_id: int, call: Call) -> asyncio.Future[RawReply]:
         """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import types
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
@@ -23,6 +24,10 @@ _blocking: ContextVar[bool] = ContextVar("transfer_queue_blocking", default=Fals
 _starting: ContextVar[bool] = ContextVar("transfer_queue_starting", default=False)
 
 
+_look: ContextVar[Callable[[], None] | None] = ContextVar("transfer_queue_look", default=None)
+_LOOK_EVERY_S = 0.25
+
+
 def is_blocking() -> bool:
     """True inside ``run_blocking``: the transport must not suspend."""
     return _blocking.get()
@@ -33,6 +38,15 @@ def pause() -> Generator[None, None, None]:
     """Everything is sent: suspend here if the call was only started, until it is finished."""
     if _starting.get():
         yield
+
+
+def look() -> float:
+    """Let the caller of a blocked thread look whether to go on; it raises otherwise. Returns when to look again."""
+    looked = _look.get()
+    if looked is None:
+        return math.inf
+    looked()
+    return _LOOK_EVERY_S
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, R]) -> R:
@@ -89,9 +103,17 @@ class PendingCall(Generic[R]):
         finally:
             _starting.set(before)
 
-    def finish(self) -> R:
-        """Return or raise what the blocking call does; once."""
-        return self._results.pop() if self._results else run_blocking(self._coroutine)
+    def finish(self, look: Callable[[], None] | None = None) -> R:
+        """Return or raise what the blocking call does; once.
+
+        ``look`` is called now and then while the thread waits. What it raises ends the wait, and cancels the call.
+        """
+        before = _look.get()
+        try:
+            _look.set(look)
+            return self._results.pop() if self._results else run_blocking(self._coroutine)
+        finally:
+            _look.set(before)
 
     def close(self) -> None:
         """Cancel the call. Idempotent."""

@@ -103,7 +103,8 @@ class Session:
         """What the next message to this server says of earlier calls: those received, and those read."""
         own = self._received.get(peer.address)
         read = self.done_reading if peer.address == self.controller.address else None
-        return list(own) if own else [], list(read) if read else []
+        few = p.MOST_ROWS  # the rest goes with later messages
+        return list(itertools.islice(own or (), few)), list(itertools.islice(read or (), few))
 
     def _cancel_of(self, request: p.Request) -> bytes:
         if isinstance(request, p.Publish):
@@ -151,6 +152,16 @@ class Session:
                 self._start()
                 self._config, self._at_exit = {}, None
                 self._pid = os.getpid()
+
+    def renew(self, ended: SocketCaller) -> None:
+        """The servers have ended the session of this caller, so the next call begins another one.
+
+        Calls that still use the old caller are left alone. It closes, and all ends that came back since, with the last.
+        """
+        with _fork_lock():
+            if self.caller is ended and not self._closed:
+                self._start()
+                self._config = {}
 
     async def _greet(self) -> None:
         if self._closed:

@@ -62,6 +62,10 @@ class TcpConnection:
         self._closing = threading.Lock()
         self.descriptor = self._readable.at(0)
 
+    @property
+    def reached(self) -> bool:
+        return self._link.is_welcome
+
     def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         if self._link.error is not None:
             raise self._broken(self._link.error)
@@ -144,7 +148,7 @@ class _Link:
         self.connections: weakref.WeakValueDictionary[int, TcpConnection] = weakref.WeakValueDictionary()
         self.error: str | None = None
         self._silent_beats = 0
-        self._is_welcome = False
+        self.is_welcome = False
         self._reader = PartsReader()
         self.dealer: Any = None
         self.monitor: Any = None
@@ -177,12 +181,12 @@ class _Link:
     def _handle(self, parts: Sequence[zmq.Frame]) -> None:
         self._silent_beats = 0
         kind = parts[0].bytes
-        if kind == BYE and not self._is_welcome:
+        if kind == BYE and not self.is_welcome:
             self.fail(
                 f"{self.peer.name} at {self.peer.address} has ended this connection without a word: it is of another "
                 f"version, or was asked to. Use the same version of lightning-tq on both sides."
             )
-        self._is_welcome = True
+        self.is_welcome = True
         if kind == BYE:
             self.fail(
                 f"{self.peer.name} at {self.peer.address} has ended this connection: it was asked to, or heard nothing "

@@ -39,6 +39,8 @@ _MAX_UNREAD_ANSWERS = 8
 class UnixConnection:
     """See ``Connection``."""
 
+    reached = True
+
     def __init__(self, peer: Peer, client: str) -> None:
         """Raises QueueUnreachableError: no server listens there, or not for this user."""
         path = peer.address.removeprefix(SCHEME)

@@ -94,7 +94,7 @@ class Client:
         self.waits.append(fetch.wait_s)
         return self
 
-    def finish(self):
+    def finish(self, look=None):
         return self.answer
 
     def check_consumption_status(self, task, partition):

@@ -51,6 +51,7 @@ class NotedSession:
     """Answers every request with one of the same kind, and notes what it was asked."""
 
     controller = CONTROLLER
+    caller = None
 
     def __init__(self, answer: p.Reply) -> None:
         self.answer = answer

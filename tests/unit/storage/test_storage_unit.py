@@ -290,7 +290,7 @@ def test_an_uncommitted_write_takes_room_until_it_is_cancelled(small):
 def test_nothing_is_taken_from_a_client_whose_session_was_ended_by_the_controller(small):
     assert small.ask(EndSession(1, "gone"), client="controller") == [("controller", Done(1))]
     ((_, failed),) = small.write(1, 10, client="gone")
-    assert (failed.code, "'gone' was taken for dead" in failed.text) == ("ProtocolError", True)
+    assert (failed.code, "client 'gone' has ended" in failed.text) == ("SessionEndedError", True)
     assert small.unit.stats().held_nbytes == 0
 
 

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
-from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row, pack_indexes, unpack_indexes
+from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError, SessionEndedError
+from transfer_queue.protocol import (
+    LONGEST_WAIT_S,
+    Done,
+    Request,
+    UnitRuns,
+    as_indexes,
+    by_row,
+    pack_indexes,
+    unpack_indexes,
+)
 from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
 from transfer_queue.storage.messages import (
     AskHeld,
@@ -37,7 +46,7 @@ from transfer_queue.storage.shm.unit_client import (
     UnitWrite,
     decide_paths,
 )
-from transfer_queue.storage.shm.unit_directory import UnitDirectory
+from transfer_queue.storage.shm.unit_directory import UnitDirectory, values_lost
 from transfer_queue.storage.shm.writer import UnitWriter
 from transfer_queue.storage.unit.unit import INLINE_NBYTES
 from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, groups
@@ -113,7 +122,7 @@ class SharedMemoryManager(StorageManager):
         """
         await decide_paths([self._front])
         write = UnitWrite(self._front, slice(0, count), count, columns, self._inline_nbytes)
-        packed = pack_indexes(_as_indexes(replaced)) if len(replaced) else b""
+        packed = pack_indexes(as_indexes(replaced)) if len(replaced) else b""
         await self._writer.lease(call, write, packed, wait_s)
         packed_columns, frames = self._writer.packed(write)
         return encode_columns(packed_columns), frames
@@ -146,7 +155,7 @@ class SharedMemoryManager(StorageManager):
     async def write(
         self, call: int, indexes: Sequence[int], columns: MemoryColumns, partition: str = "", fresh: bool = False
     ) -> UnitRuns | None:
-        wanted = _as_indexes(indexes)
+        wanted = as_indexes(indexes)
         if not columns or not len(wanted):
             return None
         return await self._writer.write(call, wanted, columns, self._put_timeout_s, fresh)
@@ -173,7 +182,7 @@ class SharedMemoryManager(StorageManager):
         from transfer_queue.storage import columns
 
         data = await columns.parsed_rows(data, data_parser)
-        indexes = _as_indexes(metadata.global_indexes)
+        indexes = as_indexes(metadata.global_indexes)
         columns.check_rows(data, indexes)
         if await self._store(indexes, self.prepare(data), fresh=False) is not None:
             raise InvalidRequestError(
@@ -205,7 +214,7 @@ class SharedMemoryManager(StorageManager):
 
         layout = layout or self._layout
         batches.check_layout(layout)
-        wanted, names = _as_indexes(indexes), sorted(set(fields))
+        wanted, names = as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
             return batches.unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
@@ -231,7 +240,7 @@ class SharedMemoryManager(StorageManager):
         names = sorted(set(fields))
         result = ReadResult(self.session, names)
         try:
-            await self._read(_as_indexes(indexes), names, units or {}, result)
+            await self._read(as_indexes(indexes), names, units or {}, result)
             yield result.columns
         finally:
             await result.close()
@@ -244,8 +253,12 @@ class SharedMemoryManager(StorageManager):
     async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns, fresh: bool) -> UnitRuns | None:
         if not columns or not len(indexes):
             return None
-        call = self.session.number()
-        units = await self._writer.write(call, _as_indexes(indexes), columns, self._put_timeout_s, fresh)
+        call, caller = self.session.number(), self.session.caller
+        try:
+            units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s, fresh)
+        except SessionEndedError:
+            self.session.renew(caller)
+            raise
         if fresh:
             self.written(call, units)
             return units
@@ -258,13 +271,13 @@ class SharedMemoryManager(StorageManager):
 
     async def clear_rows(self, indexes: Sequence[int]) -> None:
         """In every unit, because values that were put again may lie in several."""
-        wanted = _as_indexes(indexes)
+        wanted = as_indexes(indexes)
         if len(wanted):
             await self._ask_all(lambda: Delete(self.session.number(), pack_indexes(wanted)), Deleted)
 
     async def held(self, indexes: Sequence[int]) -> dict[str, IntArray]:
         """Return by field which of these samples have a value. Fields that none of them has are left out."""
-        wanted, found = _as_indexes(indexes), dict[str, list[IntArray]]()
+        wanted, found = as_indexes(indexes), dict[str, list[IntArray]]()
         for held in await self._ask_all(lambda: AskHeld(self.session.number(), pack_indexes(wanted)), Held):
             for name, packed in held.fields.items():
                 found.setdefault(name, []).append(unpack_indexes(packed))
@@ -272,9 +285,16 @@ class SharedMemoryManager(StorageManager):
 
     async def stats(self) -> list[SeenStats]:
         """Statistics of every unit, by their numbers, with the ``path`` of this client's values."""
-        units = [unit for _, unit in await self._units.all()]
-        answers = await self._ask(units, lambda: AskUnitStats(self.session.number()), UnitStats)
-        return [unit.stats(stats) for unit, stats in zip(units, answers, strict=True)]
+        units = await self._units.all()
+        try:
+            answers = await self._ask(
+                [unit for _, unit in units], lambda: AskUnitStats(self.session.number()), UnitStats
+            )
+        except QueueUnreachableError:
+            if not await self._units.lost_among(number for number, _ in units):
+                raise
+            return await self.stats()
+        return [unit.stats(stats) for (_, unit), stats in zip(units, answers, strict=True)]
 
     async def close(self) -> None:
         self._units.close()
@@ -293,8 +313,7 @@ class SharedMemoryManager(StorageManager):
         try:
             return await self._ask(units, request, kind)
         except QueueUnreachableError:
-            await self._units.refresh()
-            if len(numbers) == 1 and self._units.known(numbers[0]) is not None:
+            if len(numbers) == 1 and not await self._units.lost_among(numbers):
                 raise
             return await self._ask_each(numbers, request, kind)
 
@@ -308,8 +327,7 @@ class SharedMemoryManager(StorageManager):
             try:
                 answers += [] if unit is None else await self._ask([unit], request, kind)
             except QueueUnreachableError as error:
-                await self._units.refresh()
-                failed = failed if self._units.known(number) is None else error
+                failed = failed if await self._units.lost_among([number]) else error
         if failed is not None:
             raise failed
         return answers
@@ -324,10 +342,23 @@ class SharedMemoryManager(StorageManager):
     # ---- reads ----
 
     async def _read(self, wanted: IntArray, names: list[str], units: Places, result: ReadResult) -> None:
-        shares = [
-            (await self._units.connection(unit), at, fields)
-            for unit, at, fields in shares_of(len(wanted), names, units)
-        ]
+        shares = shares_of(len(wanted), names, units)
+        try:
+            await self._read_shares(wanted, shares, result)
+        except QueueUnreachableError:
+            lost = await self._units.lost_among(number for number, _, _ in shares)
+            if not lost:
+                raise
+            values: dict[str, list[int]] = {}
+            for number, at, fields in shares:
+                for name in fields if number in lost else ():
+                    values.setdefault(name, []).extend(wanted[at].tolist())
+            raise values_lost(values) from None
+
+    async def _read_shares(
+        self, wanted: IntArray, by_number: Sequence[tuple[int, Positions, list[str]]], result: ReadResult
+    ) -> None:
+        shares = [(await self._units.connection(number), at, fields) for number, at, fields in by_number]
         await decide_paths(unit for unit, _, _ in shares)
         calls = []
         for unit, at, fields in shares:
@@ -355,7 +386,3 @@ def shares_of(count: int, names: Sequence[str], units: Places) -> list[tuple[int
             continue
         shares += [(unit, at, fields) for unit, at in groups(by_row(list(runs)))]
     return shares
-
-
-def _as_indexes(indexes: Sequence[int] | IntArray) -> IntArray:
-    return np.asarray(indexes, np.int64).reshape(-1)

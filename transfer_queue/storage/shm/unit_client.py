@@ -146,6 +146,7 @@ class ReadResult:
 
     def __init__(self, session: Session, fields: Sequence[str]) -> None:
         self._session = session
+        self._caller = session.caller  # its session pins the values
         self._pinned: list[tuple[UnitConnection, int]] = []
         self.columns: dict[str, list[tuple[Positions, WireColumn]]] = {name: [] for name in fields}
         """By field, the wire columns and the positions of the batch that they fill."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from transfer_queue.errors import UnitLostError
 from transfer_queue.protocol import ListUnits, UnitInfo, Units
@@ -16,6 +16,8 @@ from transfer_queue.utils.machine import host_id
 
 _FRESH_S = 5.0
 """A list of units that is older is asked for again, where a newer one could help."""
+_NEWS_S = 2.0
+_FEW = 5
 
 
 class UnitDirectory:
@@ -27,6 +29,7 @@ class UnitDirectory:
         self._shared = shared
         self._connections: dict[int, UnitConnection] = {}
         self._infos: dict[int, UnitInfo] = {}
+        self._version = 0
         self._listed_at = float("-inf")
         self._turn = 0
         if len(peers) == 1:
@@ -49,10 +52,7 @@ class UnitDirectory:
             await self.refresh()
         found = self._connections.get(number)
         if found is None:
-            raise UnitLostError(
-                f"storage unit {number} has ended, and the values that it held are lost. They count as not produced: "
-                f"their producers must put them again."
-            )
+            raise UnitLostError(f"storage unit {number} has ended, and the values that it held are lost.")
         return found
 
     def known(self, number: int) -> UnitConnection | None:
@@ -65,11 +65,24 @@ class UnitDirectory:
             await self.refresh()
         return sorted(self._connections.items())
 
-    async def refresh(self) -> None:
-        """Ask the controller which units there are, if there is one that lists them."""
+    async def lost_among(self, numbers: Iterable[int]) -> list[int]:
+        """Those of these units that have ended. Where one does not answer, the controller may learn of it a little
+        later than its clients.
+        """
+        numbers = list(numbers)
+        for wait_s in (0.0, _NEWS_S):
+            await self.refresh(wait_s)
+            lost = [number for number in numbers if number not in self._connections]
+            if lost or self.is_fixed:
+                return lost
+        return []
+
+    async def refresh(self, wait_s: float = 0.0) -> None:
+        """Ask the controller which units there are, if there is one that lists them. ``wait_s``: for news."""
         if self.is_fixed:
             return
-        listed = await self._session.ask(ListUnits, Units)
+        listed = await self._session.ask(ListUnits, Units, self._version if wait_s else None, wait_s, wait_s=wait_s)
+        self._version = listed.version
         self._listed_at = time.monotonic()
         self._infos = {info.number: info for info in listed.units}
         for number in [number for number in self._connections if number not in self._infos]:
@@ -103,6 +116,15 @@ class UnitDirectory:
     def close(self) -> None:
         for connection in self._connections.values():
             connection.close()
+
+
+def values_lost(by_field: Mapping[str, Sequence[int]]) -> UnitLostError:
+    """The error that names values which were lost: samples by field."""
+    each = [f"field {name!r} of {len(some)} samples, first {list(some[:_FEW])}" for name, some in by_field.items()]
+    return UnitLostError(
+        f"values were lost with a storage unit that has ended: {'; '.join(each)}. They count as not produced: their "
+        f"producers must put them again. client.get_lost_samples(partition) names all."
+    )
 
 
 def _rotated(numbers: list[int], turn: int) -> list[int]:

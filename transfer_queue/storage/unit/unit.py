@@ -14,6 +14,7 @@ from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
 from transfer_queue.errors import (
     ProtocolError,
     SampleClearedError,
+    SessionEndedError,
     StorageFullError,
     StorageKeyNotFoundError,
     to_wire,
@@ -495,7 +496,9 @@ class StorageUnit:
 
     def _check_alive(self, call: Call) -> None:
         if self.calls.has_ended(call.client):
-            raise ProtocolError(f"client {call.client!r} was taken for dead, and its uncommitted writes were deleted.")
+            raise SessionEndedError(
+                f"the session of client {call.client!r} has ended: it was silent too long, or evicted. Begin another."
+            )
 
     # ---- room ----
 
