@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.checks import byte_text, counted, lacking_text, list_names
-from lightning_tq.stream_reader import StreamReader
+from lightning_tq.loader import StreamReader
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import TransferQueueError
@@ -40,10 +39,12 @@ class WaitHints:
         trainer: Trainer,
         client: TransferQueueClient,
         num_running: Callable[[], int | None],
+        clears_finished: bool,
         warn_once: Callable[[str, str], None],
     ) -> None:
         """Args:
         num_running: Number of this run's producer processes that have not ended; None: none was started here.
+        clears_finished: Whether the run clears finished partitions.
         warn_once: Takes a key and a text, and logs one text per key.
         """
         self.note = ""
@@ -51,6 +52,7 @@ class WaitHints:
         self._trainer = trainer
         self._client = client
         self._num_running = num_running
+        self._clears_finished = clears_finished
         self._warn_once = warn_once
         self._looks: dict[str, int] = {}  # during the current wait, by label of the reader
 
@@ -58,8 +60,8 @@ class WaitHints:
         """Warn of readers that wait for too long."""
         for reader in readers:
             due = int(reader.waiting_s() / _LOOK_EVERY_S)
-            if due > self._looks.get(reader.label, 0) and reader.partition is not None:
-                self._explain(reader, reader.partition, due)
+            if due > self._looks.get(reader.label, 0) and reader.progress.partition is not None:
+                self._explain(reader, reader.progress.partition, due)
             self._looks[reader.label] = due
 
     def _explain(self, reader: StreamReader, partition: str, due: int) -> None:
@@ -70,7 +72,9 @@ class WaitHints:
                 units = self._client.get_storage_stats()
         except TransferQueueError:  # the stream itself reports that
             return
-        wait = Wait(self._trainer, reader, partition, stats, units, num_running, self.note)
+        wait = Wait(
+            self._trainer, reader, partition, stats, units, num_running, self._clears_finished, self.note
+        )  # fmt: skip
         repeats = wait.is_missing and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
         for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
             self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
@@ -88,6 +92,8 @@ class Wait:
     """Statistics of the storage units."""
     num_running: int | None
     """Of this run's producers; None: none was started here."""
+    clears_finished: bool
+    """Whether the run clears finished partitions."""
     note: str
     """Why no producer of this run fills the partition; "" if that isn't known."""
 
@@ -162,7 +168,7 @@ def _queue_is_full(wait: Wait) -> Found:
 
 def _clearing(wait: Wait) -> Iterator[str]:
     """What would clear samples and is not in use."""
-    if not any(isinstance(each, PartitionSwitch) and each.clear_finished for each in callbacks_of(wait.trainer)):
+    if not wait.clears_finished:
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:
         yield "set Stream(clear_consumed=True)"
@@ -206,14 +212,14 @@ def _sanity_check(wait: Wait) -> Found:
 
 
 def _fetched_one_ahead(wait: Wait) -> Found:
-    reader = wait.reader
-    if not _fetches_ahead(wait) or reader.taken <= reader.trained:
+    progress = wait.reader.progress
+    if not _fetches_ahead(wait) or progress.taken <= progress.trained:
         return None
     return "ahead", (
-        f"stream {reader.label!r} waits for batch {reader.taken} while batch {reader.trained} is untrained, because "
-        f"Lightning fetches one batch ahead when the length is unknown. If producers wait for that step (for new "
-        f"weights), this is a deadlock: set Stream(num_batches=...) or Trainer(limit_train_batches=...). If no more "
-        f"samples come, seal the partition: client.seal_partition({wait.partition!r})."
+        f"stream {progress.label!r} waits for batch {progress.taken} while batch {progress.trained} is untrained, "
+        f"because Lightning fetches one batch ahead when the length is unknown. If producers wait for that step (for "
+        f"new weights), this is a deadlock: set Stream(num_batches=...) or Trainer(limit_train_batches=...). If no "
+        f"more samples come, seal the partition: client.seal_partition({wait.partition!r})."
     )
 
 
@@ -284,14 +290,14 @@ def why_nothing(client: TransferQueueClient, reader: StreamReader) -> str:
         if text := _why_empty(client, reader):
             return text
     return (
-        f"partition {reader.partition!r} has no untrained batch for task {reader.stream.task!r}. Its samples were "
-        f"trained before, or fill no batch. To train them again, set Stream(replay=True) or another task."
+        f"partition {reader.progress.partition!r} has no untrained batch for task {reader.stream.task!r}. Its samples "
+        f"were trained before, or fill no batch. To train them again, set Stream(replay=True) or another task."
     )
 
 
 def _why_empty(client: TransferQueueClient, reader: StreamReader) -> str:
     """Why there is no sample for the stream; "" if there are or were some."""
-    name, stream = reader.partition, reader.stream
+    name, stream = reader.progress.partition, reader.stream
     partition = client.get_stats()["partitions"].get(name)
     if partition is None:
         return f"partition {name!r} was cleared."

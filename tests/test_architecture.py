@@ -42,6 +42,20 @@ GROUPS = {
     "transfer_queue.dataloader": ("dataloader", 11),
     "lightning_tq": ("lightning_tq", 12),
 }
+# Files and folders of lightning_tq. Each may import those in lines above its own: annotations and functions count, too.
+LIGHTNING_RANKS = """
+    checks
+    progress stream topology device_copies queue_config queue_report queue_picture rank_watchdog dashboard_process
+    batch trainer_compat queue_connection
+    loader producers run_members
+    wait_hints
+    run
+    callbacks
+    datamodule fabric
+    dashboard
+    cli
+    __main__
+"""
 SERVER_SIDE = (
     "transfer_queue.server.main",
     "transfer_queue.server.front",
@@ -110,6 +124,22 @@ def test_imports_point_down(path: Path) -> None:
             continue
         other, other_rank = group_of(name)
         assert other == group or other_rank < rank, f"{module} ({group}) may not import {name} ({other})"
+
+
+def test_parts_of_the_lightning_package_import_lower_ones_only() -> None:
+    rank = {part: at for at, line in enumerate(LIGHTNING_RANKS.strip().splitlines()) for part in line.split()}
+    for path in sorted((ROOT / "lightning_tq").rglob("*.py")):
+        part, *_ = [*module_name(path).split(".")[1:], "__init__"]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path.name} imports relatively"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for other in [name.split(".")[1] for name in names if name.startswith("lightning_tq.")]:
+                assert other == part or rank[other] < rank[part], f"{module_name(path)} may not import {other}"
 
 
 def test_the_lightning_package_uses_public_names_only() -> None:

@@ -135,7 +135,7 @@ def _is_live(options: argparse.Namespace) -> bool:
 async def _reports(options: argparse.Namespace, address: str) -> AsyncIterator[dict[str, Any]]:
     """One report, or one per interval."""
     import transfer_queue as tq
-    from lightning_tq.cli.queue_report import make_report, take_snapshot
+    from lightning_tq.queue_report import make_report, take_snapshot
 
     client = tq.get_client()
     before = await take_snapshot(client)
@@ -149,7 +149,7 @@ async def _reports(options: argparse.Namespace, address: str) -> AsyncIterator[d
 
 
 async def _print(options: argparse.Namespace, address: str) -> None:
-    from lightning_tq.cli.queue_report import show, tables
+    from lightning_tq.queue_report import show, tables
 
     async for report in _reports(options, address):
         if options.json:
@@ -161,7 +161,7 @@ async def _print(options: argparse.Namespace, address: str) -> None:
 async def _live(options: argparse.Namespace, address: str) -> None:
     from rich.live import Live
 
-    from lightning_tq.cli.queue_report import tables
+    from lightning_tq.queue_report import tables
 
     with Live(auto_refresh=False, vertical_overflow="ellipsis") as live:
         async for report in _reports(options, address):
@@ -177,7 +177,7 @@ def _dashboard(options: argparse.Namespace, address: str) -> int:
 
 def _clients(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
-    from lightning_tq.cli.queue_report import clients_table, others, show
+    from lightning_tq.queue_report import clients_table, others, show
 
     clients = others(tq.get_client().get_stats())
     if options.json:
@@ -191,7 +191,7 @@ def _clients(options: argparse.Namespace, address: str) -> int:
 
 def _evict(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
-    from lightning_tq.cli.queue_report import others
+    from lightning_tq.queue_report import others
 
     client = tq.get_client()
     clients = others(client.get_stats())

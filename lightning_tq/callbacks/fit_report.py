@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_tq.callbacks.staleness_guard import StalenessGuard
 from lightning_tq.checks import counted
+from lightning_tq.run import Run
+from lightning_tq.stream import Stream
 from lightning_tq.trainer_compat import callbacks_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from lightning_tq.run import Run
-    from lightning_tq.stream import Stream
 
 _GENERATION_ABOVE = 0.1
 """Share of the time that training waited from which generation counts as the bottleneck."""
@@ -64,15 +61,14 @@ class FitReport(Callback):
     The time until the first batch, in which producers start, counts apart.
     """
 
-    def __init__(self, find_run: Callable[[], Run | None]) -> None:
-        self._find_run = find_run
+    def __init__(self) -> None:
         self._made_at = time.perf_counter()
         self._until_first_s = 0.0
         self._clock = TrainingClock()
         self._batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        run = self._find_run()
+        run = Run.find(trainer)
         if run is not None and not self._batches:
             self._until_first_s = time.perf_counter() - self._made_at
             self._clock.restart(run.train_reader().waited_s)
@@ -85,7 +81,7 @@ class FitReport(Callback):
         self._clock.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        run = self._find_run()
+        run = Run.find(trainer)
         if run is None or not self._batches:
             return
         elapsed, waited = self._clock.read(run.train_reader().waited_s)
@@ -98,8 +94,6 @@ class FitReport(Callback):
 
 def _advice(trainer: Trainer, stream: Stream, share: float) -> str:
     """What to turn. ``share``: of the time that training waited. Generation may be slow, or may be held back."""
-    from lightning_tq.callbacks.staleness_guard import StalenessGuard
-
     if share < _GENERATION_ABOVE:
         return "More or faster producers would not help; faster steps or more data-parallel ranks do."
     advice = "More producers (Producer(count=...)) or faster ones help"
