@@ -71,28 +71,27 @@ class WriteBack(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._write("train", trainer, outputs, batch, 0)
+        self._write("train", trainer, outputs, batch)
+
+    # ``numbers``: of the batch and, with several loaders, of the loader.
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
+    ) -> None:
         if not trainer.sanity_checking:
-            self._write("val", trainer, outputs, batch, dataloader_idx)
+            self._write("val", trainer, outputs, batch, *numbers[1:])
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self._write("test", trainer, outputs, batch, dataloader_idx)
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
+    ) -> None:
+        self._write("test", trainer, outputs, batch, *numbers[1:])
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self._write("predict", trainer, outputs, batch, dataloader_idx)
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
+    ) -> None:
+        self._write("predict", trainer, outputs, batch, *numbers[1:])
 
-    def _write(self, stage: Stage, trainer: Trainer, outputs: Any, batch: Any, loader: int) -> None:
+    def _write(self, stage: Stage, trainer: Trainer, outputs: Any, batch: Any, loader: int = 0) -> None:
         if stage != self.stage or self.loader not in (None, loader):
             return
         values = {field: self._value(outputs, key) for field, key in self.fields.items()}
