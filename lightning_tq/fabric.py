@@ -207,7 +207,7 @@ class FabricLoader:
     # ---- ending ----
 
     def close(self) -> None:
-        """End the stream and what was started here. Idempotent. Other ranks must be done, and close theirs within 60 s."""
+        """End the stream and what was started here. Idempotent. Other ranks must be done, and close within 60 s."""
         self._close(failed=True)
 
     def _close(self, failed: bool) -> None:

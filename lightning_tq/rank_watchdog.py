@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from transfer_queue import QueueUnreachableError
 from transfer_queue.errors import TransferQueueError
 
 _CHECK_EVERY_S = 0.2
@@ -57,8 +58,11 @@ class RankWatchdog:
                 hint()
 
     def _exit_if_stuck(self, error: BaseException) -> None:
-        """A main thread inside a collective with a dead rank may never call ``check()``. Then end the process."""
-        if isinstance(error, RankGoneError) and not self._end.wait(self._stuck_after_s):
+        """A main thread inside a collective with a dead rank may never call ``check()``. Then end the process.
+
+        A queue may have ended with the rank that had started it.
+        """
+        if isinstance(error, RankGoneError | QueueUnreachableError) and not self._end.wait(self._stuck_after_s):
             sys.stderr.write(
                 f"error: {error} The main thread did not react within {self._stuck_after_s:g} s, so this process ends "
                 f"now.\n"

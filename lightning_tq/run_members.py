@@ -41,18 +41,16 @@ class SharedQueue:
     run: str | None
     """The run that all ranks join in this queue. None: there is one rank."""
     spans_hosts: bool
-    opened_by: str
-    """The first rank's name."""
 
     @classmethod
     def of(cls, owner: Trainer | Fabric, connection: QueueConnection) -> SharedQueue:
         """On the first rank, which opens the run if there are several ranks."""
-        address, listen, name = connection.address, connection.conf["listen"], _name(owner)
+        address, listen = connection.address, connection.conf["listen"]
         remote = address if address.startswith("tcp://") else _reachable(owner, listen)
         run = uuid.uuid4().hex if owner.world_size > 1 else None
         if run is not None:
-            connection.client.watch_run(run, name, opens=True)
-        return cls(address, remote, run, _has_several_hosts(owner), name)
+            connection.client.watch_run(run, _name(owner), opens=True)
+        return cls(address, remote, run, _has_several_hosts(owner))
 
     def address_here(self) -> str:
         """Where this process joins. Raises ConfigError if it can't."""
@@ -73,12 +71,11 @@ class SharedQueue:
 class RunMembers:
     """This rank's membership in a run. A thread waits until another member is lost, or the queue has ended."""
 
-    def __init__(self, client: TransferQueueClient, shared: SharedQueue, rank: int) -> None:
-        assert shared.run is not None, "there are several ranks"
+    def __init__(self, client: TransferQueueClient, run: str, rank: int) -> None:
         self._client = client
-        self._run, self._opened_by = shared.run, shared.opened_by
+        self._run = run
         self._rank = rank
-        self._error: RankGoneError | None = None
+        self._error: TransferQueueError | None = None
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning-tq-run", daemon=True)
 
@@ -88,18 +85,21 @@ class RunMembers:
 
     def _watch(self) -> None:
         lost: str | None = None
+        found: TransferQueueError
         try:
             while lost is None and not self._left.is_set():
                 lost = self._client.watch_run(self._run, timeout_s=_WAIT_S)
-            reason = f"{lost} failed or ended in the middle of the run, so rank {self._rank} ends too. See that rank's"
+            found = RankGoneError(
+                f"{lost} failed or ended in the middle of the run, so rank {self._rank} ends too. See that rank's own "
+                f"output for the reason."
+            )
         except TransferQueueError as error:
-            # Streams say so, too. But the main thread may wait in a collective with the rank that started the queue.
-            reason = f"{error} So rank {self._rank} ends. If {self._opened_by} had started that queue, see that rank's"
+            found = error  # streams say so, too; but the main thread may be in a collective with the queue's owner
         if not self._left.wait(_HEAD_START_S):
-            self._error = RankGoneError(f"{reason} own output for the reason.")
+            self._error = found
 
-    def check(self) -> RankGoneError | None:
-        """The reason to end the run, if another rank is lost; one of the watchdog's checks."""
+    def check(self) -> TransferQueueError | None:
+        """The reason to end the run: another rank is lost, or the queue. It is one of the watchdog's checks."""
         return self._error
 
     def leave(self, failed: bool) -> None:
@@ -132,7 +132,7 @@ def join_queue(
                 f"rank {owner.global_rank} is in the queue at {connection.address}, the first rank in another one at "
                 f"{shared.address}. Give all ranks the address of one queue (TQ_ADDRESS)."
             ) from None
-    members = RunMembers(connection.client, shared, owner.global_rank)
+    members = RunMembers(connection.client, shared.run, owner.global_rank)
     members.start()
     return members
 
