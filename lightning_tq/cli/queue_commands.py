@@ -15,7 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_tq.checks import counted, list_names
-from lightning_tq.cli import dashboard_command
+from lightning_tq.cli.dashboard_command import DESCRIPTION as DASHBOARD
+from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
+from lightning_tq.cli.dashboard_command import serve as serve_dashboard
 from transfer_queue.errors import TransferQueueError
 
 _UNKNOWN_NAME = 1
@@ -48,13 +50,13 @@ _HOLDINGS = {
 def main(name: str, args: Sequence[str]) -> int:
     """Returns the exit code: 0, 1 for an unknown client or task, 2 if no queue answers or an option is invalid."""
     if name == "serve":
-        from lightning_tq.cli import serve_command
+        from lightning_tq.cli.serve_command import main as start_server
 
-        return serve_command.main(args)
+        return start_server(args)
     if name == "checkpoint":
-        from lightning_tq.cli import checkpoint_command
+        from lightning_tq.cli.checkpoint_command import main as look_at_checkpoint
 
-        return checkpoint_command.main(args)
+        return look_at_checkpoint(args)
     act, description = _COMMANDS[name]
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=description, allow_abbrev=False)
     if act is _evict:
@@ -69,7 +71,7 @@ def main(name: str, args: Sequence[str]) -> int:
         lines = "Print a JSON object; with --watch, one per line and interval."
         parser.add_argument("--json", action="store_true", help=lines)
     elif act is _dashboard:
-        dashboard_command.add_options(parser)
+        add_dashboard_options(parser)
     elif act is _clients:
         parser.add_argument("--json", action="store_true", help="Print a JSON object.")
     return _run_joined(act, parser.parse_args(args))
@@ -169,7 +171,7 @@ async def _live(options: argparse.Namespace, address: str) -> None:
 
 
 def _dashboard(options: argparse.Namespace, address: str) -> int:
-    return dashboard_command.serve(options, address)
+    return serve_dashboard(options, address)
 
 
 # ---- clients and tasks ----
@@ -221,7 +223,7 @@ def _forget_task(options: argparse.Namespace, address: str) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, str], int], str]] = {
     "status": (_status, _STATUS),
-    "dashboard": (_dashboard, dashboard_command.DESCRIPTION),
+    "dashboard": (_dashboard, DASHBOARD),
     "clients": (_clients, _CLIENTS),
     "evict": (_evict, _EVICT),
     "forget-task": (_forget_task, _FORGET_TASK),
