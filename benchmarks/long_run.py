@@ -22,7 +22,7 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from benchmarks.common import arguments, in_fresh_process, joined_client, report
 from lightning_tq import Stream, TQDataModule
-from lightning_tq.cli.queue_report import take_snapshot
+from lightning_tq.queue_report import take_snapshot
 
 SIZE, WIDTH, AHEAD = 32, 64, 16  # 32 samples of 256 B; a producer 16 batches ahead at most
 SAVED_EVERY = 100

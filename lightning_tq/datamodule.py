@@ -10,17 +10,19 @@ from typing import Any, get_args
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_tq.acks import Ack, AckBatches
-from lightning_tq.batch import Position
+from lightning_tq.callbacks.ack_batches import AckBatches
+from lightning_tq.callbacks.fit_report import FitReport
 from lightning_tq.callbacks.partition_switch import PartitionSwitch
-from lightning_tq.callbacks.queue_checkpoint import restore_queue
+from lightning_tq.callbacks.publish_weights import policy_version
+from lightning_tq.callbacks.queue_checkpoint import restore_queue, writes_in_background
 from lightning_tq.checks import check_choice
-from lightning_tq.fit_report import FitReport
+from lightning_tq.loader import StreamLoader, StreamReader, stream_loader
 from lightning_tq.producers.group import Producer, ProducerGroup, check_producers
 from lightning_tq.producers.process import refuse_to_train
+from lightning_tq.progress import Ack, AckRule, Position, Progress
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
-from lightning_tq.run import Run
+from lightning_tq.run import Run, RunSpec
 from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
 from lightning_tq.stream import (
     StageStream,
@@ -31,13 +33,12 @@ from lightning_tq.stream import (
     sampler_modules,
     stage_streams,
 )
-from lightning_tq.stream_loader import StreamLoader, stream_loader
-from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Rank, Topology, run_on_every_rank, run_on_rank_zero, trainer_topology
 from lightning_tq.trainer_compat import (
     callbacks_of,
     check_shares,
     ignore_harmless_warnings,
+    keeps_checkpoints,
     refuse_finders,
     resume_path,
 )
@@ -116,8 +117,9 @@ class TQDataModule(LightningDataModule):
         self._group: ProducerGroup | None = None
         self._run: Run | None = None
         self._members: RunMembers | None = None
-        self._positions: dict[str, Position] = {}
-        self._positions_address: str | None = None
+        self._progress: Progress | None = None
+        """Of training, in the queue at ``_progress_address``. It outlives its run."""
+        self._progress_address: str | None = None
         self._partitions_at_start: list[str] = []  # on the first rank: those that existed before this run's producers
         if not self._streams["val"]:  # Lightning expects validation wherever val_dataloader is defined
             warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
@@ -136,9 +138,9 @@ class TQDataModule(LightningDataModule):
 
     def _note_address(self) -> None:
         self._address = self._connection.address
-        if self._address != self._positions_address:
-            self._positions.clear()  # positions in another queue are meaningless here
-            self._positions_address = self._address
+        if self._address != self._progress_address:
+            self._progress = None  # a position in another queue is meaningless here
+            self._progress_address = self._address
 
     def close(self) -> None:
         """End the run, and the producers and the queue that were started here. Idempotent."""
@@ -162,11 +164,11 @@ class TQDataModule(LightningDataModule):
         """The queue's statistics, and per stream of this process: partition, seconds waited, batches, position."""
         streams = {
             label: {
-                "partition": reader.partition, "waited_s": reader.waited_s, "taken": reader.taken,
-                "trained": reader.trained,
-                "position": None if reader.position is None else reader.position.as_dict(),
+                "partition": reader.progress.partition, "waited_s": reader.waited_s, "taken": reader.progress.taken,
+                "trained": reader.progress.trained, "position": position and position.as_dict(),
             }
             for label, reader in (self._run.readers if self._run else {}).items()
+            for position in (reader.progress.position,)
         }  # fmt: skip
         return {**self.client.get_stats(), "streams": streams}
 
@@ -219,10 +221,18 @@ class TQDataModule(LightningDataModule):
         endpoint = get_metrics_endpoint()
         if endpoint is not None:
             rank_zero_info(f"Metrics: http://{endpoint}/metrics")
-        self._run = Run(
-            trainer, topology, self._switch(trainer), self._group, self.client, self._ack, streams, self._positions,
-            self._connection.conf, self._partitions_at_start, self._members,
+        keeps = self._ack == "checkpoint" or keeps_checkpoints(trainer)
+        spec = RunSpec(
+            trainer=trainer, topology=topology, streams=streams, connection=self._connection,
+            switch=self._switch(trainer), policy_version=policy_version,
+            ack_rule=AckRule(self._ack, keeps, writes_in_background(trainer)),
+            position=None if self._progress is None else self._progress.position,
+            partitions_at_start=self._partitions_at_start, producers=self._group, members=self._members,
         )  # fmt: skip
+        self._run = Run(spec)
+        self._run.start()
+        for reader in self._run.of_stage("train"):
+            self._progress = reader.progress
         if not any(entry in producer.stages for producer in self._producers):
             self._run.has_no_producers(entry, bool(self._producers))
         self._add_callbacks(trainer)
@@ -258,7 +268,7 @@ class TQDataModule(LightningDataModule):
         # Lightning moves checkpoint callbacks to the end only when it starts. Ours must run before them.
         callbacks = callbacks_of(trainer)
         others = [each for each in callbacks if not isinstance(each, AckBatches | FitReport)]
-        callbacks[:] = [AckBatches(self._find_run), FitReport(self._find_run), *others]
+        callbacks[:] = [AckBatches(), FitReport(), *others]
 
     def teardown(self, stage: str) -> None:
         trainer = self._own_trainer()
@@ -283,9 +293,6 @@ class TQDataModule(LightningDataModule):
         members, self._members = self._members, None
         if members is not None:
             members.leave(failed)
-
-    def _find_run(self) -> Run | None:
-        return self._run
 
     def _own_trainer(self) -> Trainer:
         if self.trainer is None:
@@ -341,7 +348,8 @@ class TQDataModule(LightningDataModule):
         """{"positions": {"train": {...}}, "left": [...], "overfitted": {"train": "train@0", ...}}: positions after the
         last optimizer step, partitions that are finished and not cleared yet, and those that ``overfit_batches`` reads
         in every epoch. Plain data, the same on every rank."""
-        positions = {label: position.as_dict() for label, position in self._positions.items()}
+        position = None if self._progress is None else self._progress.position
+        positions = {} if position is None else {"train": position.as_dict()}
         left, overfitted = (self._run.left_partitions(), self._run.overfitted()) if self._run else ([], {})
         return {"positions": positions, "left": left, "overfitted": overfitted}
 
@@ -352,15 +360,11 @@ class TQDataModule(LightningDataModule):
         self._run.take_over(state_dict.get("left", []), state_dict.get("overfitted", {}))
         for label, position in state_dict.get("positions", {}).items():
             if label in self._run.readers:
-                self._run.readers[label].restore(Position.from_dict(position, label))
+                self._run.readers[label].progress.restore(Position.from_dict(position, label))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_run": None,
-            "_group": None,
-            "_members": None,
-        }  # threads and processes stay in this process
+        # Threads and processes stay in this process.
+        return {**self.__dict__, "_run": None, "_group": None, "_members": None}
 
 
 def _as_list(stage: str, streams: Streams | Mapping[str, Any]) -> list[Stream]:

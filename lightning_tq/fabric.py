@@ -8,17 +8,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_tq.acks import Ack, AckTracker
-from lightning_tq.batch import Position, TQBatch
+from lightning_tq.batch import TQBatch
 from lightning_tq.checks import check_choice
+from lightning_tq.loader import StreamReader, stream_loader
 from lightning_tq.producers.group import Producer, ProducerGroup
+from lightning_tq.progress import Ack, AckRule, Position
 from lightning_tq.queue_config import QueueConfig, as_queue_config
 from lightning_tq.queue_connection import QueueConnection
-from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
+from lightning_tq.rank_watchdog import RankWatchdog, parent_check
 from lightning_tq.run_members import RunMembers, SharedQueue, join_queue
 from lightning_tq.stream import StageStream, Stream, sampler_modules
-from lightning_tq.stream_loader import stream_loader
-from lightning_tq.stream_reader import StreamReader
 from lightning_tq.topology import Rank, fabric_topology, run_on_every_rank, run_on_rank_zero
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
@@ -91,14 +90,14 @@ class FabricLoader:
         self._members: RunMembers | None = None
         self._producers = ProducerGroup(producers)
         self._join_queue(stream, as_queue_config(queue))
-        checks = [self._producers.failure, *rank_checks(fabric)]
+        checks = [self._producers.failure, parent_check(fabric.global_rank)]
         if self._members is not None:
             checks.append(self._members.check)
         self._watchdog = RankWatchdog(checks)
-        self._reader = StreamReader(
-            StageStream("train", "train", stream), {}, self, self._watchdog.stopped.is_set, self._connection.conf
-        )
-        self._ack_tracker = AckTracker(self._reader, self.client, self.topology, ack, keeps_checkpoints=False)
+        self.ack_rule = AckRule(ack, keeps_checkpoints=ack == "checkpoint")
+        self.conf: Any = self._connection.conf
+        self._reader = StreamReader(StageStream("train", "train", stream), self)
+        self._progress = self._reader.progress
         self._loader = stream_loader(self._reader)
         self._watchdog.start()
 
@@ -145,12 +144,12 @@ class FabricLoader:
         # A rank starts after the acknowledged batches, so no rank may acknowledge before all have started.
         self._fabric.barrier("lightning_tq_started")
         while batch is not None:
-            self._ack_tracker.micro_batch_trained(batch, stepped=True)  # the loop trains every batch it gets
+            self._reader.note_trained(batch, stepped=True)  # the loop trains every batch it gets
             yield batch.to(self._fabric.device)
             batch = next(batches, None)
             if self._fabric.world_size > self.topology.dp_size:
                 self._fabric.barrier("lightning_tq_read")  # a slower peer must not lose what it still reads
-            self._ack_tracker.ack_due()
+            self._reader.ack_due()
 
     def __len__(self) -> int:
         """Micro-batches of a whole pass. Raises TypeError without ``Stream.num_batches``."""
@@ -161,23 +160,24 @@ class FabricLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last delivered batch. Plain data, the same on every rank."""
         if self._ack != "step":
-            self._ack_tracker.checkpoint_saved()
-        position = self._reader.position
+            self._progress.save()
+        position = self._progress.position
         return {
-            "epoch": self.epoch, "position": {} if position is None else position.as_dict(), "taken": self._reader.taken
+            "epoch": self.epoch, "position": {} if position is None else position.as_dict(),
+            "taken": self._progress.taken,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass continues that epoch. It is empty if that epoch was read to its end."""
         if not _NEEDED <= set(state) <= _STATE:
             raise InvalidRequestError(f"can't resume from {dict(state)!r}: this is not a FabricLoader's state.")
-        self._ack_tracker.wait_for_checkpoints()
+        self._progress.wait_for_checkpoints()
         self._next_epoch = self.epoch = int(state["epoch"])
         if state["position"]:
             position = Position.from_dict(state["position"], self._reader.label)
-            self._reader.restore(position, int(state.get("taken", 0)))
+            self._progress.restore(position, int(state.get("taken", 0)))
 
-    # ---- stream_reader.RunContext ----
+    # ---- loader.RunContext ----
 
     overfits = False
 
@@ -193,6 +193,9 @@ class FabricLoader:
     def training_ends(self, epochs_ahead: int) -> bool:
         return epochs_ahead > 0  # so a pass never goes on with the next epoch
 
+    def has_stopped(self) -> bool:
+        return self._watchdog.stopped.is_set()
+
     def check(self) -> None:
         self._watchdog.check()
 
@@ -204,7 +207,7 @@ class FabricLoader:
     # ---- ending ----
 
     def close(self) -> None:
-        """End the stream and what was started here. Idempotent. Other ranks' loaders must be done, see ``__exit__``."""
+        """End the stream and what was started here. Idempotent. Other ranks must be done, and close within 60 s."""
         self._close(failed=True)
 
     def _close(self, failed: bool) -> None:
@@ -219,6 +222,6 @@ class FabricLoader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._ack_tracker.finish(self._fabric)
+            self._reader.finish(self._fabric)
             self._fabric.barrier("lightning_tq_close")  # the queue may end now, so no rank may still read
         self._close(failed=kind is not None)

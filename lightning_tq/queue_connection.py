@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import transfer_queue as tq
-from lightning_tq.dashboard.beside_a_run import DashboardProcess
+from lightning_tq.dashboard_process import DashboardProcess
 from lightning_tq.queue_config import QueueConfig, differences
 from transfer_queue.errors import ConfigError, NotInitializedError
 

@@ -4,100 +4,119 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_tq.acks import Ack, AckTracker
-from lightning_tq.batch import Position
-from lightning_tq.callbacks.publish_weights import policy_version
-from lightning_tq.callbacks.queue_checkpoint import writes_in_background
 from lightning_tq.checks import list_names
 from lightning_tq.device_copies import device_copies
-from lightning_tq.rank_watchdog import RankWatchdog, rank_checks
-from lightning_tq.stream import StageStream
-from lightning_tq.stream_reader import StreamReader
+from lightning_tq.loader import StreamReader
+from lightning_tq.progress import AckRule, LeftPartitions, Position, Progress
+from lightning_tq.rank_watchdog import RankWatchdog, parent_check
+from lightning_tq.stream import StageStream, Stream
 from lightning_tq.topology import Topology
-from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, keeps_checkpoints, step_when_trained
+from lightning_tq.trainer_compat import begin_next_epoch, changes_batches, step_when_trained
 from lightning_tq.wait_hints import WaitHints, why_nothing
-from transfer_queue import TransferQueueClient
+from transfer_queue.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_tq.callbacks.partition_switch import PartitionSwitch
     from lightning_tq.producers.group import ProducerGroup
+    from lightning_tq.queue_connection import QueueConnection
     from lightning_tq.run_members import RunMembers
 
 logger = logging.getLogger(__name__)
 
 
+class NamesPartitions(Protocol):
+    """What a run asks its PartitionSwitch."""
+
+    clear_finished: bool
+
+    def partition(self, stream: Stream, *, epoch: int, global_step: int, policy_version: int, stage: str) -> str:
+        """The partition for an iterator that starts now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """What a run is made of."""
+
+    trainer: Trainer
+    topology: Topology
+    streams: Sequence[StageStream]
+    connection: QueueConnection
+    switch: NamesPartitions
+    policy_version: Callable[[Trainer], int]
+    ack_rule: AckRule
+    position: Position | None
+    """Where an earlier fit of this process has trained to in this queue."""
+    partitions_at_start: Collection[str]
+    """Partitions in the queue before this run's producers started."""
+    producers: ProducerGroup | None
+    """None on ranks other than the first."""
+    members: RunMembers | None
+    """All ranks. None: there is one."""
+
+
 class Run:
-    """Implements ``stream_reader.RunContext`` for a Trainer."""
+    """Implements ``loader.RunContext`` for a Trainer."""
 
     _fitted: ClassVar[set[str]] = set()
     """Addresses of the queues that fits of this process have read."""
+    _active: ClassVar[WeakKeyDictionary[Trainer, Run]] = WeakKeyDictionary()
+    """From their start to their end."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        topology: Topology,
-        switch: PartitionSwitch,
-        producers: ProducerGroup | None,
-        client: TransferQueueClient,
-        ack: Ack,
-        streams: Sequence[StageStream],
-        positions: MutableMapping[str, Position],
-        conf: Any,
-        partitions_at_start: Collection[str],
-        members: RunMembers | None = None,
-    ) -> None:
-        """Create the stream readers and start the watchdog. This is a collective.
-
-        Args:
-            partitions_at_start: Partitions in the queue before this run's producers started.
-            members: The ranks of all hosts; None: there is one host.
-        """
-        self.trainer = trainer
-        self.topology = topology
-        self.switch = switch
-        self.readers: dict[str, StreamReader] = {}
-        self.ack_trackers: list[AckTracker] = []
-        self.partitions_at_start = partitions_at_start
-        self.client = client
-        self._address = conf["address"]
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.trainer, self.topology, self.ack_rule = spec.trainer, spec.topology, spec.ack_rule
+        self.partitions_at_start, self.client = spec.partitions_at_start, spec.connection.client
+        self.conf: Any = spec.connection.conf
+        self._address: str = self.conf["address"]
         self._warned: set[str] = set()
-        self._left_partitions: dict[str, int] = {}
-        self._keeps_checkpoints = ack == "checkpoint" or keeps_checkpoints(trainer)
-        checks = [self._terminated, *rank_checks(trainer)]
-        if producers is not None:
-            checks.insert(0, producers.failure)
-        if members is not None:
-            checks.append(members.check)
-        num_running = producers.num_running if producers is not None else lambda: None
-        self._hints = WaitHints(trainer, client, num_running, self._warn_once)
+        self._left = LeftPartitions()
+        self._follows_a_fit = self._address in self._fitted
+        checks = [self._terminated, parent_check(self.trainer.global_rank)]
+        if spec.producers is not None:
+            checks.insert(0, spec.producers.failure)
+        if spec.members is not None:
+            checks.append(spec.members.check)
+        self._num_running = spec.producers.num_running if spec.producers is not None else lambda: None
+        self._hints = WaitHints(
+            self.trainer, self.client, self._num_running, spec.switch.clear_finished, self._warn_once
+        )
         self._watchdog = RankWatchdog(checks, [lambda: self._hints.look(self.readers.values())])
-        for each in streams:
-            self.readers[each.label] = StreamReader(each, positions, self, self._watchdog.stopped.is_set, conf)
-        copies = None if changes_batches(trainer) else device_copies(trainer.strategy.root_device)
+        self.readers: dict[str, StreamReader] = {
+            each.label: StreamReader(each, self, spec.position if each.stage == "train" else None)
+            for each in spec.streams
+        }
+        copies = None if changes_batches(self.trainer) else device_copies(self.trainer.strategy.root_device)
         for reader in self.readers.values():
             reader.device_copies = copies if reader.stream.pin_memory else None
-        for reader in self.of_stage("train"):
-            tracker = AckTracker(reader, client, topology, ack, self._keeps_checkpoints, writes_in_background(trainer))
-            self.ack_trackers.append(tracker)
+
+    def start(self) -> None:
+        """From now on ``run_of`` finds it, and the watchdog looks after it."""
+        self._active[self.trainer] = self
         self._watchdog.start()
-        self._follows_a_fit = self._address in self._fitted
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self.trainer.state.fn == TrainerFn.FITTING:
             self._fitted.add(self._address)
-            if self._follows_a_fit and partitions_at_start and num_running() is not None:
+            if self._follows_a_fit and self.partitions_at_start and self._num_running() is not None:
                 rank_zero_info(
-                    f"The queue of an earlier fit holds {list_names(partitions_at_start)}, and producers can't put "
-                    f"into what is sealed. For a new queue, call close() of that fit's data module first."
+                    f"The queue of an earlier fit holds {list_names(self.partitions_at_start)}, and producers can't "
+                    f"put into what is sealed. For a new queue, call close() of that fit's data module first."
                 )
+
+    @classmethod
+    def find(cls, trainer: Trainer) -> Run | None:
+        """The Trainer's run in this process, if it has one now."""
+        return cls._active.get(trainer)
 
     def has_no_producers(self, entry: str, are_configured: bool) -> None:
         """Note that no producer of the data module runs in this entry point, so that a stream may wait forever.
@@ -142,6 +161,8 @@ class Run:
         self._watchdog.stop()
         for reader in self.readers.values():
             reader.close()
+        if self.find(self.trainer) is self:
+            del self._active[self.trainer]
 
     # ---- what stream readers ask ----
 
@@ -162,15 +183,15 @@ class Run:
         begin_next_epoch(self.trainer, self.train_reader().stream)
 
     def ends_before_next(self, reader: StreamReader) -> bool:
-        ends = 0 <= self.trainer.max_steps <= step_when_trained(self.trainer, reader)
+        ends = 0 <= self.trainer.max_steps <= step_when_trained(self.trainer, reader.progress)
         return ends and self.trainer.lightning_module.automatic_optimization
 
     def partition_of(self, reader: StreamReader, epochs_ahead: int = 0, steps_ahead: int = 0) -> str:
-        if self.overfits and reader.partition is not None:
-            return reader.partition
+        if self.overfits and reader.progress.partition is not None:
+            return reader.progress.partition
         epoch, step = self.epoch + epochs_ahead, self.trainer.global_step + steps_ahead
-        version = policy_version(self.trainer) + steps_ahead
-        return self.switch.partition(
+        version = self.spec.policy_version(self.trainer) + steps_ahead
+        return self.spec.switch.partition(
             reader.stream, epoch=epoch, global_step=step, policy_version=version, stage=reader.stage
         )
 
@@ -179,48 +200,53 @@ class Run:
         share: float = getattr(self.trainer, "overfit_batches", 0)
         return share > 0
 
+    def has_stopped(self) -> bool:
+        return self._watchdog.stopped.is_set()
+
     def check(self) -> None:
         self._watchdog.check()
 
     def stream_ended(self, reader: StreamReader) -> None:
+        progress = reader.progress
         leftovers = reader.leftover_text() if self.trainer.is_global_zero else None
         if leftovers is not None:
-            self._warn_once(f"dropped {reader.partition} {reader.stream.task}", leftovers)
+            self._warn_once(f"dropped {progress.partition} {reader.stream.task}", leftovers)
         if reader.stage != "train":
             return
         limit = self.trainer.num_training_batches
-        if reader.stream.num_batches is None and reader.taken < limit < float("inf") and not reader.resumed:
+        if reader.stream.num_batches is None and progress.taken < limit < math.inf and not progress.resumed:
             if isinstance(self.trainer.limit_train_batches, int):
                 expects = "limit_train_batches expects"
                 advice = "Lower limit_train_batches, or remove it: the epoch ends with the partition."
             else:  # a CombinedLoader of the user
                 expects, advice = "the loaders beside it have", "Set Stream(num_batches=...), the batches per epoch."
             logger.warning(
-                f"partition {reader.partition!r} ended after {reader.taken} batches, but {expects} {limit}. Lightning "
-                f"then skips the validation of this epoch. {advice}"
+                f"partition {progress.partition!r} ended after {progress.taken} batches, but {expects} {limit}. "
+                f"Lightning then skips the validation of this epoch. {advice}"
             )
-        if not reader.taken and not reader.resumed:
+        if not progress.taken and not progress.resumed:
             self._warn_once(
-                f"nothing {reader.partition}",
-                f"epoch {reader.epoch} trains nothing: {why_nothing(self.client, reader)}",
+                f"nothing {progress.partition}",
+                f"epoch {progress.epoch} trains nothing: {why_nothing(self.client, reader)}",
             )
         if self._is_last_partition(reader):  # otherwise the Trainer would loop through empty epochs
             self.trainer.should_stop = True
-            if not self.training_ends(reader.epoch + 1 - self.epoch):
+            if not self.training_ends(progress.epoch + 1 - self.epoch):
                 rank_zero_info(
-                    f"Partition {reader.partition!r} was read to its end, so training stops after this epoch. For more "
-                    f"epochs on the same samples, set Stream(replay=True). For one per epoch: 'train@{{epoch}}'."
+                    f"Partition {progress.partition!r} was read to its end, so training stops after this epoch. For "
+                    f"more epochs on the same samples, set Stream(replay=True). For one per epoch: 'train@{{epoch}}'."
                 )
 
     def _is_last_partition(self, reader: StreamReader) -> bool:
         """Whether the next epoch would read the same partition again and find nothing more in it."""
-        ahead = reader.epoch + 1 - self.epoch
-        if reader.replay and reader.taken:
+        progress = reader.progress
+        ahead = progress.epoch + 1 - self.epoch
+        if reader.replay and progress.taken:
             return False
         if self.training_ends(ahead):  # a user's partition() may not expect an epoch after the last
             return not set(reader.stream.variables) - {"stage"}
         # An optimizer step for the delivered batches may still follow, and change the template's result.
-        return reader.partition == self.partition_of(reader, ahead, 1 if reader.taken else 0)
+        return progress.partition == self.partition_of(reader, ahead, 1 if progress.taken else 0)
 
     # ---- partitions ----
 
@@ -230,33 +256,29 @@ class Run:
         Where checkpoints are kept, a partition finishes with the next checkpoint. Until then, a run that resumes from
         the previous one reads it again, whatever was acknowledged.
         """
-        saves = sum(tracker.checkpoints_written for tracker in self.ack_trackers)
-        for reader in self.readers.values():
-            self._left_partitions.update(dict.fromkeys(reader.left_partitions, saves))
-            reader.left_partitions.clear()
-        current = {reader.partition for reader in self.readers.values()}
-        waits = self._keeps_checkpoints or saves > 0  # or one was saved by hand
-        left = self._left_partitions
-        finished = [name for name, at in left.items() if name not in current and (saves > at or not waits)]
-        for name in finished:
-            del left[name]
-        return finished
+        streams = self._streams()
+        saved, written = sum(each.saved for each in streams), sum(each.written for each in streams)
+        self._left.collect(streams, saved)
+        needs_one = self.ack_rule.keeps_checkpoints or saved > 0  # or one was saved by hand
+        return self._left.take_finished([each.partition for each in streams], written if needs_one else math.inf)
+
+    def _streams(self) -> list[Progress]:
+        return [reader.progress for reader in self.readers.values()]
 
     def left_partitions(self) -> list[str]:
         """Partitions that readers moved on from and that ``finished_partitions`` did not return yet."""
-        recent = (name for reader in self.readers.values() for name in reader.left_partitions)
-        return list(dict.fromkeys([*self._left_partitions, *recent]))
+        return self._left.names(self._streams())
 
     def overfitted(self) -> dict[str, str]:
         """By stream, the partition that ``overfit_batches`` reads in every epoch: that of its first iterator."""
-        readers = self.readers.values() if self.overfits else ()
-        return {reader.label: reader.partition for reader in readers if reader.partition is not None}
+        streams = self._streams() if self.overfits else ()
+        return {each.label: each.partition for each in streams if each.partition is not None}
 
     def take_over(self, left: Sequence[str], overfitted: Mapping[str, str]) -> None:
         """Take over ``left_partitions`` and ``overfitted`` of the run that saved the checkpoint after them."""
-        self._left_partitions.update(dict.fromkeys(left, -1))
+        self._left.take_over(left)
         for label in overfitted.keys() & self.readers.keys() if self.overfits else ():
-            self.readers[label].partition = overfitted[label]
+            self.readers[label].progress.partition = overfitted[label]
 
     # ---- what the watchdog checks ----
 
@@ -267,3 +289,14 @@ class Run:
         if key not in self._warned:
             self._warned.add(key)
             logger.warning(text)
+
+
+def run_of(trainer: Trainer, callback: str = "this callback") -> Run:
+    """The Trainer's run, for the callback of that name. Raises ConfigError where no TQDataModule feeds the Trainer."""
+    run = Run.find(trainer)
+    if run is None:
+        datamodule = getattr(trainer, "datamodule", None)
+        raise ConfigError(
+            f"{callback} needs a TQDataModule: trainer.fit(model, datamodule=TQDataModule(...)), got {datamodule!r}."
+        )
+    return run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on several hosts: all ranks find the first one's queue, and learn through it that one of them is lost."""
+"""A run of several ranks: all find the first one's queue, and learn through it that one of them is lost."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _WAIT_S = 3600.0
 _LEAVE_S = 5.0
 """Seconds that the thread gets to hear that this rank has left; it holds nothing, and ends with its process."""
+_HEAD_START_S = 1.0
+"""A rank that failed ends first, so that its launcher reports its error and not the others'."""
 _EVERYWHERE = ("0.0.0.0", "*", "[::]", "::")
 """Hosts of an address that listens on all networks."""
 
@@ -37,24 +39,24 @@ class SharedQueue:
     remote: str | None
     """For other hosts. None: none of them can join."""
     run: str | None
-    """The run that all ranks join in this queue. None: they are all on one host."""
+    """The run that all ranks join in this queue. None: there is one rank."""
+    spans_hosts: bool
 
     @classmethod
     def of(cls, owner: Trainer | Fabric, connection: QueueConnection) -> SharedQueue:
-        """On the first rank, which opens the run if there are several hosts."""
+        """On the first rank, which opens the run if there are several ranks."""
         address, listen = connection.address, connection.conf["listen"]
         remote = address if address.startswith("tcp://") else _reachable(owner, listen)
-        if not has_several_hosts(owner):
-            return cls(address, remote, None)
-        run = uuid.uuid4().hex
-        connection.client.watch_run(run, _name(owner), opens=True)
-        return cls(address, remote, run)
+        run = uuid.uuid4().hex if owner.world_size > 1 else None
+        if run is not None:
+            connection.client.watch_run(run, _name(owner), opens=True)
+        return cls(address, remote, run, _has_several_hosts(owner))
 
     def address_here(self) -> str:
         """Where this process joins. Raises ConfigError if it can't."""
         path = self.address.removeprefix("ipc://")
         is_here = path == self.address or os.path.exists(path)
-        if self.remote is not None and (self.run is not None or not is_here):
+        if self.remote is not None and (self.spans_hosts or not is_here):
             return self.remote  # a join by it takes the queue's own socket on the first rank's host
         if not is_here:
             raise ConfigError(
@@ -67,13 +69,14 @@ class SharedQueue:
 
 
 class RunMembers:
-    """This rank's membership in a run. A thread waits until another member is lost."""
+    """This rank's membership in a run. A thread waits until another member is lost, or the queue has ended."""
 
     def __init__(self, client: TransferQueueClient, run: str, rank: int) -> None:
         self._client = client
         self._run = run
         self._rank = rank
-        self._lost: str | None = None
+        self._error: TransferQueueError | None = None
+        self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning-tq-run", daemon=True)
 
     def start(self) -> None:
@@ -81,23 +84,27 @@ class RunMembers:
         self._thread.start()
 
     def _watch(self) -> None:
+        lost: str | None = None
+        found: TransferQueueError
         try:
-            while self._lost is None:
-                self._lost = self._client.watch_run(self._run, timeout_s=_WAIT_S)
-        except TransferQueueError:
-            return  # it has left the run or the queue; or the queue is gone, which every stream says by itself
+            while lost is None and not self._left.is_set():
+                lost = self._client.watch_run(self._run, timeout_s=_WAIT_S)
+            found = RankGoneError(
+                f"{lost} failed or ended in the middle of the run, so rank {self._rank} ends too. See that rank's own "
+                f"output for the reason."
+            )
+        except TransferQueueError as error:
+            found = error  # streams say so, too; but the main thread may be in a collective with the queue's owner
+        if not self._left.wait(_HEAD_START_S):
+            self._error = found
 
-    def check(self) -> RankGoneError | None:
-        """The reason to end the run, if another rank is lost; one of the watchdog's checks."""
-        if self._lost is None:
-            return None
-        return RankGoneError(
-            f"{self._lost} failed or ended in the middle of the run, so rank {self._rank} ends too. See that rank's "
-            f"own output for the reason."
-        )
+    def check(self) -> TransferQueueError | None:
+        """The reason to end the run: another rank is lost, or the queue. It is one of the watchdog's checks."""
+        return self._error
 
     def leave(self, failed: bool) -> None:
         """The run has ended here; ``failed`` ends it on all ranks. Idempotent, never raises."""
+        self._left.set()
         try:
             self._client.leave_run(self._run, failed)
         except TransferQueueError:
@@ -108,13 +115,13 @@ class RunMembers:
 def join_queue(
     owner: Trainer | Fabric, connection: QueueConnection, config: QueueConfig, shared: SharedQueue
 ) -> RunMembers | None:
-    """Join the queue that the first rank has opened, and its run. Returns None if all ranks are on one host.
+    """Join the queue that the first rank has opened, and its run. Returns None if there is one rank.
 
     Raises:
         ConfigError: this rank can't reach that queue, or is in another one.
     """
     # On another host the same queue may have another address: that of this host's own server.
-    connection.open(config, (), shared.address_here(), may_differ=shared.run is not None)
+    connection.open(config, (), shared.address_here(), may_differ=shared.spans_hosts)
     if shared.run is None:
         return None
     if not owner.is_global_zero:
@@ -130,7 +137,7 @@ def join_queue(
     return members
 
 
-def has_several_hosts(owner: Trainer | Fabric) -> bool:
+def _has_several_hosts(owner: Trainer | Fabric) -> bool:
     return owner.world_size > 1 and int(getattr(owner.strategy, "num_nodes", 1)) > 1
 
 

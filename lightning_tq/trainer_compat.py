@@ -17,9 +17,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from transfer_queue.errors import ConfigError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from lightning_tq.datamodule import TQDataModule
+    from lightning_tq.progress import Progress
     from lightning_tq.stream import StageStream, Stream
-    from lightning_tq.stream_reader import StreamReader
 
 _HARMLESS_WARNINGS = (
     # Batches are requested ahead, whatever num_workers is.
@@ -38,18 +37,6 @@ _ALTERNATIVES = {
     BatchSizeFinder: "Set Stream(micro_batch_size=...), the rows that a step gets, whatever the queue draws at once.",
     LearningRateFinder: "Try learning rates on your own samples, with a DataLoader instead of a TQDataModule.",
 }
-
-
-def find_datamodule(trainer: Trainer, callback: str) -> TQDataModule:
-    """The run's TQDataModule, for the callback of that name. Raises ConfigError when there is none."""
-    from lightning_tq.datamodule import TQDataModule
-
-    datamodule = getattr(trainer, "datamodule", None)
-    if not isinstance(datamodule, TQDataModule):
-        raise ConfigError(
-            f"{callback} needs a TQDataModule: trainer.fit(model, datamodule=TQDataModule(...)), got {datamodule!r}."
-        )
-    return datamodule
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -98,9 +85,9 @@ def changes_batches(trainer: Trainer) -> bool:
     return any(is_overridden(hook, owner) for hook in _HOOKS_BEFORE_THE_DEVICE for owner in owners)
 
 
-def step_when_trained(trainer: Trainer, reader: StreamReader) -> int:
+def step_when_trained(trainer: Trainer, progress: Progress) -> int:
     """Optimizer steps done when the batch that is fetched now is trained. One fetched ahead follows one more batch."""
-    if reader.taken == reader.trained:
+    if progress.taken == progress.trained:
         return trainer.global_step
     started = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return trainer.global_step + ((started + 1) % trainer.accumulate_grad_batches == 0)

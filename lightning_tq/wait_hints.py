@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_tq.callbacks.partition_switch import PartitionSwitch
 from lightning_tq.checks import counted, list_names
-from lightning_tq.stream_reader import StreamReader
+from lightning_tq.loader import StreamReader
 from lightning_tq.trainer_compat import callbacks_of, fetches_ahead
 from transfer_queue import Finding, TransferQueueClient, diagnose
 from transfer_queue.errors import TransferQueueError
@@ -39,10 +38,12 @@ class WaitHints:
         trainer: Trainer,
         client: TransferQueueClient,
         num_running: Callable[[], int | None],
+        clears_finished: bool,
         warn_once: Callable[[str, str], None],
     ) -> None:
         """Args:
         num_running: Number of this run's producer processes that have not ended; None: none was started here.
+        clears_finished: Whether the run clears finished partitions.
         warn_once: Takes a key and a text, and logs one text per key.
         """
         self.note = ""
@@ -50,6 +51,7 @@ class WaitHints:
         self._trainer = trainer
         self._client = client
         self._num_running = num_running
+        self._clears_finished = clears_finished
         self._warn_once = warn_once
         self._looks: dict[str, int] = {}  # during the current wait, by label of the reader
 
@@ -57,8 +59,8 @@ class WaitHints:
         """Warn of readers that wait for too long."""
         for reader in readers:
             due = int(reader.waiting_s() / _LOOK_EVERY_S)
-            if due > self._looks.get(reader.label, 0) and reader.partition is not None:
-                self._explain(reader, reader.partition, due)
+            if due > self._looks.get(reader.label, 0) and reader.progress.partition is not None:
+                self._explain(reader, reader.progress.partition, due)
             self._looks[reader.label] = due
 
     def _explain(self, reader: StreamReader, partition: str, due: int) -> None:
@@ -78,7 +80,9 @@ class WaitHints:
         puts = [each for each in findings if each.kind == "put" and each.to_do]
         partitions, note = stats["partitions"], self.note
         about = partitions.get(partition, {})
-        wait = StreamWait(self._trainer, reader, partition, own, puts, partitions, about, num_running, note)
+        wait = StreamWait(
+            self._trainer, reader, partition, own, puts, partitions, about, num_running, self._clears_finished, note
+        )  # fmt: skip
         repeats = not about and self._trainer.state.fn != TrainerFn.FITTING and due >= _REPEAT_EVERY
         for key, text in islice(filter(None, (hint(wait) for hint in _HINTS)), 1):
             self._warn_once(f"{key} {due // _REPEAT_EVERY}" if repeats else key, text)
@@ -101,6 +105,8 @@ class StreamWait:
     """Those of this partition; empty if it is not in the queue."""
     num_running: int | None
     """Of this run's producers; None: none was started here."""
+    clears_finished: bool
+    """Whether the run clears finished partitions."""
     note: str
     """Why no producer of this run fills the partition; "" if that isn't known."""
 
@@ -123,7 +129,7 @@ def _queue_is_full(wait: StreamWait) -> Found:
 
 def _clearing(wait: StreamWait) -> Iterator[str]:
     """What would clear samples and is not in use."""
-    if not any(isinstance(each, PartitionSwitch) and each.clear_finished for each in callbacks_of(wait.trainer)):
+    if not wait.clears_finished:
         yield "add the callback PartitionSwitch(), which clears finished partitions"
     if not wait.reader.stream.clear_consumed:
         yield "set Stream(clear_consumed=True)"
@@ -157,12 +163,13 @@ def _sanity_check(wait: StreamWait) -> Found:
 
 
 def _fetched_one_ahead(wait: StreamWait) -> Found:
-    reader = wait.reader
-    if not _fetches_ahead(wait) or reader.taken <= reader.trained:
+    progress = wait.reader.progress
+    if not _fetches_ahead(wait) or progress.taken <= progress.trained:
         return None
     return "ahead", wait.then(
-        f"This is batch {reader.taken} while batch {reader.trained} is untrained, because Lightning fetches one batch "
-        "ahead when the length is unknown. If producers wait for that step (for new weights), this is a deadlock: set "
+        f"This is batch {progress.taken} while batch {progress.trained} is untrained, because Lightning fetches one "
+        "batch ahead when the length is unknown. If producers wait for that step (for new weights), this is a deadlock: "
+        "set "
         "Stream(num_batches=...) or Trainer(limit_train_batches=...). If no more samples come, seal the partition: "
         f"client.seal_partition({wait.partition!r})."
     )
@@ -221,14 +228,14 @@ def why_nothing(client: TransferQueueClient, reader: StreamReader) -> str:
         if text := _why_empty(client, reader):
             return text
     return (
-        f"partition {reader.partition!r} has no untrained batch for task {reader.stream.task!r}. Its samples were "
-        f"trained before, or fill no batch. To train them again, set Stream(replay=True) or another task."
+        f"partition {reader.progress.partition!r} has no untrained batch for task {reader.stream.task!r}. Its samples "
+        f"were trained before, or fill no batch. To train them again, set Stream(replay=True) or another task."
     )
 
 
 def _why_empty(client: TransferQueueClient, reader: StreamReader) -> str:
     """Why there is no sample for the stream; "" if there are or were some."""
-    name, stream = reader.partition, reader.stream
+    name, stream = reader.progress.partition, reader.stream
     partition = client.get_stats()["partitions"].get(name)
     if partition is None:
         return f"partition {name!r} was cleared."

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_tq.run import run_of
 from lightning_tq.stream import Stream
-from lightning_tq.trainer_compat import find_datamodule
 
 
 class PartitionSwitch(Callback):
@@ -40,7 +40,7 @@ class PartitionSwitch(Callback):
         return stream.partition_at(epoch=epoch, global_step=global_step, stage=stage, policy_version=policy_version)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        find_datamodule(trainer, "PartitionSwitch")
+        run_of(trainer, "PartitionSwitch")
 
     # At both hooks, every rank has closed its old iterator. A barrier makes sure of it.
 
@@ -52,11 +52,11 @@ class PartitionSwitch(Callback):
             self._clear(trainer)
 
     def _clear(self, trainer: Trainer) -> None:
-        datamodule = find_datamodule(trainer, "PartitionSwitch")
-        finished = datamodule.finished_partitions()  # the same on all ranks
+        run = run_of(trainer)
+        finished = run.finished_partitions()  # the same on all ranks
         if not finished or not self.clear_finished:
             return
         trainer.strategy.barrier("lightning_tq_clear_finished")
         if trainer.is_global_zero:
             for name in finished:
-                datamodule.client.clear_partition(name)
+                run.client.clear_partition(name)

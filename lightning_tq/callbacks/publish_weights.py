@@ -18,7 +18,8 @@ from lightning_tq.callbacks.background_worker import BackgroundWorker
 from lightning_tq.checks import check_choice, check_int
 from lightning_tq.device_copies import SideStream
 from lightning_tq.producers.model_weights import WEIGHTS_PARTITION, WeightsSnapshot, check_dense
-from lightning_tq.trainer_compat import callbacks_of, find_datamodule, restores_after_setup
+from lightning_tq.run import run_of
+from lightning_tq.trainer_compat import callbacks_of, restores_after_setup
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import InvalidRequestError
 
@@ -106,7 +107,7 @@ class PublishWeights(Callback):
     # ---- when to publish ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        datamodule = find_datamodule(trainer, "PublishWeights")
+        run = run_of(trainer, "PublishWeights")
         if stage != "fit":
             return
         if getattr(trainer.strategy, "zero_stage_3", False):
@@ -118,7 +119,7 @@ class PublishWeights(Callback):
         if trainer.is_global_zero:
             self._worker = BackgroundWorker("lightning-tq-weights", self._put)
             self._keys.clear()
-            _clear_earlier_versions(datamodule.client, self.partition)
+            _clear_earlier_versions(run.client, self.partition)
 
     # A producer may need weights for the first sample, which Lightning may fetch before on_train_start. With a
     # checkpoint, the right weights are loaded when on_load_checkpoint is called.
@@ -172,7 +173,7 @@ class PublishWeights(Callback):
     def _seal(self, trainer: Trainer) -> None:
         if self._worker is not None:
             self._worker.flush()
-            find_datamodule(trainer, "PublishWeights").client.seal_partition(self.partition)
+            run_of(trainer).client.seal_partition(self.partition)
             self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

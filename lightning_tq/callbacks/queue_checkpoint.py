@@ -10,15 +10,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_tq.callbacks.background_worker import BackgroundWorker
+from lightning_tq.run import Run, run_of
 from lightning_tq.topology import run_on_rank_zero
-from lightning_tq.trainer_compat import callbacks_of, find_datamodule, resume_path
+from lightning_tq.trainer_compat import callbacks_of, resume_path
 from transfer_queue import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -28,9 +29,6 @@ from transfer_queue import (
     upload_checkpoint,
 )
 from transfer_queue.errors import ConfigError, NotInitializedError, TransferQueueError
-
-if TYPE_CHECKING:
-    from lightning_tq.datamodule import TQDataModule
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +74,13 @@ class TQCheckpoint(Callback):
         self._hooks: _StrategyHooks | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        datamodule = find_datamodule(trainer, "TQCheckpoint")
+        run = run_of(trainer, "TQCheckpoint")
         if stage != "fit":
             return
         if self._hooks is not None:
             self._hooks.uninstall()
         # They stay after the fit, because users may save another checkpoint then, also after an exception.
-        self._hooks = _StrategyHooks(trainer, datamodule, self.asynchronous)
+        self._hooks = _StrategyHooks(run, self.asynchronous)
         checkpoint = resume_path(trainer)
         if trainer.is_global_zero and checkpoint is not None:
             _remove_orphans(os.fspath(checkpoint))
@@ -105,10 +103,10 @@ def writes_in_background(trainer: Trainer) -> bool:
 class _StrategyHooks:
     """Wraps the strategy's methods that save and remove checkpoints. Callbacks never learn a checkpoint's path."""
 
-    def __init__(self, trainer: Trainer, datamodule: TQDataModule, asynchronous: bool) -> None:
-        self._trainer = trainer
-        self._datamodule = datamodule
-        self._address = datamodule.address
+    def __init__(self, run: Run, asynchronous: bool) -> None:
+        self._trainer = trainer = run.trainer
+        self._connection = run.spec.connection
+        self._address = self._connection.address
         self._strategy = trainer.strategy
         self._writer: BackgroundWorker[Callable[[], None]] | None = None
         self._prepared: Callable[[Any], None] | None = None
@@ -216,7 +214,7 @@ class _StrategyHooks:
     def _client(self) -> TransferQueueClient:
         """Client of the queue that the fit reads. Raises NotInitializedError if this process has left that queue."""
         try:
-            address = self._datamodule.address
+            address = self._connection.address
         except NotInitializedError:
             address = None
         if address != self._address:
@@ -224,7 +222,7 @@ class _StrategyHooks:
                 f"this process has left the queue at {self._address} that the fit read. A queue that the TQDataModule "
                 f"started ends with close() and with an exception."
             )
-        return self._datamodule.client
+        return self._connection.client
 
     def remove_checkpoint(self, filepath: AnyPath) -> None:
         def remove() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_tq.batch import TQBatch
+from lightning_tq.callbacks.fit_report import TrainingClock
 from lightning_tq.checks import check_int
-from lightning_tq.fit_report import TrainingClock
+from lightning_tq.loader import StreamReader
 from lightning_tq.queue_picture import History, Point, check_matplotlib, draw
-from lightning_tq.stream_reader import StreamReader
-from lightning_tq.trainer_compat import find_datamodule
+from lightning_tq.run import run_of
 from transfer_queue import BatchMeta, Finding
 
 _ON_THE_BAR = {"queue/ready": "ready", "queue/wait_s": "wait_s", "queue/staleness": "stale"}
@@ -62,7 +62,7 @@ class QueueMonitor(Callback):
         self._history = History()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        find_datamodule(trainer, "QueueMonitor")
+        run_of(trainer, "QueueMonitor")
         self._batches, self._started, self._staleness = 0, None, None
         self._since_values.restart(0.0)
         self._history = History()
@@ -78,7 +78,7 @@ class QueueMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._started is None:
             self._started = time.perf_counter()
-            self._since_first.restart(find_datamodule(trainer, "QueueMonitor").train_reader().waited_s)
+            self._since_first.restart(run_of(trainer).train_reader().waited_s)
         is_whole = isinstance(batch, TQBatch)  # a hook may have taken its metadata
         self._staleness = _mean_age(batch.meta, self.tag, trainer.global_step) if is_whole else None
 
@@ -88,9 +88,9 @@ class QueueMonitor(Callback):
         self._batches += 1
         if self._batches < self.every_n_steps or not trainer.is_global_zero:
             return
-        datamodule = find_datamodule(trainer, "QueueMonitor")
-        reader = datamodule.train_reader()
-        values = {**self._timing(reader), **_counts(datamodule.stats(), reader, datamodule.dp_size)}
+        run = run_of(trainer)
+        reader = run.train_reader()
+        values = {**self._timing(reader), **_counts(run.client.get_stats(), reader, run.topology.dp_size)}
         if self._staleness is not None:
             values["queue/staleness"] = self._staleness
         for name, value in values.items():
@@ -113,7 +113,7 @@ class QueueMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plot is not None and self._history.points:  # only the first rank has points
-            reader = find_datamodule(trainer, "QueueMonitor").train_reader()
+            reader = run_of(trainer).train_reader()
             title = Finding.of_training(*self._since_first.read(reader.waited_s)).statement
             draw(self._history.points, title[0].upper() + title[1:], Path(self.plot))
 
@@ -126,9 +126,9 @@ def _mean_age(meta: BatchMeta, tag: str, version: int) -> float | None:
 
 
 def _counts(stats: dict[str, Any], reader: StreamReader, dp_size: int) -> dict[str, float]:
-    partition = stats["partitions"].get(reader.partition, {})
+    partition = stats["partitions"].get(reader.progress.partition, {})
     task = partition.get("tasks", {}).get(reader.stream.task, {})
     where = "" if reader.stream.where is None else f" where {reader.stream.where}"
     ready = task.get("ready", {}).get(",".join(reader.stream.fields) + where, 0)
-    in_flight = task.get("in_flight", 0) - reader.batches_done * dp_size
+    in_flight = task.get("in_flight", 0) - reader.progress.batches_done * dp_size
     return {"queue/ready": float(ready), "queue/in_flight": float(max(0, in_flight))}

@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_tq.batch import TQBatch, meta_of
 from lightning_tq.callbacks.publish_weights import PublishWeights
 from lightning_tq.checks import check_int
+from lightning_tq.loader import StreamReader
 from lightning_tq.producers.pacing import PERMITS_PARTITION, Permits
-from lightning_tq.stream_reader import StreamReader
+from lightning_tq.run import run_of
 from lightning_tq.trainer_compat import (
     callbacks_of,
     fetches_ahead,
-    find_datamodule,
     restores_after_setup,
     step_when_trained,
 )
@@ -90,10 +90,10 @@ class StalenessGuard(Callback):
     # ---- begin and end ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        datamodule = find_datamodule(trainer, "StalenessGuard")
+        run = run_of(trainer, "StalenessGuard")
         if stage != "fit":
             return
-        reader = datamodule.train_reader()
+        reader = run.train_reader()
         self._check(trainer, reader)
         self.dropped = self._gone = self._since_step = self._origin = 0
         self._done_of.clear()
@@ -102,7 +102,7 @@ class StalenessGuard(Callback):
         if self.drop:
             reader.filter_batch = lambda batch: self._filter(trainer, reader, batch)
         if self.pace and trainer.is_global_zero:
-            self._permits = Permits(datamodule.client, self.partition)
+            self._permits = Permits(run.client, self.partition)
             self._permits.begin()
             # An earlier trainer's permits may still be in use, at most as many as it issued ahead.
             self._gone = max(0, self._permits.issued - self._window(trainer))
@@ -127,7 +127,7 @@ class StalenessGuard(Callback):
     def _check_window(self, trainer: Trainer, reader: StreamReader) -> None:
         """Check that permits always cover the whole batches that a step and Lightning's look-ahead need."""
         per_step, per_round = self._per_step(trainer), self._per_round(trainer)
-        per_item = reader.stream.micro_size * find_datamodule(trainer, "StalenessGuard").dp_size
+        per_item = reader.stream.micro_size * run_of(trainer).topology.dp_size
         looks_ahead = fetches_ahead(trainer, reader.stream)
         needed = per_step + looks_ahead * per_item
         starts = range(0, math.lcm(per_step, per_round), per_item if self.drop else per_step)
@@ -191,7 +191,7 @@ class StalenessGuard(Callback):
         if self.drop:
             trained = self._filtered.popleft()
         else:
-            trained = meta.padding_mask.count(False) * find_datamodule(trainer, "StalenessGuard").dp_size
+            trained = meta.padding_mask.count(False) * run_of(trainer).topology.dp_size
         self._since_step += trained
         self._count(meta, trained)
         # Only a step makes a new version. Permits issued within an accumulation would yield samples that are too old.
@@ -202,12 +202,12 @@ class StalenessGuard(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Samples that an epoch leaves over will not be trained, so issue permits to replace them."""
         self._filtered.clear()
-        datamodule = find_datamodule(trainer, "StalenessGuard")
-        reader = datamodule.train_reader()
-        if reader.partition in (None, datamodule.partition("train")):
+        run = run_of(trainer)
+        reader = run.train_reader()
+        if reader.progress.partition in (None, run.partition_of(reader)):
             return  # the next epoch continues in it
-        done = self._done_of.pop(reader.partition, 0)
-        partition = datamodule.client.get_stats()["partitions"].get(reader.partition)
+        done = self._done_of.pop(reader.progress.partition, 0)
+        partition = run.client.get_stats()["partitions"].get(reader.progress.partition)
         if partition is not None:
             self._gone += int(partition["published"]) - done
             self._origin = self._gone + self._since_step
@@ -232,14 +232,14 @@ class StalenessGuard(Callback):
     def _per_step(self, trainer: Trainer) -> int:
         if self.samples_per_step is not None:
             return self.samples_per_step
-        datamodule = find_datamodule(trainer, "StalenessGuard")
-        return datamodule.train_reader().stream.micro_size * datamodule.dp_size * trainer.accumulate_grad_batches
+        run = run_of(trainer)
+        return run.train_reader().stream.micro_size * run.topology.dp_size * trainer.accumulate_grad_batches
 
     def _per_round(self, trainer: Trainer) -> int:
         if self.samples_per_step is not None:
             return 1  # batches have no fixed size
-        datamodule = find_datamodule(trainer, "StalenessGuard")
-        return datamodule.train_reader().stream.batch_size * datamodule.dp_size
+        run = run_of(trainer)
+        return run.train_reader().stream.batch_size * run.topology.dp_size
 
     # ---- ages ----
 
@@ -275,7 +275,7 @@ class StalenessGuard(Callback):
 
     def _filter(self, trainer: Trainer, reader: StreamReader, batch: TQBatch) -> TQBatch | None:
         """The samples that are young enough to train. None, on all ranks, if one rank would have no samples left."""
-        ages = self._ages(batch.meta, step_when_trained(trainer, reader))
+        ages = self._ages(batch.meta, step_when_trained(trainer, reader.progress))
         keep = [position for position, age in enumerate(ages) if age is None or age <= self.max_staleness]
         stale = len(ages) - len(keep)
         real = sum(age is not None for age in ages)
@@ -294,9 +294,9 @@ class StalenessGuard(Callback):
 
 def _agreed(trainer: Trainer, empty: bool, stale: int, real: int) -> tuple[int, int]:
     """(dropped samples, all samples) of a batch over all ranks. All are dropped if one rank keeps none."""
-    datamodule = find_datamodule(trainer, "StalenessGuard")
+    run = run_of(trainer)
     counts = torch.tensor([empty, stale, real], dtype=torch.int64, device=trainer.strategy.root_device)
-    if not datamodule.topology.is_reader:
+    if not run.topology.is_reader:
         counts[1:] = 0  # its group's reader counts the same samples
     reduced = trainer.strategy.reduce(counts, reduce_op="sum")
     any_empty, all_stale, all_real = torch.as_tensor(reduced).tolist()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,12 +17,9 @@ from tensordict import NonTensorStack, TensorDict
 
 from lightning_tq.batch import meta_of
 from lightning_tq.checks import check_choice
-from lightning_tq.trainer_compat import find_datamodule
+from lightning_tq.run import Run, run_of
 from transfer_queue import BatchMeta, StorageFullError, TransferQueueClient
 from transfer_queue.errors import InvalidRequestError, TransferQueueError
-
-if TYPE_CHECKING:
-    from lightning_tq.datamodule import TQDataModule
 
 Stage = Literal["train", "val", "test", "predict"]
 _CLEAR_EVERY_S = 0.2
@@ -69,45 +66,44 @@ class WriteBack(Callback):
         self.loader = loader
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        find_datamodule(trainer, "WriteBack")
+        run_of(trainer, "WriteBack")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._write("train", trainer, outputs, batch, 0)
+        self._write("train", trainer, outputs, batch)
+
+    # ``numbers``: of the batch and, with several loaders, of the loader.
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
+    ) -> None:
         if not trainer.sanity_checking:
-            self._write("val", trainer, outputs, batch, dataloader_idx)
+            self._write("val", trainer, outputs, batch, *numbers[1:])
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self._write("test", trainer, outputs, batch, dataloader_idx)
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
+    ) -> None:
+        self._write("test", trainer, outputs, batch, *numbers[1:])
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self._write("predict", trainer, outputs, batch, dataloader_idx)
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *numbers: int
+    ) -> None:
+        self._write("predict", trainer, outputs, batch, *numbers[1:])
 
-    def _write(self, stage: Stage, trainer: Trainer, outputs: Any, batch: Any, loader: int) -> None:
+    def _write(self, stage: Stage, trainer: Trainer, outputs: Any, batch: Any, loader: int = 0) -> None:
         if stage != self.stage or self.loader not in (None, loader):
             return
         values = {field: self._value(outputs, key) for field, key in self.fields.items()}
-        datamodule = find_datamodule(trainer, "WriteBack")
-        if not datamodule.topology.is_reader:
+        run = run_of(trainer)
+        if not run.topology.is_reader:
             return  # another rank of the group writes the same values
         if trainer.state.fn != TrainerFn.FITTING:
-            put_back(datamodule.client, meta_of(batch), values)
+            put_back(run.client, meta_of(batch), values)
             return
         try:
-            with _freeing_space(datamodule):
-                put_back(datamodule.client, meta_of(batch), values)
+            with _freeing_space(run):
+                put_back(run.client, meta_of(batch), values)
         except StorageFullError as error:
             raise StorageFullError(f"{error} {_STORAGE_ADVICE}") from error
 
@@ -124,14 +120,14 @@ class WriteBack(Callback):
 
 
 @contextmanager
-def _freeing_space(datamodule: TQDataModule) -> Iterator[None]:
+def _freeing_space(run: Run) -> Iterator[None]:
     """Clear what every task is done with while the main thread, which usually clears at each batch, is blocked."""
-    reader = datamodule.train_reader()
+    reader = run.train_reader()
     tasks = reader.stream.clearing_tasks
-    if not tasks or reader.partition is None:
+    if not tasks or reader.progress.partition is None:
         yield
         return
-    clear = partial(datamodule.client.clear_consumed, reader.partition, tasks)
+    clear = partial(run.client.clear_consumed, reader.progress.partition, tasks)
     over = threading.Event()
     thread = threading.Thread(target=_repeat, args=(clear, over), name="lightning-tq-clearing", daemon=True)
     thread.start()

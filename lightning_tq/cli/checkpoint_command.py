@@ -56,7 +56,7 @@ def _show(found: dict[str, Any], state: str) -> None:
     from rich.text import Text
 
     from lightning_tq.checks import byte_text
-    from lightning_tq.cli.queue_report import show, table_of
+    from lightning_tq.queue_report import show, table_of
 
     head = f"saved by lightning-tq {found['version']}, {byte_text(found['nbytes'])} of values, {state}"
     if found["metadata"]:

@@ -15,7 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_tq.checks import counted, list_names
-from lightning_tq.cli import dashboard_command
+from lightning_tq.cli.dashboard_command import DESCRIPTION as DASHBOARD
+from lightning_tq.cli.dashboard_command import add_options as add_dashboard_options
+from lightning_tq.cli.dashboard_command import serve as serve_dashboard
 from transfer_queue.errors import TransferQueueError
 
 _UNKNOWN_NAME = 1
@@ -48,13 +50,13 @@ _HOLDINGS = {
 def main(name: str, args: Sequence[str]) -> int:
     """Returns the exit code: 0, 1 for an unknown client or task, 2 if no queue answers or an option is invalid."""
     if name == "serve":
-        from lightning_tq.cli import serve_command
+        from lightning_tq.cli.serve_command import main as start_server
 
-        return serve_command.main(args)
+        return start_server(args)
     if name == "checkpoint":
-        from lightning_tq.cli import checkpoint_command
+        from lightning_tq.cli.checkpoint_command import main as look_at_checkpoint
 
-        return checkpoint_command.main(args)
+        return look_at_checkpoint(args)
     act, description = _COMMANDS[name]
     parser = argparse.ArgumentParser(f"lightning-tq {name}", description=description, allow_abbrev=False)
     if act is _evict:
@@ -69,7 +71,7 @@ def main(name: str, args: Sequence[str]) -> int:
         lines = "Print a JSON object; with --watch, one per line and interval."
         parser.add_argument("--json", action="store_true", help=lines)
     elif act is _dashboard:
-        dashboard_command.add_options(parser)
+        add_dashboard_options(parser)
     elif act is _clients:
         parser.add_argument("--json", action="store_true", help="Print a JSON object.")
     return _run_joined(act, parser.parse_args(args))
@@ -135,7 +137,7 @@ def _is_live(options: argparse.Namespace) -> bool:
 async def _reports(options: argparse.Namespace, address: str) -> AsyncIterator[dict[str, Any]]:
     """One report, or one per interval."""
     import transfer_queue as tq
-    from lightning_tq.cli.queue_report import make_report, take_snapshot
+    from lightning_tq.queue_report import make_report, take_snapshot
 
     client = tq.get_client()
     before = await take_snapshot(client)
@@ -149,7 +151,7 @@ async def _reports(options: argparse.Namespace, address: str) -> AsyncIterator[d
 
 
 async def _print(options: argparse.Namespace, address: str) -> None:
-    from lightning_tq.cli.queue_report import show, tables
+    from lightning_tq.queue_report import show, tables
 
     async for report in _reports(options, address):
         if options.json:
@@ -161,7 +163,7 @@ async def _print(options: argparse.Namespace, address: str) -> None:
 async def _live(options: argparse.Namespace, address: str) -> None:
     from rich.live import Live
 
-    from lightning_tq.cli.queue_report import tables
+    from lightning_tq.queue_report import tables
 
     with Live(auto_refresh=False, vertical_overflow="ellipsis") as live:
         async for report in _reports(options, address):
@@ -169,7 +171,7 @@ async def _live(options: argparse.Namespace, address: str) -> None:
 
 
 def _dashboard(options: argparse.Namespace, address: str) -> int:
-    return dashboard_command.serve(options, address)
+    return serve_dashboard(options, address)
 
 
 # ---- clients and tasks ----
@@ -177,7 +179,7 @@ def _dashboard(options: argparse.Namespace, address: str) -> int:
 
 def _clients(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
-    from lightning_tq.cli.queue_report import clients_table, others, show
+    from lightning_tq.queue_report import clients_table, others, show
 
     clients = others(tq.get_client().get_stats())
     if options.json:
@@ -191,7 +193,7 @@ def _clients(options: argparse.Namespace, address: str) -> int:
 
 def _evict(options: argparse.Namespace, address: str) -> int:
     import transfer_queue as tq
-    from lightning_tq.cli.queue_report import others
+    from lightning_tq.queue_report import others
 
     client = tq.get_client()
     clients = others(client.get_stats())
@@ -221,7 +223,7 @@ def _forget_task(options: argparse.Namespace, address: str) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, str], int], str]] = {
     "status": (_status, _STATUS),
-    "dashboard": (_dashboard, dashboard_command.DESCRIPTION),
+    "dashboard": (_dashboard, DASHBOARD),
     "clients": (_clients, _CLIENTS),
     "evict": (_evict, _EVICT),
     "forget-task": (_forget_task, _FORGET_TASK),

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any
 
-from lightning_tq.cli.queue_report import QueueSnapshot, make_report, take_snapshot
 from lightning_tq.dashboard.history import QueueHistory
+from lightning_tq.queue_report import QueueSnapshot, make_report, take_snapshot
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import ConfigError, TransferQueueError
 

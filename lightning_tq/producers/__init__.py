@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from transfer_queue.errors import BatchTimeoutError
 
 if TYPE_CHECKING:
-    from transfer_queue import BatchMeta, TransferQueueClient
+    from transfer_queue import BatchMeta
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,10 @@ def wait_until(deadline: float, ask: Callable[[float], T | None], waits_for: str
     return answer
 
 
-def next_samples(
-    client: TransferQueueClient, fields: list[str], count: int, partition: str, task: str, wait_s: float
-) -> BatchMeta | None:
-    """The task's next samples, or None if they are not there in time."""
+def next_samples(get_meta: Callable[..., BatchMeta], wait_s: float) -> BatchMeta | None:
+    """A task's next samples, or None if they are not there in time. ``get_meta``: a client's, with its arguments."""
     try:
-        meta = client.get_meta(fields, count, partition, task_name=task, timeout_s=wait_s)
+        meta = get_meta(timeout_s=wait_s)
     except BatchTimeoutError:
         return None
     return meta if meta.size else None  # empty where the queue is in polling mode

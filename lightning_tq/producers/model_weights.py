@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class WeightsReader:
         return wait_until(deadline, self._next, waits_for, " Check that the trainer runs with PublishWeights.")
 
     def _next(self, wait_s: float) -> BatchMeta | None:
-        return next_samples(self._client, _FIELDS, 1, self._partition, self._task, wait_s)
+        return next_samples(partial(self._client.get_meta, _FIELDS, 1, self._partition, task_name=self._task), wait_s)
 
     def _load(self, meta: BatchMeta) -> bool:
         try:

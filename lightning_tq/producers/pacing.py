@@ -56,7 +56,9 @@ class Pacer:
         check_int("count", count, 1)
         meta = wait_until(
             deadline_after(timeout_s),
-            partial(next_samples, self._client, _FIELDS, count, self._partition, PACER_TASK),
+            partial(
+                next_samples, partial(self._client.get_meta, _FIELDS, count, self._partition, task_name=PACER_TASK)
+            ),
             f"permits for {count} samples: the trainer is behind, or issues fewer at once (at most "
             f"(max_staleness + 1) steps of samples).",
         )
@@ -157,7 +159,9 @@ def _open_turn(client: TransferQueueClient, partition: str, number: int) -> None
 
 def _wait_for_turn(client: TransferQueueClient, partition: str, number: int, wait_s: float) -> Literal[True] | None:
     try:
-        next_samples(client, ["turn"], 1, _turn_partition(partition, number), PACER_TASK, wait_s)
+        client.get_meta(["turn"], 1, _turn_partition(partition, number), task_name=PACER_TASK, timeout_s=wait_s)
+    except BatchTimeoutError:
+        return None
     except EndOfPartitionError:
         return True
     return None

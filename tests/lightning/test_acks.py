@@ -15,8 +15,8 @@ from producing import fill
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import PartitionSwitch, TQDataModule
-from lightning_tq.cli.queue_report import take_snapshot
+from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
+from lightning_tq.queue_report import take_snapshot
 from lightning_tq.trainer_compat import correct_progress
 from tests.lightning.conftest import stream
 
@@ -198,9 +198,15 @@ def test_samples_after_the_last_checkpoint_stay_when_consumed_ones_are_cleared(
     assert model.indexes() == indexes[12:]
 
 
-@pytest.mark.parametrize("ack", ["auto", "checkpoint", "step", "never"])
+@pytest.mark.parametrize(
+    ("ack", "asynchronous", "first"),
+    [
+        *((ack, False, [0, 0, 0, 1, 1, 1, 2, 2]) for ack in ("auto", "checkpoint", "step", "never")),
+        ("auto", True, [0, 0, 0, 0, 0, 0, 1, 1]),  # one checkpoint later, when theirs is surely complete
+    ],
+)
 def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_acknowledged(
-    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str
+    data: Make, trainer: MakeTrainer, tmp_path: Path, ack: str, asynchronous: bool, first: list[int]
 ) -> None:
     dm = data(train=stream("train@{epoch}"), ack=ack)
     for epoch in range(4):
@@ -212,11 +218,10 @@ def test_finished_partitions_are_cleared_after_the_next_checkpoint_whatever_is_a
             there.append(dm.client.get_partition_list())
 
     saves = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3)
-    callbacks = [PartitionSwitch(), Record(), saves]
+    callbacks = [PartitionSwitch(), Record(), saves, *([TQCheckpoint(asynchronous=True)] if asynchronous else [])]
     trainer(max_epochs=4, callbacks=callbacks, enable_checkpointing=True).fit(Recorder(), datamodule=dm)
     # Saved after batches 3 and 6, which are the first of epoch 1 and the second of epoch 2.
-    first = [next(int(name[-1]) for name in names) for names in there]
-    assert first == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [next(int(name[-1]) for name in names) for names in there] == first
 
 
 @pytest.mark.parametrize("ack", ["auto", "step", "never"])

@@ -16,8 +16,8 @@ from lightning_utilities.core.apply_func import apply_to_collection, is_dataclas
 from producing import rows
 
 from lightning_tq import TQBatch
-from lightning_tq.batch import Position
 from lightning_tq.checks import list_names
+from lightning_tq.progress import Position
 from transfer_queue import BatchMeta
 from transfer_queue.errors import InvalidRequestError
 

@@ -15,8 +15,9 @@ from producing import fill, rows
 from recorders import Recorder
 from torch.utils.data import DataLoader
 
-from lightning_tq import StalenessGuard, TQDataModule, fit_report
-from lightning_tq.fit_report import TrainingClock
+from lightning_tq import StalenessGuard, TQDataModule
+from lightning_tq.callbacks import fit_report
+from lightning_tq.callbacks.fit_report import TrainingClock
 from tests.lightning.conftest import stream
 
 Make = Callable[..., TQDataModule]

@@ -13,29 +13,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from producing import rows
 
 from lightning_tq import TQDataModule
-from lightning_tq.rank_watchdog import RankProcess
+from lightning_tq.run_members import RunMembers
 from tests.lightning.conftest import HERE, ROOT, stream
+from tests.own_processes import own_processes
+from transfer_queue import QueueUnreachableError
 
 DEADLINE_S = 20.0
 """Seconds from the death of a rank to the end of the others."""
 
 
-def test_a_process_has_ended_even_if_it_was_not_waited_for() -> None:
-    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    other = RankProcess(1, "", process.pid, RankProcess.of(0).started)
-    assert other.has_ended(), "another process has that pid now"
-    alive = RankProcess.of(1, process.pid)
-    assert not alive.has_ended()
-    process.stdin.close()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert alive.has_ended(), "a zombie"
-    process.wait()
-    assert alive.has_ended()
+def test_a_rank_learns_that_the_queue_of_its_run_has_ended(data: Callable[..., TQDataModule]) -> None:
+    client = data(train=stream()).client
+    client.watch_run("run", "rank 1", opens=True)
+    members = RunMembers(client, "run", rank=1)
+    members.start()
+    servers = own_processes()
+    for server in servers:
+        server.kill()
+    psutil.wait_procs(servers, timeout=20)
+    pause = threading.Event()
+    while members.check() is None:
+        pause.wait(0.05)
+    assert isinstance(members.check(), QueueUnreachableError)
+    members.leave(failed=True)
 
 
 def launched(rank: int, port: int, *args: str) -> subprocess.Popen[str]:
@@ -72,14 +77,16 @@ def test_a_rank_that_waits_for_data_ends_with_an_error_when_another_is_killed(
             rank.kill()
             rank.communicate()
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL if at == victim else 1 for at in range(2)]
-    assert f"RankGoneError: rank {victim} (pid {ranks[victim].pid}) ended in the middle of the run" in output
+    assert f"RankGoneError: rank {victim} (pid {ranks[victim].pid} of host {socket.gethostname()!r}) failed" in output
 
 
-def test_a_process_with_a_stuck_main_thread_is_ended() -> None:
+@pytest.mark.parametrize("error", ["RankGoneError", "QueueUnreachableError"])
+def test_a_process_with_a_stuck_main_thread_is_ended(error: str) -> None:
     code = (
         "import threading\n"
         "from lightning_tq.rank_watchdog import RankGoneError, RankWatchdog\n"
-        "RankWatchdog([lambda: RankGoneError('rank 1 has ended.')], stuck_after_s=0.1).start()\n"
+        "from transfer_queue import QueueUnreachableError\n"
+        f"RankWatchdog([lambda: {error}('rank 1 has ended.')], stuck_after_s=0.1).start()\n"
         "threading.Event().wait()  # like a collective with that rank\n"
     )
     done: Any = subprocess.run(

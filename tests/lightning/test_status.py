@@ -23,7 +23,7 @@ from rich.console import Console
 import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
-from lightning_tq.cli.queue_report import QueueSnapshot, make_report, tables, take_snapshot
+from lightning_tq.queue_report import QueueSnapshot, make_report, tables, take_snapshot
 from tests.lightning.conftest import ROOT, stream
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,7 +16,7 @@ from rich.console import Console
 import transfer_queue as tq
 from lightning_tq import TQDataModule
 from lightning_tq.cli import main
-from lightning_tq.cli.queue_report import clients_table, others
+from lightning_tq.queue_report import clients_table, others
 from tests.lightning.conftest import stream
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p

@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_tq.callbacks.staleness_guard import StalenessGuard
 from lightning_tq.checks import counted
+from lightning_tq.run import Run
+from lightning_tq.stream import Stream
 from lightning_tq.trainer_compat import callbacks_of
 from transfer_queue import Finding
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lightning_tq.run import Run
-    from lightning_tq.stream import Stream
 
 
 class TrainingClock:
@@ -53,15 +51,14 @@ class FitReport(Callback):
     The time until the first batch, in which producers start, counts apart.
     """
 
-    def __init__(self, find_run: Callable[[], Run | None]) -> None:
-        self._find_run = find_run
+    def __init__(self) -> None:
         self._made_at = time.perf_counter()
         self._until_first_s = 0.0
         self._clock = TrainingClock()
         self._batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        run = self._find_run()
+        run = Run.find(trainer)
         if run is not None and not self._batches:
             self._until_first_s = time.perf_counter() - self._made_at
             self._clock.restart(run.train_reader().waited_s)
@@ -74,7 +71,7 @@ class FitReport(Callback):
         self._clock.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        run = self._find_run()
+        run = Run.find(trainer)
         if run is None or not self._batches:
             return
         elapsed, waited = self._clock.read(run.train_reader().waited_s)
@@ -88,8 +85,6 @@ class FitReport(Callback):
 
 def _advice(trainer: Trainer, stream: Stream, limit: Finding) -> Iterator[str]:
     """What to turn. Generation may be slow, or may be held back."""
-    from lightning_tq.callbacks.staleness_guard import StalenessGuard
-
     if limit.what == "training":
         yield "make steps faster or use more data-parallel ranks (more or faster producers would not help)"
         return

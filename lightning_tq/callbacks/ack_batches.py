@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AckBatches: tells a run's training stream what was trained, stepped and saved, so that it acknowledges batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_tq.batch import TQBatch
+from lightning_tq.loader import StreamReader
+from lightning_tq.run import Run
+from lightning_tq.trainer_compat import correct_progress
+
+
+class AckBatches(Callback):
+    """Reports trained, stepped and saved batches. TQDataModule adds it.
+
+    It is the Trainer's first callback, so that a checkpoint saved at the end of a batch counts that batch.
+    """
+
+    def __init__(self) -> None:
+        self._unstepped = 0  # also needed for a checkpoint that is saved after the run
+        self._steps = 0  # optimizer steps at the end of the last batch
+
+    # ---- acknowledgements ----
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not at the end of the previous batch: other callbacks may have needed its samples. By now every rank has
+        # asked for this batch, so none of them still asks where to start.
+        _ack_due(trainer)
+        _set_batch_size(trainer, batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        run = Run.find(trainer)
+        if run is None:
+            return
+        stepped = self._has_stepped(trainer, pl_module)
+        for reader in run.of_stage("train"):
+            reader.note_trained(batch, stepped)
+            self._unstepped = reader.progress.unstepped
+        run.check()
+
+    def _has_stepped(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Whether an optimizer step included this batch."""
+        before, self._steps = self._steps, trainer.global_step
+        if pl_module.automatic_optimization:
+            return not trainer.fit_loop._should_accumulate()
+        return self._steps > before  # with manual optimization only the global step shows it
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return  # training stops within the epoch
+        self._unstepped = 0
+        for reader in _trained(trainer):
+            reader.progress.step()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        correct_progress(checkpoint, self._unstepped)
+        for reader in _trained(trainer):
+            reader.progress.save()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for reader in _trained(trainer):
+            reader.finish(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            _ack_due(trainer)
+
+    # ---- rows of a batch ----
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        _set_batch_size(trainer, batch)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        _set_batch_size(trainer, batch)
+
+
+def _trained(trainer: Trainer) -> list[StreamReader]:
+    """The stream that the Trainer's run trains, if there is one."""
+    run = Run.find(trainer)
+    return [] if run is None else run.of_stage("train")
+
+
+def _ack_due(trainer: Trainer) -> None:
+    for reader in _trained(trainer):
+        reader.ack_due()
+
+
+def _set_batch_size(trainer: Trainer, batch: Any) -> None:
+    # self.log(on_epoch=True) weights by it. Lightning would search the batch for a tensor, finds none in a TQBatch,
+    # and would guess badly from a TensorDict with jagged or text fields.
+    results = trainer._results
+    if results is not None and isinstance(batch, TQBatch):
+        results.batch_size = batch.size

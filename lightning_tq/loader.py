@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StreamReader: reads one stream in this process, measures waits and acknowledges. StreamLoader: its DataLoader."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lightning_tq.batch import TQBatch, UnfetchedBatch
+from lightning_tq.device_copies import DeviceCopies
+from lightning_tq.progress import AckRule, Position, Progress
+from lightning_tq.stream import StageStream
+from lightning_tq.topology import Topology
+from transfer_queue import (
+    BatchMeta,
+    EndOfPartitionError,
+    StreamingDataLoader,
+    StreamingDataset,
+    TransferQueueClient,
+)
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from lightning.pytorch import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class RunContext(Protocol):
+    """What a stream reader asks the run it belongs to."""
+
+    topology: Topology
+    ack_rule: AckRule
+    """For the stream that is trained."""
+    partitions_at_start: Collection[str]
+    """Partitions in the queue before the run's producers started. Empty on ranks other than the first."""
+
+    @property
+    def client(self) -> TransferQueueClient:
+        """This process's client of the queue."""
+
+    @property
+    def conf(self) -> Any:
+        """The queue's configuration."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch."""
+
+    def training_ends(self, epochs_ahead: int) -> bool:
+        """Whether nothing is trained in the epoch that is this many ahead."""
+
+    def ends_before_next(self, reader: StreamReader) -> bool:
+        """Whether training ends with the batches that were delivered, and the next one is only fetched ahead."""
+
+    def partition_of(self, reader: StreamReader, epochs_ahead: int = 0) -> str:
+        """The partition for an iterator that starts now, or this many epochs later."""
+
+    def begin_next_epoch(self) -> None:
+        """The current epoch, in which training resumed, has no more batches. ``epoch`` is the next one from now on."""
+
+    @property
+    def overfits(self) -> bool:
+        """Whether every epoch reads the batches of the first one again."""
+
+    def has_stopped(self) -> bool:
+        """Whether streams should end."""
+
+    def check(self) -> None:
+        """Raise the error that ended the run, if there is one."""
+
+    def stream_ended(self, reader: StreamReader) -> None:
+        """The stream has no more batches in its partition."""
+
+
+class ReaderDataset(StreamingDataset):
+    """Holds its stream reader, because a loader that Lightning rebuilds keeps only the dataset."""
+
+    reader: StreamReader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "reader": None}  # stays in the process of the loader
+
+
+class StreamReader:
+    """One stream of one stage. ``position``: where an earlier reader of it has trained to."""
+
+    def __init__(self, each: StageStream, run: RunContext, position: Position | None = None) -> None:
+        self.label, self.stage = each.label, each.stage
+        self.stream = stream = each.stream
+        self.waited_s = 0.0
+        self.waiting_since: float | None = None
+
+        # Set by the run or by a callback.
+        self.filter_batch: Callable[[TQBatch], TQBatch | None] | None = None
+        """Returns the part of a batch to deliver, or None to skip it."""
+        self.device_copies: DeviceCopies | None = None
+        """Starts the copy of each delivered batch to the device."""
+        self.on_partition: Callable[[str], None] | None = None
+        """Called with the partition that an iterator starts to read."""
+
+        self._run = run
+        rule = replace(run.ack_rule, ack="never") if self.replay else run.ack_rule
+        self.progress = Progress(each.label, rule if each.stage == "train" else None, position)
+        self._sizes: dict[str, Any] = {
+            "batch_size": stream.batch_size, "micro_batch_size": stream.micro_size, "dp_size": run.topology.dp_size
+        }  # fmt: skip
+        self._unfetched: UnfetchedBatch | None = None
+        self._just_acked: list[str] = []
+        self._iterator: StreamIterator | None = None
+        self.dataset = ReaderDataset(
+            config=run.conf, data_fields=stream.fields, partition_id="", task_name=stream.task,
+            dp_rank=run.topology.dp_rank, **self._sizes, sampling_config=stream.sampling_config,
+            prefetch=stream.prefetch, layout=stream.layout, timeout_s=stream.timeout_s, should_stop=run.has_stopped,
+            where=stream.where,
+        )  # fmt: skip
+        self.dataset.reader = self
+
+    @property
+    def replay(self) -> bool:
+        """Whether an iterator that returns to its partition starts at its first batch."""
+        configured = self.stream.replay
+        return self._run.overfits or (self.stage != "train" if configured is None else configured)
+
+    def waiting_s(self) -> float:
+        """Seconds that the reader has waited for its current batch; 0 when it does not wait."""
+        since = self.waiting_since
+        return 0.0 if since is None else time.perf_counter() - since
+
+    def _statistic(self, partition: str | None, name: str) -> int:
+        """A number of the queue's statistics about this stream's task in a partition."""
+        tasks = self._run.client.get_stats()["partitions"].get(partition, {}).get("tasks", {})
+        return int(tasks.get(self.stream.task, {}).get(name, 0))
+
+    def leftover_text(self) -> str | None:
+        """A message about samples that filled no last batch of the partition, or None."""
+        partition = self.progress.partition
+        dropped = self._statistic(partition, "dropped")
+        if not dropped:
+            return None
+        return (
+            f"{dropped} samples of partition {partition!r} could not fill a last round of task "
+            f"{self.stream.task!r}, or a group of its sampler, and were left over (tail policy)."
+        )
+
+    # ---- iterators ----
+
+    def iterate(self, start: Callable[[], Iterator[Any]]) -> StreamIterator:
+        """A new iterator; it ends the previous one. ``start`` returns the loader's items from the cursor on."""
+        self.close_iterator()
+        self._iterator = StreamIterator(self, start)
+        return self._iterator
+
+    def move_cursor(self) -> None:
+        """Move the dataset's cursor to where an iterator that starts now begins."""
+        epoch = self._run.epoch
+        resumed_in = self.progress.resumes_in(epoch)
+        name = self._run.partition_of(self) if resumed_in is None else resumed_in
+        if self.on_partition is not None:
+            self.on_partition(name)
+        replays = self.replay and resumed_in is None
+        # An ack covers all earlier batches, so the task can't read the first ones again.
+        acked = 0 if replays or self.stage != "train" else self._statistic(name, "settled")
+        first = Position(partition_id=name, batch_index=acked, epoch=epoch, **self._sizes)
+        self._unfetched = None
+        start = self.progress.begin(first, replays, self._run.partitions_at_start)
+        self.dataset.load_state_dict(start.as_dict())
+
+    def next_batch(self, iterator: StreamIterator) -> TQBatch | UnfetchedBatch:
+        """Wait for a batch. Raises the error that ended the run, or StopIteration at the end of the stream."""
+        unfetched, self._unfetched = self._unfetched, None
+        if unfetched is not None:  # training goes on
+            unfetched.fetch()
+        is_ahead = self.stage == "train" and self.progress.taken > self.progress.trained
+        if is_ahead and self._run.ends_before_next(self):
+            self._unfetched = UnfetchedBatch(partial(self._wait_for_batch, iterator))
+            return self._unfetched
+        return self._wait_for_batch(iterator)
+
+    def _wait_for_batch(self, iterator: StreamIterator) -> TQBatch:
+        self._run.check()
+        if not self.progress.taken and self._training_ends():
+            iterator.close()  # Lightning asks for a batch even if the checkpoint was saved at the end of training
+            raise StopIteration
+        started = self.waiting_since = time.perf_counter()
+        try:
+            return self._filtered_batch(iterator)
+        except StopIteration:
+            self._run.check()  # a stopped stream also ends
+            iterator.close()
+            self._ended()
+            raise
+        finally:
+            self.waiting_since = None
+            self.waited_s += time.perf_counter() - started
+
+    def _training_ends(self, epochs_ahead: int = 0) -> bool:
+        return self.stage == "train" and self._run.training_ends(epochs_ahead)
+
+    def _filtered_batch(self, iterator: StreamIterator) -> TQBatch:
+        completed: list[BatchMeta] = []
+        while True:
+            data, meta = self._next_item(iterator)
+            position = Position(**self.dataset.state_dict(), epoch=self.progress.epoch, **self._sizes)
+            if position.micro_batch == 0:
+                completed.append(meta)
+            batch = TQBatch(data, meta, position)
+            kept = batch if self.filter_batch is None else self.filter_batch(batch)
+            if kept is not None:
+                if self.device_copies is not None:
+                    kept.copy_ahead(self.device_copies)
+                self.progress.deliver(position, completed)
+                return kept
+
+    def _next_item(self, iterator: StreamIterator) -> Any:
+        try:
+            items = iterator.items  # the first access starts it
+            if self.progress.taken == self.stream.num_batches:  # not in the loader, which would count filtered batches
+                raise StopIteration
+            return next(items)
+        except StopIteration:
+            if self.progress.taken or not self._has_next_epoch():
+                raise
+        # Resumed at the very end of an epoch. Lightning asks only once, before it counts that epoch as done.
+        self._run.check()
+        self._run.begin_next_epoch()
+        iterator.restart()
+        return next(iterator.items)
+
+    def _has_next_epoch(self) -> bool:
+        """After a resume at the end of an epoch: whether the next epoch has samples to train."""
+        if not self.progress.resumed or self.stage != "train" or self._training_ends(1):
+            return False
+        return self.replay or self._run.partition_of(self, 1) != self.progress.partition
+
+    def _ended(self) -> None:
+        expected, taken = self.stream.num_batches, self.progress.taken
+        if expected is not None and taken < expected and not self.progress.resumed:
+            raise EndOfPartitionError(
+                f"stream {self.label!r} has num_batches={expected}, but partition {self.progress.partition!r} ended "
+                f"after {taken}. Lightning would silently skip the validation of this epoch. Produce enough for "
+                f"{expected} micro-batches of {self.stream.micro_size} rows on every rank, or lower num_batches."
+            )
+        self._run.stream_ended(self)
+
+    # ---- acknowledgements ----
+
+    def note_trained(self, batch: Any, stepped: bool) -> None:
+        """This micro-batch was trained. ``stepped``: an optimizer step followed it."""
+        self.progress.train(batch.position if isinstance(batch, TQBatch) else None)
+        if stepped:
+            self.progress.step()
+
+    def ack_due(self) -> None:
+        """Acknowledge what is due. One rank of each data-parallel group does so; the first group's rank clears."""
+        due = self.progress.take_due()
+        if (count := self.progress.waits_too_long()) is not None:
+            logger.warning(
+                f"{count} batches of stream {self.label!r} were trained without a checkpoint, and the queue keeps them "
+                f"all for a resume. Save more often (ModelCheckpoint(every_n_train_steps=...)), disable checkpoints "
+                f"(Trainer(enable_checkpointing=False)), or acknowledge without one: TQDataModule(ack='step')."
+            )
+        if not due:
+            return
+        if self._run.topology.is_reader:
+            for partition, meta in due.items():
+                acked = self._run.client.ack(meta, self.stream.task, earlier=True)
+                self.progress.note_acked(partition, acked)
+        # Another rank may ack a partition's last batches after this, so each partition is cleared twice.
+        self._clear(dict.fromkeys([*self._just_acked, *due]))
+        self._just_acked = list(due)
+
+    def finish(self, owner: Trainer | Fabric) -> None:
+        """Training is over: acknowledge what is due on all ranks. This is a collective."""
+        self.ack_due()
+        if self.stream.clear_consumed:
+            owner.strategy.barrier("lightning_tq_acked")
+            self._clear(dict.fromkeys(self._just_acked))
+
+    def _clear(self, partitions: Mapping[str, None]) -> None:
+        tasks, topology = self.stream.clearing_tasks, self._run.topology
+        if not tasks or not (topology.is_reader and topology.dp_rank == 0):
+            return
+        for partition in partitions:
+            self._run.client.clear_consumed(partition, tasks)
+
+    # ---- ending ----
+
+    def close_iterator(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            iterator.close()
+
+    def close(self) -> None:
+        """End the current iterator and leave the queue."""
+        self.close_iterator()
+        self.dataset.close()
+
+
+def stream_loader(reader: StreamReader) -> StreamLoader:
+    """A loader over a stream reader. Nothing is fetched and no worker starts before it is iterated."""
+    stream = reader.stream
+    return StreamLoader(
+        reader.dataset,
+        num_workers=stream.num_workers,
+        pin_memory=stream.pin_memory and torch.accelerator.is_available(),  # torch warns without an accelerator
+        multiprocessing_context=stream.multiprocessing_context,
+        persistent_workers=stream.persistent_workers,
+    )
+
+
+class StreamLoader(StreamingDataLoader):
+    """Each iterator asks the stream reader where to start, and reports its waits to it.
+
+    Lightning rebuilds loaders from their arguments, for prediction and for ``overfit_batches``. The new loader shares
+    the dataset and therefore the stream reader.
+    """
+
+    @property
+    def reader(self) -> StreamReader:
+        dataset = self.dataset
+        assert isinstance(dataset, ReaderDataset)
+        assert dataset.reader is not None, "a stream reader stays in the process that made it"
+        return dataset.reader
+
+    def __len__(self) -> int:
+        if self.reader.stream.num_batches is None:
+            raise TypeError("this stream has no known length. Set Stream(num_batches=...) if you know it.")
+        return self.reader.stream.num_batches
+
+    def __iter__(self) -> Iterator[TQBatch | UnfetchedBatch]:  # type: ignore[override]
+        return self.reader.iterate(super().__iter__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the trained batches, not after those that Lightning fetched ahead."""
+        position = self.reader.progress.position
+        return {} if position is None else position.as_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iterator starts at this position."""
+        if state:
+            self.reader.progress.restore(Position.from_dict(state, self.reader.label))
+
+
+class StreamIterator(Iterator[TQBatch | UnfetchedBatch]):
+    """The current iterator of a loader. It chooses its start at the first ``next``, when Lightning knows its epoch."""
+
+    def __init__(self, reader: StreamReader, start: Callable[[], Iterator[Any]]) -> None:
+        self._reader = reader
+        self._start: Callable[[], Iterator[Any]] | None = start
+        self._items: Iterator[Any] | None = None
+
+    def __next__(self) -> TQBatch | UnfetchedBatch:
+        if self._start is None:
+            raise StopIteration
+        return self._reader.next_batch(self)
+
+    @property
+    def items(self) -> Iterator[Any]:
+        """What the loader yields."""
+        if self._items is None:
+            self.restart()
+        assert self._items is not None
+        return self._items
+
+    def restart(self) -> None:
+        """Start, or start again in the next epoch."""
+        assert self._start is not None
+        _close(self._items)
+        self._reader.move_cursor()
+        self._items = self._start()
+
+    def close(self) -> None:
+        """Stop prefetching. Idempotent."""
+        self._start = None
+        items, self._items = self._items, None
+        _close(items)
+
+
+def _close(items: Iterator[Any] | None) -> None:
+    close = getattr(items, "close", None)
+    if close is not None:
+        close()

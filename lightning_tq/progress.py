@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of a stream: delivered, trained, stepped and saved go in; where it resumes and what may be acked come out.
+
+It is pure: it knows no Trainer, client or clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lightning_tq.checks import list_names
+from transfer_queue.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from transfer_queue import BatchMeta
+
+Ack = Literal["auto", "checkpoint", "step", "never"]
+NewestBatches = dict[str, "BatchMeta"]
+"""{partition: metadata of its newest batch}. An ack of a batch also covers those before it."""
+
+_NEEDED = {"partition_id", "batch_index", "micro_batch"}
+_SIZES = ("batch_size", "micro_batch_size", "dp_size")
+_REMEDY = "Resume from the last checkpoint, or start a new queue from what TQCheckpoint saved next to this one"
+_WARN_AFTER = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """The next micro-batch of a stream. Optional fields are None in checkpoints that don't hold them."""
+
+    partition_id: str
+    batch_index: int = 0
+    """Index of the next batch in the partition."""
+    micro_batch: int = 0
+    """Index of the next micro-batch in that batch."""
+    epoch: int | None = None
+    """Epoch in which the iterator started."""
+    batch_size: int | None = None
+    """Rows per batch; the three sizes decide how batches are numbered."""
+    micro_batch_size: int | None = None
+    """Rows per micro-batch."""
+    dp_size: int | None = None
+    """Data-parallel ranks."""
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], label: str) -> Position:
+        """Read a checkpoint's dict. Raises InvalidRequestError for a dict that is no position of a stream."""
+        if not set(state) >= _NEEDED:
+            raise InvalidRequestError(
+                f"can't resume stream {label!r} from {dict(state)!r}: this is not a position in a stream. "
+                f"It needs {', '.join(sorted(_NEEDED))}."
+            )
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in state.items() if name in known})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for a checkpoint."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def check_sizes(self, now: Position, label: str) -> None:
+        """Raise InvalidRequestError where batches are numbered differently now than when this was saved."""
+        saved = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
+        changed = {name: value for name, value in saved.items() if getattr(now, name) != value}
+        if changed:
+            was = ", ".join(f"{name}={value}" for name, value in changed.items())
+            current = ", ".join(f"{name}={getattr(now, name)}" for name in changed)
+            raise InvalidRequestError(
+                f"the checkpoint is at batch {self.batch_index} of partition {self.partition_id!r} in stream "
+                f"{label!r}, which was read with {was}. It is now read with {current}, which numbers batches "
+                f"differently. Keep the sizes until the partition ends, or resume from the end of an epoch."
+            )
+
+    def check_not_acked(self, acked: int) -> None:
+        """Raise InvalidRequestError where the next batch was acknowledged. ``acked``: first batches that were."""
+        if acked > self.batch_index:
+            raise InvalidRequestError(
+                f"the checkpoint is at batch {self.batch_index} of partition {self.partition_id!r}, but the batches "
+                f"before {acked} were acknowledged since then and are gone. {_REMEDY}. "
+                f"TQDataModule(ack='never') keeps every batch."
+            )
+
+    def check_partition_exists(self, existing: Collection[str]) -> None:
+        """Raise InvalidRequestError where the partition was cleared, so that nothing would fill it again.
+
+        Args:
+            existing: Partitions in the queue before this run's producers started. Empty for a new queue.
+        """
+        started = self.batch_index or self.micro_batch
+        if existing and started and self.partition_id not in existing:
+            raise InvalidRequestError(
+                f"the checkpoint is at batch {self.batch_index} of partition {self.partition_id!r}, which was cleared. "
+                f"The queue holds {list_names(existing)}. {_REMEDY}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AckRule:
+    """When a trained batch may be acknowledged: when no resumed run can need it."""
+
+    ack: Ack
+    """As for TQDataModule."""
+    keeps_checkpoints: bool
+    """Whether the run keeps checkpoints from its start. With ``ack="auto"``, a batch then waits for one."""
+    in_background: bool = False
+    """Whether a checkpoint may be incomplete until the next one is saved. Acks then wait for that."""
+
+
+class Delivered(NamedTuple):
+    """A micro-batch that was delivered and is not trained yet."""
+
+    position: Position
+    """Where the stream continues after it."""
+    completed: list[BatchMeta]
+    """Last micro-batches of the batches that end here, including batches that were filtered out before it."""
+
+
+class Progress:
+    """How far one stream is. A trained batch moves on: in an optimizer step, in a checkpoint, due for its ack.
+
+    Lightning writes a checkpoint after its save hook. So what a checkpoint makes due is acknowledged at the next
+    ``take_due``, and counts as written then.
+    """
+
+    def __init__(self, label: str, rule: AckRule | None = None, position: Position | None = None) -> None:
+        """Args:
+        rule: None: a stream that reports nothing as trained.
+        position: Where an earlier run of this process has trained to.
+        """
+        self.label = label
+        self.position = position
+        """After the last micro-batch that is in an optimizer step."""
+        self.partition: str | None = None
+        """Partition of the newest iterator."""
+        self.left_partitions: list[str] = []
+        """Partitions that the stream has moved on from, until the run collects them."""
+        self.epoch = 0
+        """Epoch in which the newest iterator started. The Trainer's own number may still be the previous one."""
+        self.taken = 0
+        """Micro-batches of the current epoch that were delivered, including those before a resume with Fabric."""
+        self.trained = 0
+        """How many of those were trained (training stage only)."""
+        self.unstepped = 0
+        """Micro-batches that were trained since the last optimizer step."""
+        self.batches_done = 0
+        """Batches of the partition that were trained completely and are not acknowledged yet."""
+        self.resumed = False
+        """Whether the current iterator started at a checkpoint's position, so that its epoch is shorter."""
+        self.saved = 0
+        """Checkpoints that were saved; the last one may still be incomplete."""
+        self.written = 0
+        """Checkpoints that a resume can surely use."""
+        self._rule = rule
+        self._waits = rule is not None and rule.ack != "step" and rule.keeps_checkpoints
+        self._restored = False
+        self._taken_before = 0
+        self._delivered: deque[Delivered] = deque()
+        self._trained_to: Position | None = None
+        self._since_checkpoint = 0
+        # From trained to due. With checkpoints in the background, one stage more: saved with an incomplete one.
+        self._batches: list[NewestBatches] = [{} for _ in range(4 if rule is not None and rule.in_background else 3)]
+
+    # ---- iterators ----
+
+    def resumes_in(self, epoch: int) -> str | None:
+        """The partition in which this epoch continues after a resume; None: it starts in the one of the template."""
+        position = self.position
+        if position is None or not self._restored or position.epoch != epoch:
+            return None
+        return position.partition_id  # the template may name another one after more steps
+
+    def begin(self, first: Position, replays: bool, existing: Collection[str]) -> Position:
+        """An iterator starts. Returns where: at ``first``, or after the last step.
+
+        Args:
+            first: The partition's first batch that is not acknowledged; with ``replays`` its first batch.
+            existing: As for ``Position.check_partition_exists``.
+        Raises:
+            InvalidRequestError: the stream can't continue where the checkpoint was.
+        """
+        assert first.epoch is not None, "an iterator knows its epoch"
+        if self.partition not in (None, first.partition_id):
+            self.left_partitions.append(str(self.partition))
+        self.taken = 0 if self.resumes_in(first.epoch) is None else self._taken_before
+        self.partition, self.epoch, self.resumed = first.partition_id, first.epoch, self._restored
+        self.trained = self.unstepped = self.batches_done = 0
+        self._delivered.clear()
+        self._trained_to = None
+        position = self.position
+        if replays or position is None or position.partition_id != first.partition_id:
+            return first
+        if self._restored:
+            position.check_sizes(first, self.label)
+            position.check_partition_exists(existing)
+        position.check_not_acked(first.batch_index)
+        self.batches_done = position.batch_index - first.batch_index
+        return position
+
+    def restore(self, position: Position, taken: int = 0) -> None:
+        """The next iterator starts at this position, if it reads that partition.
+
+        Args:
+            taken: Micro-batches of that epoch so far. Only Fabric needs it; a Trainer counts them itself.
+        """
+        self.position, self._trained_to = position, None
+        self.taken = self._taken_before = taken
+        self._restored = True
+
+    # ---- batches ----
+
+    def deliver(self, position: Position, completed: list[BatchMeta]) -> None:
+        """A micro-batch was delivered. The arguments are those of ``Delivered``."""
+        self.taken += 1
+        if self._rule is not None:
+            self._delivered.append(Delivered(position, completed))
+
+    def train(self, position: Position | None) -> None:
+        """The micro-batch before this position was trained; None: the oldest one, because a hook replaced the batch."""
+        self.trained += 1
+        self._since_checkpoint += 1
+        self._restored = False
+        while self._delivered:
+            delivered = self._delivered.popleft()
+            if position is None or delivered.position is position:
+                self._trained_to = delivered.position
+                self.unstepped += 1
+                self.batches_done += len(delivered.completed)
+                self._batches[0].update({meta.partition_ids[0]: meta for meta in delivered.completed})
+                return
+
+    def step(self) -> None:
+        """An optimizer step included what was trained so far, or never will, because its epoch has ended."""
+        if self._trained_to is not None:
+            self.position, self._trained_to = self._trained_to, None
+        self.unstepped = 0
+        self._move(0, 1)
+        if not self._waits:
+            self._move(1, -1)
+
+    def wait_for_checkpoints(self) -> None:
+        """From now on a batch waits for a checkpoint, except with ``ack="step"``."""
+        self._waits = self._rule is not None and self._rule.ack != "step"
+
+    def save(self) -> None:
+        """A checkpoint with every optimizer step so far is being written."""
+        self.wait_for_checkpoints()  # also after a checkpoint that the user saves by hand
+        for stage in range(len(self._batches) - 2, 0, -1):
+            self._move(stage, stage + 1)
+        self.saved += 1
+        self._since_checkpoint = 0
+
+    def take_due(self) -> NewestBatches:
+        """Batches to acknowledge now; each is returned once."""
+        assert self._rule is not None, "only a stream that trains acknowledges"
+        self.written = max(0, self.saved - self._rule.in_background)
+        due, self._batches[-1] = self._batches[-1], {}
+        return {} if self._rule.ack == "never" else due
+
+    def note_acked(self, partition: str, count: int) -> None:
+        """So many batches were acknowledged."""
+        if partition == self.partition:
+            self.batches_done = max(0, self.batches_done - count)
+
+    def waits_too_long(self) -> int | None:
+        """After a thousand batches that wait for a checkpoint, once: their number."""
+        if self._rule is None or self._rule.ack == "never" or not self._waits or self._since_checkpoint != _WARN_AFTER:
+            return None
+        self._since_checkpoint += 1
+        return _WARN_AFTER
+
+    def _move(self, start: int, end: int) -> None:
+        self._batches[end].update(self._batches[start])
+        self._batches[start].clear()
+
+
+class LeftPartitions:
+    """Partitions that streams have moved on from, until none reads them and no resumed run will.
+
+    That is so once a checkpoint is written that was saved after they were left.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[str, int] = {}
+
+    def take_over(self, names: Iterable[str]) -> None:
+        """They were left before the checkpoint from which this run resumed."""
+        self._left.update(dict.fromkeys(names, -1))
+
+    def collect(self, streams: Iterable[Progress], saved: int) -> None:
+        """``saved``: checkpoints that were saved so far."""
+        for each in streams:
+            self._left.update(dict.fromkeys(each.left_partitions, saved))
+            each.left_partitions.clear()
+
+    def names(self, streams: Iterable[Progress]) -> list[str]:
+        """All of them, with those that ``collect`` would add."""
+        return list(dict.fromkeys([*self._left, *(name for each in streams for name in each.left_partitions)]))
+
+    def take_finished(self, being_read: Collection[str | None], written: float) -> list[str]:
+        """Each is returned once. ``written``: checkpoints that a resume can use; infinite where none is needed."""
+        finished = [name for name, saved in self._left.items() if name not in being_read and written > saved]
+        for name in finished:
+            del self._left[name]
+        return finished

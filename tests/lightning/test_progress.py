@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress alone, over random histories: where a resume continues, and which batches it can't need any more."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast, get_args
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_tq.progress import Ack, AckRule, Position, Progress
+
+
+class Batch(NamedTuple):
+    """What ``Progress`` needs of a BatchMeta."""
+
+    partition_ids: list[str]
+    index: int
+
+
+def after(micro_batch: int) -> Position:
+    """The position after this micro-batch of two per batch."""
+    return Position(partition_id="p", batch_index=(micro_batch + 1) // 2, micro_batch=(micro_batch + 1) % 2, epoch=0)
+
+
+@given(
+    ack=st.sampled_from(get_args(Ack)),
+    keeps=st.booleans(),
+    in_background=st.booleans(),
+    moves=st.lists(st.sampled_from(["deliver", "train", "step", "save", "ack"]), max_size=80),
+)
+def test_a_batch_is_due_once_it_is_stepped_or_in_a_written_checkpoint(
+    ack: Ack, keeps: bool, in_background: bool, moves: list[str]
+) -> None:
+    waits = ack == "checkpoint" or (ack != "step" and keeps)
+    progress = Progress("train", AckRule(ack, keeps or ack == "checkpoint", in_background))
+    progress.begin(Position(partition_id="p", epoch=0), False, [])
+    delivered: list[Position] = []
+    trained = stepped = due = acked = 0
+    saved = [0] * (1 + in_background)  # batches before the position of each checkpoint
+    for move in [*moves, "step", "save", "save", "ack"]:
+        if move == "deliver":
+            position = after(len(delivered))
+            delivered.append(position)
+            ends = [Batch(["p"], position.batch_index)] if position.micro_batch == 0 else []
+            progress.deliver(position, cast(Any, ends))
+        elif move == "train" and trained < len(delivered):
+            progress.train(delivered[trained])
+            trained += 1
+        elif move == "step":
+            progress.step()
+            stepped = trained
+            due = due if waits else stepped // 2
+        elif move == "save":
+            progress.save()
+            waits = ack != "step"
+            saved.append(stepped // 2)
+            due = max(due, saved[-1 - in_background])
+        elif move == "ack":
+            acked = max([acked, *(batch.index for batch in cast(Any, progress.take_due()).values())])
+            assert acked == (0 if ack == "never" else due)
+        assert progress.position == (delivered[stepped - 1] if stepped else None)
+        assert progress.unstepped == trained - stepped
+    assert acked == (0 if ack == "never" else trained // 2)
