@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from calls import answered
 from omegaconf import OmegaConf
 from plain_rows import Point, rows
 from tensordict import NonTensorStack, TensorDict
@@ -19,7 +20,6 @@ import transfer_queue as tq
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
 from transfer_queue.errors import UnitLostError
-from transfer_queue.transport.modes import run_blocking
 
 JOIN_S = 20.0 * SLOW
 
@@ -136,7 +136,7 @@ def test_a_killed_unit_is_an_error_for_what_it_holds_and_the_queue_still_closes(
 def reserve_and_wait() -> None:
     session = tq.get_client().session
     reserve = p.Reserve(session.number(), "other", 1)
-    run_blocking(session.send(reserve, p.Reserved, keep=True))
+    answered(tq.get_client(), reserve, p.Reserved, keep=True)
     signal.pause()
 
 

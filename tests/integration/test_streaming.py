@@ -23,10 +23,7 @@ from streaming_support import (
 )
 from torch.utils.data import DataLoader
 
-from transfer_queue import StreamingDataLoader
-from transfer_queue.dataloader import default_fetch_batch_fn
-from transfer_queue.dataloader.fetching import SLICE_S
-from transfer_queue.dataloader.streaming_dataloader import identity
+from transfer_queue import StreamingDataLoader, default_fetch_batch_fn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
@@ -70,10 +67,14 @@ def longest_wait(client: Any, task: str) -> float:
     return max((each["waited_s"] for each in client.get_stats()["waiting"] if each["task"] == task), default=0.0)
 
 
+def itself(batch: Any) -> Any:
+    return batch
+
+
 @WORKERS
 def test_a_starved_reader_is_seen_to_have_waited_since_its_wait_began(queue, client, name, workers):
     reading = InThread(take, iter(loader(queue, name, workers, task=name, timeout_s=WAIT_S)), 1)
-    assert until(lambda: longest_wait(client, name) > 3 * SLICE_S)
+    assert until(lambda: longest_wait(client, name) > 1.5)
     produce(client, name, [4])
     assert reading.result() == cut(4, 4)
 
@@ -157,7 +158,7 @@ def test_a_dataset_without_a_loader_yields_the_same_and_resolves_its_start_when_
 def test_a_plain_dataloader_with_workers_duplicates_nothing(queue, client, name):
     produce(client, name, [24])
     plain = DataLoader(
-        dataset(queue, name), batch_size=None, num_workers=2, multiprocessing_context="fork", collate_fn=identity
+        dataset(queue, name), batch_size=None, num_workers=2, multiprocessing_context="fork", collate_fn=itself
     )
     assert read(plain) == cut(24, 4)
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from transfer_queue import BatchMeta
-from transfer_queue.dataloader import chunk_batch_fn, token_budget_batch_fn
+from transfer_queue import BatchMeta, chunk_batch_fn, token_budget_batch_fn
 from transfer_queue.storage.assembling import Jagged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
+from transfer_queue import GRPOGroupNSampler
 
 
 class Puts:
