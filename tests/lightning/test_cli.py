@@ -169,10 +169,11 @@ def test_a_data_section_may_name_a_subclass(
     )
     path = config(without_producers())
     conf = OmegaConf.load(path)
-    conf.data = {"class_path": "mydata.Mine", "init_args": conf.data}
+    conf.data = {"class_path": "mydata.Mine", "init_args": {**conf.data, "val": None}}
     OmegaConf.save(conf, path)
-    assert lightning_tq(["fit", "-c", path, "--data.init_args.val=null"]) == 0
-    assert "mine" in capsys.readouterr().out
+    for options in ([], ["--data.init_args.val=null"]):
+        assert lightning_tq(["fit", "-c", path, *options]) == 0
+        assert "mine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
