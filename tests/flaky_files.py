@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 
@@ -38,8 +39,9 @@ class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 
 @contextmanager
-def flaky_files() -> Iterator[type[FlakyFileSystem]]:
-    """The file system, empty."""
+def flaky_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSystem]]:
+    """The file system, empty. A checkpoint tries again at once where it would wait for a little while."""
+    monkeypatch.setattr("transfer_queue.checkpoint.remote.RETRY_AFTER_S", (0.0, 0.0, 0.0))
     fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
     FlakyFileSystem.store.clear()
     FlakyFileSystem.pseudo_dirs[:] = [""]

@@ -24,7 +24,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from lightning_tq import TQDataModule
-from lightning_tq.cli import main
+from tests.console import lightning_tq
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra 'dashboard'")
 from tests.dashboard.browser import WAIT_S, Page, chromium  # noqa: E402  (it needs aiohttp)
@@ -356,7 +356,7 @@ def test_without_a_token_only_this_hosts_names_lead_to_it():
 
 def test_a_page_for_other_hosts_is_not_without_a_token(capsys):
     with queue() as conf:
-        assert main(["dashboard", "--no-token", "--host", "0.0.0.0", conf.address]) == 2
+        assert lightning_tq(["dashboard", "--no-token", "--host", "0.0.0.0", conf.address]) == 2
         assert "omit --no-token, or --host" in capsys.readouterr().err
 
 
@@ -371,10 +371,10 @@ def test_the_page_asks_nobody_else():
 def test_a_port_in_use_is_an_error(capsys):
     with queue() as conf, page_of(conf.address) as url:
         port = url.partition("/#")[0].rpartition(":")[2]
-        assert main(["dashboard", "--port", port, conf.address]) == 2
+        assert lightning_tq(["dashboard", "--port", port, conf.address]) == 2
         assert f"can't listen at 127.0.0.1, port {port}" in capsys.readouterr().err
         tq.init()  # the command joined and left
-    assert main(["dashboard", "ipc:///nowhere"]) == 2
+    assert lightning_tq(["dashboard", "ipc:///nowhere"]) == 2
 
 
 def test_a_run_serves_the_page_beside_it_and_ends_it(capfd):

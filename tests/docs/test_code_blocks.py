@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lightning_tq.cli import main
+from tests.console import lightning_tq
 from tests.own_processes import SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +122,7 @@ def test_a_shell_line_names_a_program_and_options_that_exist(
         assert importlib.util.find_spec(words[2]) is not None, f"{page}: no module {words[2]}"
         return
     with pytest.raises(SystemExit, match="0"):
-        main([words[1], "--help"])
+        lightning_tq([words[1], "--help"])
     shown = capsys.readouterr().out
     options = [word.split("=")[0] for word in words if word.startswith("--")]
     assert [option for option in options if option not in shown] == [], f"{page}: {line}"

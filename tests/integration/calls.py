@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import transfer_queue as tq
 from transfer_queue import protocol as p
@@ -15,7 +15,9 @@ from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.messages import UnitRequest
 from transfer_queue.transport.base import Call, RawReply
 from transfer_queue.transport.caller import SocketCaller
+from transfer_queue.transport.modes import is_blocking, run_blocking
 
+R = TypeVar("R")
 _decode = p.message_decoder(*get_args(UnitRequest))
 
 
@@ -27,6 +29,21 @@ def request_of(call: Call) -> Any:
 def fetch_of(fields: Sequence[str], batch_size: int, partition: str, task: str, wait_s: float = 0.0) -> p.Fetch:
     """The request of a stream's batch."""
     return fetch_request(fields, batch_size, partition, task, None, wait_s)
+
+
+def blocking(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Run what a client's coroutine does in this thread, as the blocking twin of a verb does."""
+    return run_blocking(coroutine)
+
+
+def check_does_not_block() -> None:
+    """No call of this thread has left it as if it drove a blocking one: calls of an event loop would block that."""
+    assert not is_blocking()
+
+
+def answered(client: tq.TransferQueueClient, request: p.Request, reply: type[R], keep: bool = False) -> R:
+    """The answer to a request that is made by hand and sent as the client sends its own."""
+    return blocking(client.session.send(request, reply, keep=keep))
 
 
 def _caller_of(client: tq.TransferQueueClient) -> SocketCaller:

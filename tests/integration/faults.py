@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import torch
+from clients import connect
 
 import transfer_queue as tq
-from transfer_queue.interface import connect
 from transfer_queue.transport.base import NOBODY_WAITS
 from transfer_queue.transport.framing import Inbound, Message, encode
 from transfer_queue.transport.modes import run_blocking

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from calls import blocking, check_does_not_block, fetch_of
+from clients import connect
 
 import transfer_queue as tq
 from tests.integration.faults import (
@@ -24,9 +26,6 @@ from tests.integration.faults import (
     impatient_client,
     stopped,
 )
-from transfer_queue.client.get import fetch_request
-from transfer_queue.interface import connect
-from transfer_queue.transport.modes import is_blocking, run_blocking
 
 CAPACITY = 16
 BEFORE = 4
@@ -86,7 +85,7 @@ def by_deadline(conf: Any, act: Act, partition: str, meta: tq.BatchMeta, pids: l
     client = impatient_client(conf)
     try:
         with stopped(*pids), pytest.raises(tq.QueueUnreachableError, match=r"did not answer.*busy or stopped"):
-            run_blocking(act(client, partition, meta))
+            blocking(act(client, partition, meta))
         check_left_alone(conf, partition)
     finally:
         client.close()
@@ -111,8 +110,8 @@ def by_ctrl_c(conf: Any, act: Act, partition: str, meta: tq.BatchMeta, pids: lis
     client = client_of(conf, "interrupted")
     try:
         with stopped(*pids), pytest.raises(KeyboardInterrupt), ctrl_c(IMPATIENT_S):
-            run_blocking(act(client, partition, meta))
-        assert not is_blocking()
+            blocking(act(client, partition, meta))
+        check_does_not_block()
         check_left_alone(conf, partition)
     finally:
         client.close()
@@ -149,7 +148,7 @@ WAYS = {"deadline": by_deadline, "cancellation": by_cancellation, "ctrl-c": by_c
 
 def fetch_large(partition: str, task: str = "pins") -> Any:
     """A request for one sample of the field "x", with its values."""
-    return fetch_request(["x"], 1, partition, task, None, 0.0)
+    return fetch_of(["x"], 1, partition, task)
 
 
 # ---- what must hold ----

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transfer_queue.sampler import BaseSampler
+from transfer_queue import BaseSampler
 
 HELD_S = 3.0
 

@@ -10,13 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.integration.clients import units as units
 from tests.own_processes import own_processes
-from transfer_queue.transport.modes import run_blocking
-
-
-def units(client: Any) -> list[Any]:
-    """What every storage unit says it holds."""
-    return list(run_blocking(client.storage_manager.stats()))
 
 
 def is_empty(unit: Any) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+import transfer_queue as tq
 from tests.integration.soak_state import Kept, Share, known
 from tests.integration.soak_values import WrongValueError
 from transfer_queue.errors import SampleClearedError, UnknownPartitionError
-from transfer_queue.metadata import BatchMeta
 
 _KEPT, _ROWS = 12, 64
 
@@ -35,7 +35,7 @@ class Reads:
         wanted = self.rng.randint(1, min(count, _ROWS))
         return self.rng.choices(range(count), k=wanted) if repeats else self.rng.sample(range(count), wanted)
 
-    async def read(self, meta: BatchMeta, exact: bool = False) -> None:
+    async def read(self, meta: tq.BatchMeta, exact: bool = False) -> None:
         """Whole, or rows in any order; ``exact``: nobody else can have replaced these values."""
         if "big" in meta.field_names or self.rng.random() < 0.5:
             count = min(meta.size, 24) if "big" in meta.field_names else meta.size
@@ -49,11 +49,11 @@ class Reads:
             return
         self.keep(kept)
 
-    async def _got(self, meta: BatchMeta, exact: bool) -> Kept:
+    async def _got(self, meta: tq.BatchMeta, exact: bool) -> Kept:
         self.log(f"read {meta.field_names} of {meta.global_indexes}")
         return self.seen(await self.judged(meta, self.client.async_get_data(meta)), meta, exact)
 
-    def seen(self, data: TensorDict, meta: BatchMeta, exact: bool = False) -> Kept:
+    def seen(self, data: TensorDict, meta: tq.BatchMeta, exact: bool = False) -> Kept:
         """Look at every byte."""
         kept = Kept.checked(data, meta, exact)
         self.share.count("nbytes_checked", kept.nbytes)
@@ -82,7 +82,7 @@ class Reads:
             kept.check_again()
         self.kept.clear()
 
-    async def judged(self, meta: BatchMeta, verb: Awaitable[Any]) -> Any:
+    async def judged(self, meta: tq.BatchMeta, verb: Awaitable[Any]) -> Any:
         """A sample may be gone because somebody cleared it, and for no other reason."""
         try:
             return await verb

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+import transfer_queue as tq
 from tests.integration import soak_values as values
-from transfer_queue.metadata import BatchMeta
 
 OPERATIONS = ("put", "stream", "insert", "replace", "write_back", "fetch", "fetch_shared", "take", "read_any",
               "read_own", "recheck", "clear", "clear_any", "clear_partition", "kv_put", "kv_get", "kv_clear", "look",
@@ -43,14 +43,14 @@ def known(data: TensorDict) -> list[str]:
     return [str(name) for name in data.keys()]  # noqa: SIM118 (iterating a TensorDict gives rows)
 
 
-def sids_of(meta: BatchMeta) -> NDArray[np.int64]:
+def sids_of(meta: tq.BatchMeta) -> NDArray[np.int64]:
     bare = [index for index, tags in zip(meta.global_indexes, meta.custom_meta, strict=True) if "s" not in tags]
     if bare:
         raise values.WrongValueError(f"samples {bare[:5]} have fields and not the tags that were put with them")
     return np.array([tags["s"] for tags in meta.custom_meta], np.int64)
 
 
-def versions_of(meta: BatchMeta, name: str, default: int = 1) -> NDArray[np.int64]:
+def versions_of(meta: tq.BatchMeta, name: str, default: int = 1) -> NDArray[np.int64]:
     """Versions that reads must give at least, by the tags that were published after the values."""
     shared = name in KEYED_FIELDS
     rows = [0 if shared and "w" in tags else tags.get(f"v.{name}", default) for tags in meta.custom_meta]
@@ -68,7 +68,7 @@ class Kept:
     nbytes: int
 
     @classmethod
-    def checked(cls, data: TensorDict, meta: BatchMeta, exact: bool) -> Kept:
+    def checked(cls, data: TensorDict, meta: tq.BatchMeta, exact: bool) -> Kept:
         """Raise WrongValueError unless these are the values of the samples."""
         if known(data) != meta.field_names or list(data.batch_size) != [meta.size]:
             raise values.WrongValueError(f"asked for {meta}, got {known(data)} of batch size {list(data.batch_size)}")

@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+import transfer_queue as tq
 from tests.integration import soak_values as values
+from tests.integration.calls import fetch_of
 from tests.integration.soak_kinds import ASKED, KINDS, PARTITIONS, Kind
 from tests.integration.soak_kv import Keyed
 from tests.integration.soak_reads import Reads, scribble
 from tests.integration.soak_state import Share, sids_of, tags_for, versions_of
-from transfer_queue.client.get import fetch_request
+from transfer_queue import protocol as p
 from transfer_queue.errors import (
     BatchTimeoutError,
     EndOfPartitionError,
@@ -27,8 +29,6 @@ from transfer_queue.errors import (
     TransferQueueError,
     UnknownPartitionError,
 )
-from transfer_queue.metadata import BatchMeta
-from transfer_queue.protocol import NotReady
 
 SHARED_TASK = "shared"
 _MANY, _READ_ROWS = 10, 64
@@ -46,8 +46,8 @@ class Actor(Reads, Keyed):
         Reads.__init__(self, share, client, rng, number)
         Keyed.__init__(self, share, rng, number)
         self.on_loop = on_loop
-        self.own: list[BatchMeta] = []
-        self.held: list[tuple[BatchMeta, str]] = []
+        self.own: list[tq.BatchMeta] = []
+        self.held: list[tuple[tq.BatchMeta, str]] = []
         self._tasks = (share.task, SHARED_TASK)
         self._made = 0
         self._crowded = False
@@ -143,11 +143,11 @@ class Actor(Reads, Keyed):
         meta = await self.client.async_get_meta(list(kind.fields), len(sids), partition, mode="insert")
         self.log(f"insert {partition} {kind.fields} {meta.global_indexes[0]}+{meta.size} x {nbytes}")
         rows = self._columns(kind.fields, sids, 1, nbytes)
-        bare = BatchMeta(meta.global_indexes, meta.partition_ids)
+        bare = tq.BatchMeta(meta.global_indexes, meta.partition_ids)
         await self.judged(meta, self.client.async_put(rows, metadata=bare, tags=tags_for(sids)))
         self._own(bare)
 
-    def _own(self, meta: BatchMeta) -> None:
+    def _own(self, meta: tq.BatchMeta) -> None:
         self.own.append(meta)
         if len(self.own) > _MANY:
             del self.own[self.rng.randrange(_MANY)]
@@ -175,7 +175,7 @@ class Actor(Reads, Keyed):
                 meta.field_schema = {**meta.field_schema, name: shapeless}
         self._own(meta)
 
-    async def _write(self, meta: BatchMeta, name: str) -> int:
+    async def _write(self, meta: tq.BatchMeta, name: str) -> int:
         version = 1 + int(versions_of(meta, name, default=0 if name not in meta.field_names else 1).max())
         self.log(f"write {name} version {version} of {len(meta)} samples, first {meta.global_indexes[0]}")
         rows = self._columns([name], sids_of(meta), version, self.rng.choice((40, 500, 3000)))
@@ -212,7 +212,7 @@ class Actor(Reads, Keyed):
         if sampling is not None and self.rng.random() < 0.7:
             await self.client.async_ack(meta, task)
 
-    async def _was_given(self, meta: BatchMeta, task: str, size: int, asked: Sequence[str]) -> None:
+    async def _was_given(self, meta: tq.BatchMeta, task: str, size: int, asked: Sequence[str]) -> None:
         self.log(f"fetch {task} {meta.partition_ids[0]} {asked}: {meta.global_indexes}")
         assert (meta.size, set(meta.field_names)) == (size, set(asked)), f"asked {size} x {asked}, got {meta}"
         if task == SHARED_TASK:
@@ -227,8 +227,8 @@ class Actor(Reads, Keyed):
         """A batch as a stream takes it: its values come with the answer, and now and then nobody wants them."""
         partition, asked, task = self.rng.choice(PARTITIONS), self.rng.choice(ASKED), self.rng.choice(self._tasks)
         size, wait_s = self.rng.choice((1, 2, 8, 32)), self.rng.choice((0.0, 0.02, 0.2))
-        batch = await self.client.async_fetch_batch(fetch_request(asked, size, partition, task, None, wait_s))
-        if isinstance(batch, NotReady):
+        batch = await self.client.async_fetch_batch(fetch_of(asked, size, partition, task, wait_s))
+        if isinstance(batch, p.NotReady):
             return
         try:
             await self._was_given(batch.meta, task, size, asked)
@@ -275,7 +275,7 @@ class Actor(Reads, Keyed):
         spared = set(self.rng.sample(range(64), 2))
         return [at for at in range(count) if at % 64 not in spared] or [0]
 
-    async def _clear_these(self, meta: BatchMeta) -> None:
+    async def _clear_these(self, meta: tq.BatchMeta) -> None:
         self.log(f"clear {meta.partition_ids[0]} {meta.global_indexes}")
         await self.client.async_clear_samples(meta)
 

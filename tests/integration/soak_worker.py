@@ -21,10 +21,10 @@ import torch
 
 import transfer_queue as tq
 from tests.integration import soak_values as values
+from tests.integration.calls import blocking
 from tests.integration.soak_state import Share
 from tests.integration.soak_work import Actor
 from tests.own_processes import SLOW
-from transfer_queue.transport.modes import run_blocking
 
 NUM_THREADS, NUM_TASKS = 2, 2
 HANG_S = 40.0 * SLOW
@@ -67,7 +67,7 @@ class Worker:
 
     def _in_thread(self, actor: Actor) -> None:
         while not self._share.stop.is_set():
-            run_blocking(actor.step())
+            blocking(actor.step())
 
     def _on_loop(self) -> None:
         async def work(actor: Actor) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clients import units
 from tensordict import TensorDict
 
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue.storage.copying import Copies
-from transfer_queue.transport.modes import run_blocking
 
 ROWS, WIDTH = 2048, 256  # 2 MiB of int32
 
@@ -32,10 +32,6 @@ def batch(first: int = 0) -> TensorDict:
 def holds(data: TensorDict, first: int) -> bool:
     """Is this ``batch(first)`` as it comes back? By NumPy: torch may hang in a fork."""
     return bool(np.array_equal(data["x"].values().numpy().reshape(ROWS, WIDTH), batch(first)["x"].numpy()))
-
-
-def units() -> list[Any]:
-    return list(run_blocking(tq.get_client().storage_manager.stats()))
 
 
 def paths(client: tq.TransferQueueClient) -> list[str]:

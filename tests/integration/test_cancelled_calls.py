@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from calls import blocking
+from clients import connect
 
 import transfer_queue as tq
 from tests.integration.calls import fetch_of
 from tests.integration.noticing import until
 from transfer_queue import protocol as p
-from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_batch_with_its_values_takes_nothing_and_keeps_no_memory(client, other
 def test_a_batch_that_is_closed_instead_of_taken_keeps_no_memory(client, other, name):
     other.put(large(2), partition_id=name)
     batch = client.fetch_batch(fetch_of(["x"], 2, name, "t"))
-    run_blocking(batch.close())
+    blocking(batch.close())
     assert until(lambda: pins(other) == 0)
     assert client.get_data(batch.meta)["x"].values().sum() == 200_000
 
@@ -95,7 +95,7 @@ def test_batches_that_are_closed_while_the_server_is_busy_keep_no_memory(queue, 
     (pid,) = {unit.pid for unit in queue.backend.SimpleStorage.zmq_info.values()}
     os.kill(pid, signal.SIGSTOP)
     for batch in batches:
-        run_blocking(batch.close())
+        blocking(batch.close())
     os.kill(pid, signal.SIGCONT)
     assert until(lambda: pins(other) == 0)
 

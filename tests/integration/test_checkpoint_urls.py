@@ -11,10 +11,9 @@ import fsspec
 import pytest
 
 import transfer_queue as tq
-from lightning_tq.cli import main
+from tests.console import lightning_tq
 from tests.flaky_files import FlakyFileSystem, flaky_files
 from tests.integration.checkpoint_support import held, numbers, started
-from transfer_queue.checkpoint import remote
 
 pytestmark = pytest.mark.timeout(120)
 URL = "flaky://bucket/run/queue.tq"
@@ -22,8 +21,7 @@ URL = "flaky://bucket/run/queue.tq"
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSystem]]:
-    monkeypatch.setattr(remote, "RETRY_AFTER_S", (0.0, 0.0, 0.0))
-    with flaky_files() as found:
+    with flaky_files(monkeypatch) as found:
         yield found
 
 
@@ -224,16 +222,16 @@ def test_the_command_shows_verifies_and_tells_damage_from_absence(
 ) -> None:
     path = tmp_path / "here"
     filled.save_checkpoint(path, metadata={"step": 3})
-    assert main(["checkpoint", "show", str(path)]) == 0
+    assert lightning_tq(["checkpoint", "show", str(path)]) == 0
     shown = capsys.readouterr().out
     assert ("not verified; step=3" in shown, "train" in shown) == (True, True)
-    assert main(["checkpoint", "verify", "--json", str(path)]) == 0
+    assert lightning_tq(["checkpoint", "verify", "--json", str(path)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(tq.describe_checkpoint(path)))
-    assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
+    assert lightning_tq(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
     filled.save_checkpoint(tmp_path / "last.ckpt.tq")
     capsys.readouterr()
-    assert main(["checkpoint", "show", str(tmp_path / "last.ckpt")]) == 2
+    assert lightning_tq(["checkpoint", "show", str(tmp_path / "last.ckpt")]) == 2
     assert f"The queue is saved beside it: {tmp_path}/last.ckpt.tq." in capsys.readouterr().err
     (path / "controller_state.msgpack").write_bytes(b"")
-    assert main(["checkpoint", "show", str(path)]) == 1
+    assert lightning_tq(["checkpoint", "show", str(path)]) == 1
     assert "controller_state.msgpack has 0 bytes" in capsys.readouterr().err

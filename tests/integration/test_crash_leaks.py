@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import blocking
+from clients import units
 from plain_rows import rows
 from tensordict import TensorDict
 
@@ -19,7 +21,6 @@ from tests.integration.calls import before, die
 from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue import protocol as p
 from transfer_queue.storage.messages import Commit, Write
-from transfer_queue.transport.modes import run_blocking
 
 # A process each: there a put and a clear have several steps, and a client may end between any two of them.
 CONF = {
@@ -29,7 +30,7 @@ CONF = {
 
 
 def unit() -> Any:
-    return run_blocking(tq.get_client().storage_manager.stats())[0]
+    return units()[0]
 
 
 def stored() -> tuple[int, int, int, int]:
@@ -47,7 +48,7 @@ def emptied(client):
     """Each test begins with empty units, whatever the one before it left."""
     for partition in client.get_partition_list():
         client.clear_partition(partition)
-    run_blocking(client.storage_manager.clear_rows(range(1000)))
+    blocking(client.storage_manager.clear_rows(range(1000)))
     assert nothing_stored()
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import fetch_of
 
 import transfer_queue as tq
 from tests.integration.faults import client_of, comes_true
 from tests.integration.given_up import nothing_occupied, occupied
-from transfer_queue.client.get import fetch_request
 
 # A batch that Ctrl-C takes from its caller between two bytecodes stays pinned until the session ends: seldom, but seen.
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def put_by_key(client: tq.TransferQueueClient, partition: str, number: int, widt
 
 
 def fetch(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
-    batch = client.fetch_batch(fetch_request(["x"], 2, partition, "t", None, 0.0))
+    batch = client.fetch_batch(fetch_of(["x"], 2, partition, "t"))
     client.take(batch)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from calls import answered, blocking
 from plain_rows import rows
 
 import transfer_queue as tq
 from tests.integration.noticing import until, until_parked
 from transfer_queue import protocol as p
-from transfer_queue.transport.modes import run_blocking
 
 CONF = {"controller": {"producer_grace_s": 0.2}}
 WAIT_S = 20.0
@@ -111,11 +111,11 @@ def written(client: tq.TransferQueueClient, partition: str, field: str) -> Itera
     session, storage = client.session, client.storage_manager
     schema = {field: p.FieldSpec("int64", ())}
     reserve = p.Reserve(session.number(), partition, 3, schema)
-    reserved = run_blocking(session.send(reserve, p.Reserved, keep=True))
+    reserved = answered(client, reserve, p.Reserved, keep=True)
     indexes = p.unpack_indexes(reserved.indexes).tolist()
-    units = run_blocking(storage.write(reserve.id, indexes, storage.prepare(rows(**{field: torch.arange(3)}))))
+    units = blocking(storage.write(reserve.id, indexes, storage.prepare(rows(**{field: torch.arange(3)}))))
     yield p.Publish(session.number(), partition, reserved.indexes, schema, completes=reserve.id)
-    run_blocking(storage.commit(reserve.id, units))
+    blocking(storage.commit(reserve.id, units))
 
 
 def die_between_write_and_publish(partition: str) -> None:
@@ -146,7 +146,7 @@ def test_the_end_of_a_sealed_partition_waits_for_puts_under_way(client, name):
         client.seal_partition(name)
         with pytest.raises(tq.BatchTimeoutError):
             client.get_meta(["a"], 3, name, task_name="t", timeout_s=0)
-        run_blocking(client.session.send(publish, p.Published))
+        answered(client, publish, p.Published)
     meta = client.get_meta(["a"], 3, name, task_name="t", timeout_s=WAIT_S)
     assert client.get_data(meta)["a"].tolist() == [0, 1, 2]
     with pytest.raises(tq.EndOfPartitionError):

@@ -7,14 +7,14 @@ import re
 
 import pytest
 import torch
+from calls import answered
+from clients import connect
 from plain_rows import Point, rows
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError
-from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
 
 # ---- bad requests ----
 
@@ -254,7 +254,7 @@ def test_a_late_fetch_names_the_clients_that_still_owe_samples(queue, client, na
     writers = [connect(f"writer{number}", queue) for number in range(2)]
     for writer in writers:
         reserve = p.Reserve(writer.session.number(), name, 4, {})
-        run_blocking(writer.session.send(reserve, p.Reserved))
+        answered(writer, reserve, p.Reserved)
     owed = r"0 ready, 8 are reserved by clients writer0\.\S+, writer1\.\S+ and not put yet, nothing was published"
     with pytest.raises(tq.BatchTimeoutError, match=owed):
         client.get_meta(["owed"], 1, name, task_name="t", timeout_s=0.0)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from calls import answered
 from omegaconf import OmegaConf
 from plain_rows import Point, rows
 from tensordict import NonTensorStack, TensorDict
@@ -22,7 +23,6 @@ import transfer_queue as tq
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
 from transfer_queue.errors import UnitLostError
-from transfer_queue.transport.modes import run_blocking
 
 JOIN_S = 20.0 * SLOW
 
@@ -169,7 +169,7 @@ def test_calls_under_way_at_a_unit_that_is_killed_name_what_was_lost_and_puts_go
 def reserve_and_wait() -> None:
     session = tq.get_client().session
     reserve = p.Reserve(session.number(), "other", 1)
-    run_blocking(session.send(reserve, p.Reserved, keep=True))
+    answered(tq.get_client(), reserve, p.Reserved, keep=True)
     signal.pause()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from calls import fetch_of
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from transfer_queue.client.get import FetchedBatch, fetch_request
 
 SAMPLES = 8
 KINDS: dict[str, Callable[[], Any]] = {
@@ -61,8 +61,7 @@ def test_an_operation_leaves_nothing_to_collect(
     def everything() -> None:
         meta = client.put(data, partition_id=name)
         client.get_data(meta)
-        batch = client.fetch_batch(fetch_request(["x"], SAMPLES, name, "takes", None, 0.0))
-        assert isinstance(batch, FetchedBatch)
+        batch = client.fetch_batch(fetch_of(["x"], SAMPLES, name, "takes"))
         client.take(batch)
         client.get_data(client.get_meta(["x"], SAMPLES, name, task_name="reads"))
         client.clear_samples(meta)

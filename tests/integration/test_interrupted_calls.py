@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from calls import check_does_not_block
 
 import transfer_queue as tq
 from tests.integration.noticing import until
-from transfer_queue.transport.modes import is_blocking
 
 ROWS = 16
 LONGEST_S = 1e-3
@@ -110,7 +110,7 @@ def test_of_a_clear_that_ctrl_c_interrupts_no_value_stays(client, name, clear: C
         client.clear_partition(name)  # as one would who isn't sure
     assert interrupted
     assert stored(client)[0] == before
-    assert not is_blocking(), "the calls of an event loop would block it from now on"
+    check_does_not_block()
 
 
 @at_random

@@ -7,16 +7,16 @@ import asyncio
 
 import pytest
 import torch
+from clients import units
 from plain_rows import rows
 from tensordict import NonTensorStack
 
 import transfer_queue as tq
 from transfer_queue.protocol import MOST_ROWS
-from transfer_queue.transport.modes import run_blocking
 
 
 def stored_values() -> int:
-    return sum(unit.values for unit in run_blocking(tq.get_client().storage_manager.stats()))
+    return sum(unit.values for unit in units())
 
 
 # ---- kv_put ----

@@ -25,7 +25,6 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from tests.integration.noticing import until
-from transfer_queue.server.exporter import metrics_host
 
 pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
@@ -157,18 +156,6 @@ def test_a_port_in_use_is_an_error_that_names_it():
             tq.init({"metrics": {"enabled": True, "port": port}})
     with pytest.raises(tq.ConfigError, match=r"metrics\.port"):
         tq.init({"metrics": {"enabled": True, "port": 70_000}})
-
-
-def test_the_host_is_that_of_listen_unless_one_is_named():
-    from transfer_queue.config import merge, typed
-
-    def host(**conf: Any) -> str:
-        return metrics_host(typed(merge(conf)))
-
-    assert host() == "127.0.0.1"
-    assert host(listen="tcp://10.0.0.7:0") == "10.0.0.7"
-    assert host(listen="tcp://*:5555") == "0.0.0.0"
-    assert host(listen="tcp://10.0.0.7:0", metrics={"host": "127.0.0.1"}) == "127.0.0.1"
 
 
 def test_a_limit_on_samples_is_the_capacity_of_the_units():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import fetch_of
 
 import transfer_queue as tq
 from tests.integration import given_up
@@ -23,7 +24,6 @@ from tests.integration.faults import (
     stopped,
 )
 from tests.integration.given_up import CAPACITY, VERBS, WAYS, Verb, nothing_occupied, numbers, rows
-from transfer_queue.client.get import fetch_request
 
 CONF = {"backend": {"SimpleStorage": {"total_storage_size": CAPACITY, "put_timeout_s": 0.3}}}
 
@@ -83,7 +83,7 @@ def fetch_rank(client: Any, partition: str) -> Any:
 FETCHES = {
     "metadata": lambda client, partition: client.get_meta(["x"], 2, partition, task_name="t", timeout_s=0.0),
     "of a rank": fetch_rank,
-    "with values": lambda client, partition: client.fetch_batch(fetch_request(["x"], 2, partition, "t", None, 0.0)),
+    "with values": lambda client, partition: client.fetch_batch(fetch_of(["x"], 2, partition, "t")),
 }
 
 
@@ -119,7 +119,7 @@ async def cancelled(calls: list[Any], steps: int) -> list[int]:
 
 
 async def fetch_with_values(client: Any, partition: str) -> Any:
-    batch = await client.async_fetch_batch(fetch_request(["x"], 1, partition, "t", None, 0.0))
+    batch = await client.async_fetch_batch(fetch_of(["x"], 1, partition, "t"))
     return getattr(batch, "meta", None)  # None: not ready
 
 

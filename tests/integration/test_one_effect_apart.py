@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from calls import blocking
 
 import transfer_queue as tq
 from tests.integration import given_up
 from tests.integration.faults import SERVED_S, client_of, comes_true, impatient_client, server_pids
 from tests.integration.given_up import CAPACITY, VERBS, WAYS, nothing_occupied
-from transfer_queue.transport.modes import run_blocking
 
 CONF = {
     "server_processes": "each",
@@ -94,7 +94,7 @@ def test_a_put_whose_publish_gets_no_answer_is_readable_or_never_was(queue, clie
         patched.setattr(storage, "write", stopping_after(storage.write, pid))
         try:
             with pytest.raises(tq.QueueUnreachableError):
-                run_blocking(VERBS[verb].act(impatient, name, meta))
+                blocking(VERBS[verb].act(impatient, name, meta))
         finally:
             os.kill(pid, signal.SIGCONT)
     assert comes_true(lambda: not client.get_stats()["partitions"][name]["held"])

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from clients import connect, units
 from plain_rows import rows
 from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
 
 def stored_values(client: tq.TransferQueueClient) -> int:
-    return sum(unit.values for unit in run_blocking(client.storage_manager.stats()))
+    return sum(unit.values for unit in units(client))
 
 
 def test_put_returns_ready_metadata_of_new_consecutive_samples(client, name):

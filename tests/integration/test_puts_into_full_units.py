@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import answered, blocking
+from clients import connect
 from tensordict import TensorDict
 
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue import protocol as p
-from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
 
 SIZES = {"inline": 60_000, "in the arena": 70_000}
 """Bytes of a row: the unit has room for one of them."""
@@ -158,9 +158,9 @@ def write_and_wait_to_be_killed(partition: str, nbytes: int) -> None:
     client = tq.get_client()
     session, storage = client.session, client.storage_manager
     reserve = p.Reserve(session.number(), partition, 1)
-    reserved = run_blocking(session.send(reserve, p.Reserved, keep=True))
+    reserved = answered(client, reserve, p.Reserved, keep=True)
     indexes = p.unpack_indexes(reserved.indexes).tolist()
-    run_blocking(storage.write(reserve.id, indexes, storage.prepare(row(nbytes, 1))))
+    blocking(storage.write(reserve.id, indexes, storage.prepare(row(nbytes, 1))))
     signal.pause()
 
 
@@ -183,7 +183,7 @@ def give_up_by_time(client: Any, put: Callable[[Any], Any], queue: Any) -> None:
     hasty.initialize_storage_manager("SimpleStorage", queue.backend.SimpleStorage, put_timeout_s=0.1)
     hasty.get_config()["backend"]["SimpleStorage"]["put_timeout_s"] = 0.1
     with pytest.raises(tq.StorageFullError, match="Storage capacity exceeded"):
-        run_blocking(put(hasty))
+        blocking(put(hasty))
     hasty.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clients import connect
 from plain_rows import rows
 
 import transfer_queue as tq
@@ -19,7 +20,6 @@ from tests.integration.calls import before, die, giving_up, request_of
 from tests.integration.noticing import ended, until
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, UnknownPartitionError
-from transfer_queue.interface import connect
 from transfer_queue.storage.messages import Commit, Write
 
 WAIT_S = 20.0

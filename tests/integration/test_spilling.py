@@ -19,9 +19,12 @@ from tensordict import NonTensorStack
 
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, until
-from transfer_queue.storage.unit.spill import FOLDER
 
 MIB = 1 << 20
+
+
+FOLDER = "transfer_queue_ssd_offload"
+"""Below ``ssd_offload.path``."""
 
 
 def spilling(directory: Path, **more: Any) -> dict[str, Any]:

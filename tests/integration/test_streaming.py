@@ -23,9 +23,7 @@ from streaming_support import (
 )
 from torch.utils.data import DataLoader
 
-from transfer_queue import StreamingDataLoader
-from transfer_queue.dataloader import default_fetch_batch_fn
-from transfer_queue.dataloader.streaming_dataloader import identity
+from transfer_queue import StreamingDataLoader, default_fetch_batch_fn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
@@ -67,6 +65,10 @@ def test_one_loader_reads_each_sample_once_and_follows_reset_step_and_state(
 
 def longest_wait(client: Any, task: str) -> float:
     return max((each["waited_s"] for each in client.get_stats()["waiting"] if each["task"] == task), default=0.0)
+
+
+def itself(batch: Any) -> Any:
+    return batch
 
 
 @WORKERS
@@ -172,7 +174,7 @@ def test_a_dataset_without_a_loader_yields_the_same_and_resolves_its_start_when_
 def test_a_plain_dataloader_with_workers_duplicates_nothing(queue, client, name):
     produce(client, name, [24])
     plain = DataLoader(
-        dataset(queue, name), batch_size=None, num_workers=2, multiprocessing_context="fork", collate_fn=identity
+        dataset(queue, name), batch_size=None, num_workers=2, multiprocessing_context="fork", collate_fn=itself
     )
     assert read(plain) == cut(24, 4)
 

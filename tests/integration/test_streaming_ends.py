@@ -28,8 +28,15 @@ from streaming_support import (
 )
 from tensordict import TensorDict
 
-from transfer_queue import BatchMeta, EndOfPartitionError, StreamingDataLoader, StreamingDataset
-from transfer_queue.dataloader import chunk_batch_fn, default_fetch_batch_fn, token_budget_batch_fn
+from transfer_queue import (
+    BatchMeta,
+    EndOfPartitionError,
+    StreamingDataLoader,
+    StreamingDataset,
+    chunk_batch_fn,
+    default_fetch_batch_fn,
+    token_budget_batch_fn,
+)
 from transfer_queue.errors import BatchTimeoutError
 
 pytestmark = [

@@ -14,8 +14,6 @@ import torch
 import transfer_queue as tq
 from tests.integration.calls import fetch_of
 from tests.integration.faults import NOTICE_S, SERVED_S, client_of
-from transfer_queue.client.get import FetchedBatch
-from transfer_queue.transport.modes import run_blocking
 
 CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
 
@@ -70,8 +68,7 @@ def test_what_was_fetched_with_its_values_or_by_a_rank_costs_no_word(queue, name
     client.put({"x": torch.arange(6)}, partition_id=name)
     named = client.get_meta(["x"], 2, name, task_name="t", sampling_config={"dp_rank": 0, "batch_index": 0})
     ranked = client.get_meta(["x"], 2, name, task_name="t", sampling_config={"dp_rank": 0})
-    whole = run_blocking(client.async_fetch_batch(fetch_of(["x"], 2, name, "t")))
-    assert isinstance(whole, FetchedBatch)
+    whole = client.fetch_batch(fetch_of(["x"], 2, name, "t"))
     assert (named.unread, ranked.unread, whole.meta.unread) == ((), (), ())
     assert client.take(whole)["x"].tolist() == [4, 5]
     assert client.clear_consumed(name) == 2

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clients import connect
 from plain_rows import rows
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
-from transfer_queue.client import connect
 
 CONF = {"controller": {"polling_mode": True, "sampler_modules": ["tests.integration.scoring_sampler"]}}
 

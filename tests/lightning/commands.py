@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import transfer_queue as tq
-from lightning_tq.cli import main
+from tests.console import lightning_tq
 from tests.own_processes import SLOW
 
 Said = tuple[int, str, str]
@@ -41,6 +41,6 @@ def _run(commands: Sequence[list[str]], env: dict[str, str], told: Any) -> None:
     for command in commands:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(command)
+            code = lightning_tq(command)
         said.append((code, out.getvalue(), err.getvalue()))
     told.send(said)

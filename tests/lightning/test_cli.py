@@ -19,8 +19,7 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import TQCLI, TQDataModule
-from lightning_tq.cli import main
-from lightning_tq.cli.trainer_cli import names_a_data_class
+from tests.console import lightning_tq
 from tests.lightning.conftest import HERE, ROOT
 
 RUN: dict[str, Any] = {
@@ -84,8 +83,8 @@ def given(tmp_path: Path) -> list[str]:
 
 def test_a_file_may_be_run_twice_in_one_place(config: Callable[..., str], tmp_path: Path) -> None:
     path = config({"model.init_args.log_dir": str(tmp_path), "data.val": None})
-    assert main(["fit", "--config", path]) == 0
-    assert main(["fit", "--config", path, "--trainer.limit_train_batches", "2"]) == 0
+    assert lightning_tq(["fit", "--config", path]) == 0
+    assert lightning_tq(["fit", "--config", path, "--trainer.limit_train_batches", "2"]) == 0
     assert given(tmp_path) == ["train"] * 3 + ["train"] * 2
 
 
@@ -110,21 +109,21 @@ def test_modules_beside_a_configuration_are_found_also_by_its_producers(
     Path(path).rename(beside / "run.yaml")
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert main(["fit", "--config", "../beside/run.yaml"]) == 0
+    assert lightning_tq(["fit", "--config", "../beside/run.yaml"]) == 0
     assert given(tmp_path) == ["train"] * 3
 
 
 def test_validate_test_and_predict_read_their_streams(config: Callable[..., str], tmp_path: Path) -> None:
     logged = {"model.init_args.log_dir": str(tmp_path)}
-    assert main(["validate", "--config", config(logged)]) == 0
+    assert lightning_tq(["validate", "--config", config(logged)]) == 0
     path = config({**logged, **without_producers()})
-    assert [main([command, "--config", path]) for command in ("test", "predict")] == [0, 0]
+    assert [lightning_tq([command, "--config", path]) for command in ("test", "predict")] == [0, 0]
     assert given(tmp_path) == ["val", "test", "predict", "predict"]
 
 
 def printed_config(path: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as exit_:
-        main(["fit", "--config", path, "--print_config"])
+        lightning_tq(["fit", "--config", path, "--print_config"])
     assert exit_.value.code == 0
     return capsys.readouterr().out
 
@@ -158,7 +157,9 @@ def test_values_may_refer_to_others_of_the_file(config: Callable[..., str], caps
     assert re.search(r"train:(?s:.*)micro_batch_size: 4", printed_config(path, capsys))
 
 
-def test_a_data_section_may_name_a_subclass(config: Callable[..., str], tmp_path: Path) -> None:
+def test_a_data_section_may_name_a_subclass(
+    config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mydata.py").write_text(
         "from lightning_tq import TQDataModule\n"
         "class Mine(TQDataModule):\n"
@@ -168,10 +169,11 @@ def test_a_data_section_may_name_a_subclass(config: Callable[..., str], tmp_path
     )
     path = config(without_producers())
     conf = OmegaConf.load(path)
-    conf.data = {"class_path": "mydata.Mine", "init_args": conf.data}
+    conf.data = {"class_path": "mydata.Mine", "init_args": {**conf.data, "val": None}}
     OmegaConf.save(conf, path)
-    assert (names_a_data_class(["fit", "-c", path]), names_a_data_class(["fit", "--config=none.yaml"])) == (True, False)
-    assert main(["fit", "-c", path, "--data.init_args.val=null"]) == 0
+    for options in ([], ["--data.init_args.val=null"]):
+        assert lightning_tq(["fit", "-c", path, *options]) == 0
+        assert "mine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_a_mistake_in_a_configuration_is_reported_in_one_line(
     config: Callable[..., str], capsys: pytest.CaptureFixture[str], changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["fit", "--config", config(changes)])
+        lightning_tq(["fit", "--config", config(changes)])
     assert exit_.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-2].startswith(f"error: {says}"), lines
@@ -246,7 +248,7 @@ def test_a_file_that_is_no_configuration_is_named(
 ) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
-    assert main(["fit", option, str(path)]) == 2
+    assert lightning_tq(["fit", option, str(path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {path} {says}")
 
 
@@ -254,7 +256,7 @@ def test_an_option_is_not_guessed_from_its_beginning(
     config: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["fit", "--config", config(), "--trainer.max_epoch", "3"])
+        lightning_tq(["fit", "--config", config(), "--trainer.max_epoch", "3"])
     assert capsys.readouterr().err.startswith("error: unknown key 'trainer.max_epoch'; did you mean 'max_epochs'?")
 
 
@@ -270,7 +272,7 @@ def test_a_command_that_cannot_run_is_refused_in_a_line(
     args: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = main(args)
+        code = lightning_tq(args)
     except SystemExit as exit_:
         code = int(str(exit_.code))
     assert code == 2
@@ -287,7 +289,7 @@ def test_a_command_that_cannot_run_is_refused_in_a_line(
 def test_errors_of_the_queue_are_reported_without_a_traceback(
     config: Callable[..., str], capfd: pytest.CaptureFixture[str], changes: dict[str, Any], code: int, says: str
 ) -> None:
-    assert main(["fit", "--config", config(changes)]) == code
+    assert lightning_tq(["fit", "--config", config(changes)]) == code
     said = capfd.readouterr().err
     assert says in said
     assert "Traceback" not in said
@@ -299,7 +301,7 @@ def test_a_failed_producer_is_an_exit_code_and_its_traceback(
     path = config(
         {"data.producers": [{"target": "producing:produce_then_fail", "args": {"partition": "p", "count": 1}}]}
     )
-    assert main(["fit", "--config", path]) == 1
+    assert lightning_tq(["fit", "--config", path]) == 1
     assert "RuntimeError: the reward model fell over" in capfd.readouterr().err
 
 
@@ -314,7 +316,7 @@ def test_a_failed_producer_is_an_exit_code_and_its_traceback(
 )
 def test_help_explains_the_options(option: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["fit", option])
+        lightning_tq(["fit", option])
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert [text for text in says if text not in shown] == []

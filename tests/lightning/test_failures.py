@@ -23,8 +23,7 @@ from producing import fill
 from recorders import Recorder
 
 import transfer_queue as tq
-from lightning_tq import Producer, ProducerError, TQDataModule
-from lightning_tq.producers.group import ProducerGroup
+from lightning_tq import Producer, ProducerError, ProducerGroup, TQDataModule
 from tests.lightning.conftest import HERE, ROOT, stream
 from tests.own_processes import SLOW, own_processes
 from transfer_queue import BatchTimeoutError, ProducersGoneError

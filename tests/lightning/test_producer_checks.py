@@ -14,8 +14,7 @@ import producing
 import pytest
 from lightning.fabric import Fabric
 
-from lightning_tq import FabricLoader, Producer, TQDataModule
-from lightning_tq.producers.group import ProducerGroup
+from lightning_tq import FabricLoader, Producer, ProducerGroup, TQDataModule
 from tests.lightning.conftest import stream
 from transfer_queue.errors import InvalidRequestError
 

@@ -21,7 +21,6 @@ from lightning_tq import TQCheckpoint, TQDataModule
 from tests.flaky_files import FlakyFileSystem, flaky_files
 from tests.lightning.conftest import stream
 from transfer_queue import CheckpointError
-from transfer_queue.checkpoint import remote
 
 Make = Callable[..., TQDataModule]
 MakeTrainer = Callable[..., Trainer]
@@ -36,8 +35,7 @@ pytestmark = [
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyFileSystem]]:
-    monkeypatch.setattr(remote, "RETRY_AFTER_S", (0.0, 0.0, 0.0))
-    with flaky_files() as found:
+    with flaky_files(monkeypatch) as found:
         yield found
 
 

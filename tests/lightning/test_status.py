@@ -22,8 +22,8 @@ from rich.console import Console
 
 import transfer_queue as tq
 from lightning_tq import TQDataModule
-from lightning_tq.cli import main
 from lightning_tq.queue_report import QueueSnapshot, make_report, tables, take_snapshot
+from tests.console import lightning_tq
 from tests.lightning.conftest import ROOT, stream
 
 pytestmark = pytest.mark.timeout(120)
@@ -279,7 +279,7 @@ def test_watching_a_queue_that_ends_says_so(queue: TQDataModule) -> None:
     ],
 )
 def test_no_queue_is_an_error_in_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", *args]) == 2
+    assert lightning_tq(["status", *args]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert captured.err.startswith(f"error: {says}")

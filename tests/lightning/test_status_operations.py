@@ -15,8 +15,8 @@ from rich.console import Console
 
 import transfer_queue as tq
 from lightning_tq import TQDataModule
-from lightning_tq.cli import main
 from lightning_tq.queue_report import clients_table, others
+from tests.console import lightning_tq
 from tests.lightning.conftest import stream
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
@@ -129,7 +129,7 @@ def test_no_queue_is_an_error_in_one_line(command: list[str], capsys: pytest.Cap
         (["elsewhere"], "'elsewhere' is not an address"),
         (["ipc:///nowhere/controller"], "no queue at ipc:///nowhere/controller"),
     ):
-        assert main([*command, *address]) == 2
+        assert lightning_tq([*command, *address]) == 2
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count("\n")) == ("", 1)
         assert captured.err.startswith(f"error: {says}")

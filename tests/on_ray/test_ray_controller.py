@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import transfer_queue as tq
+from transfer_queue import GRPOGroupNSampler
 from transfer_queue.controller import SimpleStorageUnit, TransferQueueController
-from transfer_queue.sampler import GRPOGroupNSampler
 from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies, get_placement_group
 from transfer_queue.utils.zmq_utils import process_zmq_server_info
 

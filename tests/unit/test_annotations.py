@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_queue.metadata import BatchMeta
+from transfer_queue import BatchMeta
 
 # --- tags ---
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_queue.metadata import KVBatchMeta
+from transfer_queue import KVBatchMeta
 
 
 def make(size, **changes):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from transfer_queue.metadata import BatchMeta, KVBatchMeta
+from transfer_queue import BatchMeta, KVBatchMeta
 
 DENSE = {"dtype": torch.float32, "shape": (4,), "is_nested": False, "is_non_tensor": False}
 OBJECTS = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}

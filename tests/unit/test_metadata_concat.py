@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer_queue.metadata import BatchMeta
+from transfer_queue import BatchMeta
 
 DENSE = {"dtype": torch.float32, "shape": (4,), "is_nested": False, "is_non_tensor": False}
 OBJECTS = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}

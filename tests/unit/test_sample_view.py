@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transfer_queue.metadata import BatchMeta
+from transfer_queue import BatchMeta
 
 DENSE = {"dtype": torch.float32, "shape": (4,), "is_nested": False, "is_non_tensor": False}
 RAGGED = {"dtype": torch.int64, "shape": None, "is_nested": True, "is_non_tensor": False}

@@ -26,7 +26,7 @@ from transfer_queue.storage.messages import AskUnitStats, Read, Rows, UnitReques
 from transfer_queue.storage.unit.session_memory import MemoryLease, StoredRows
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Envelope, Outgoing
-from transfer_queue.transport.server import guarded
+from transfer_queue.transport.waiting import guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.transport.modes import run_blocking
-from transfer_queue.transport.server import guarded
+from transfer_queue.transport.waiting import guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)

@@ -106,6 +106,22 @@ class Route(Protocol):
         ...
 
 
+class Clients(Protocol):
+    """What a listener tells its server of."""
+
+    def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
+        """A request has arrived."""
+        ...
+
+    def joined(self, client: str, route: Route) -> None:
+        """A connection has named its client."""
+        ...
+
+    def left(self, client: str, route: Route) -> None:
+        """Such a connection has closed. With its last one the client is gone."""
+        ...
+
+
 class Listener(Protocol):
     """Accepts clients at one address."""
 

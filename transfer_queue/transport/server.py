@@ -7,27 +7,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, Envelope, Handler, Listener, Outgoing, Ready, Route
 from transfer_queue.transport.unix import UnixListener
-from transfer_queue.transport.waiting import Readiness
-from transfer_queue.utils.logging_utils import get_logger
+from transfer_queue.transport.waiting import Readiness, guarded
 from transfer_queue.utils.machine import close_descriptor, open_process
 
 if TYPE_CHECKING:
     from transfer_queue.transport.tcp_wire import ServerKeys
-
-_log = get_logger(__name__)
-
-
-def guarded(step: Callable[..., object], *args: Any) -> None:
-    """Run this step and log any error, which must end neither the loop nor service to other clients."""
-    try:
-        step(*args)
-    # The guard of all servers. Samplers and parsers are user code, which may even call sys.exit().
-    except (Exception, SystemExit):
-        _log.exception("a server could not finish something, and goes on")
 
 
 class ServingLoop:

@@ -13,11 +13,10 @@ from typing import Any
 import zmq
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
+from transfer_queue.transport.base import NOBODY_WAITS, Clients, Envelope, Outgoing
 from transfer_queue.transport.framing import FramingError
-from transfer_queue.transport.server import SocketServer, guarded
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, ServerKeys, pack
-from transfer_queue.transport.waiting import Readiness
+from transfer_queue.transport.waiting import Readiness, guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
@@ -57,7 +56,7 @@ class TcpListener:
         self,
         address: str,
         readiness: Readiness,
-        server: SocketServer,
+        server: Clients,
         keys: ServerKeys | None,
         insecure: bool,
         heartbeat_s: float,

@@ -16,16 +16,12 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Clients, Envelope, Outgoing, Peer
 from transfer_queue.transport.connections import closed_in_children, gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
 from transfer_queue.transport.waiting import READ, WRITE, Readiness
-
-if TYPE_CHECKING:
-    from transfer_queue.transport.server import SocketServer
 
 SCHEME = "ipc://"
 _BUFFER_NBYTES = 1 << 20  # the kernel gives less if its limit is lower
@@ -181,7 +177,7 @@ class UnixRoute:
 class UnixListener:
     """See ``Listener``."""
 
-    def __init__(self, address: str, readiness: Readiness, server: SocketServer) -> None:
+    def __init__(self, address: str, readiness: Readiness, server: Clients) -> None:
         """Raises OSError: the path can't be bound. ConfigError: there is no path."""
         if not address.removeprefix(SCHEME) or not address.startswith(SCHEME):
             raise ConfigError(f"{address!r} is no address: ipc://PATH or tcp://HOST:PORT.")

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 from transfer_queue.config import environment_number
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.connections import closed
+from transfer_queue.utils.logging_utils import get_logger
 
 if TYPE_CHECKING:
     from transfer_queue.transport.connections import Connection
     from transfer_queue.transport.framing import Message
+
+_log = get_logger(__name__)
 
 READ, WRITE = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 
@@ -177,6 +180,16 @@ def _check_closed(events: dict[int, int], wake: int) -> None:
 
 
 # ---- a server's thread ----
+
+
+def guarded(step: Callable[..., object], *args: Any) -> None:
+    """Run this step and log any error, which must end neither the loop nor service to other clients."""
+    try:
+        step(*args)
+    # The guard of all servers. Samplers and parsers are user code, which may even call sys.exit().
+    except (Exception, SystemExit):
+        _log.exception("a server could not finish something, and goes on")
+
 
 Act = Callable[[int], None]
 """Called with what is ready: ``READ``, ``WRITE``, or neither if the other side hung up."""

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.control.tag_filter import MAX_DEPTH, MAX_LENGTH, parse_filter
+from transfer_queue import parse_filter
+from transfer_queue.control.tag_filter import MAX_DEPTH, MAX_LENGTH
 from transfer_queue.errors import InvalidRequestError
 
 SIGNS = {

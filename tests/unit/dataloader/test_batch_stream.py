@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue.dataloader.batch_stream import BatchStream
-from transfer_queue.errors import ClosedError, EndOfPartitionError
+from transfer_queue.errors import EndOfPartitionError
 
 
 class Batch:
@@ -63,18 +62,14 @@ class Source:
     def __init__(
         self,
         last: int = 1 << 30,
-        park_at: int | None = None,
         unreadable: int | None = None,
-        broken: tuple[int, BaseException, bool] | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        broken: tuple[int, Exception, bool] | None = None,
     ) -> None:
         """``broken``: (index, error, whether it is the request that fails, rather than the wait)."""
         self.events: list[str] = []
         self.last = last
-        self.park_at = park_at
         self.unreadable = unreadable
         self.broken = broken
-        self.should_stop = should_stop
 
     @property
     def num_requested(self) -> int:
@@ -84,17 +79,13 @@ class Source:
         self.events.append(f"request {index}")
         if self.broken is not None and self.broken[2] and index == self.broken[0]:
             raise self.broken[1]
-        return None if self.should_stop() else Requested(lambda: self.receive(index))
+        return Requested(lambda: self.receive(index))
 
     def receive(self, index: int) -> Any:
         if index > self.last:
             raise EndOfPartitionError("over")
         if self.broken is not None and index == self.broken[0]:
             raise self.broken[1]
-        if index == self.park_at:
-            while not self.should_stop():
-                pass
-            return None
         return self.make(index)
 
     def make(self, index: int) -> Any:
@@ -114,12 +105,6 @@ def nothing_left() -> Iterator[None]:
     assert (Batch.waiting, Requested.pending) == (0, 0)
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_batches_come_in_order_and_end_with_the_partition(prefetch):
-    stream = BatchStream(Source(last=10), 1, 3, prefetch)
-    assert list(stream) == [(index, index * 10, f"meta {index}") for index in (1, 4, 7, 10)]
-
-
 def test_without_prefetching_a_batch_is_requested_when_the_reader_asks_for_it():
     source = Source()
     batches = iter(BatchStream(source, 0, 1, False))
@@ -133,41 +118,6 @@ def test_the_next_batch_is_requested_before_a_batch_is_copied():
     assert (next(batches)[0], next(batches)[0]) == (0, 1)
     assert source.events == ["request 0", "request 1", "open 0", "request 2", "open 1"]
     batches.close()
-
-
-def test_an_iterator_that_is_dropped_cancels_what_it_requested():
-    batches = iter(BatchStream(Source(), 0, 1, True))
-    next(batches)
-    assert Requested.pending == 1
-    del batches
-    assert Requested.pending == 0
-
-
-@pytest.mark.parametrize("requesting", [False, True])
-@pytest.mark.parametrize("error", [RuntimeError("disk on fire"), ClosedError("this client was closed")])
-def test_an_error_comes_after_the_batches_before_it(requesting, error):
-    batches = iter(BatchStream(Source(broken=(2, error, requesting)), 0, 1, True))
-    assert [next(batches)[0], next(batches)[0]] == [0, 1]
-    with pytest.raises(type(error)):
-        next(batches)
-    assert list(batches) == []
-
-
-def test_ctrl_c_while_waiting_ends_the_stream():
-    batches = iter(BatchStream(Source(broken=(1, KeyboardInterrupt(), False)), 0, 1, True))
-    next(batches)
-    with pytest.raises(KeyboardInterrupt):
-        next(batches)
-    assert list(batches) == []
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_a_stop_ends_a_stream_that_waits(prefetch):
-    stopped = threading.Event()
-    batches = iter(BatchStream(Source(park_at=1, should_stop=stopped.is_set), 0, 1, prefetch))
-    assert next(batches)[0] == 0
-    stopped.set()
-    assert list(batches) == []
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from transfer_queue import BatchMeta
 from transfer_queue.dataloader.bundle import Bundle
-from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.assembling import Jagged
 
 LARGE = 20_000

@@ -9,13 +9,8 @@ from functools import partial
 import pytest
 
 import transfer_queue.dataloader.fetching as module
-from transfer_queue import BatchMeta, protocol
-from transfer_queue.dataloader.fetching import (
-    BatchFetcher,
-    StreamSpec,
-    as_fetch,
-    default_fetch_batch_fn,
-)
+from transfer_queue import BatchMeta, default_fetch_batch_fn, protocol
+from transfer_queue.dataloader.fetching import BatchFetcher, StreamSpec, as_fetch
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError
 
 VALUES = ("client", ["a"], 4, "p", "task", {"dp_rank": 0}, 7)

@@ -6,16 +6,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from transfer_queue import BatchMeta
-from transfer_queue.dataloader import chunk_batch_fn, token_budget_batch_fn
-from transfer_queue.storage.assembling import Jagged
+from transfer_queue import BatchMeta, chunk_batch_fn, token_budget_batch_fn
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
@@ -112,9 +109,12 @@ def test_jagged_chunks_keep_dtype_and_pad_to_their_own_longest_row(dtype):
 
 
 def test_jagged_columns_that_fit_together_still_do_in_every_chunk():
-    make, edges = Jagged(), np.array([0, 1, 3, 4, 8])
-    whole = TensorDict({name: make(torch.arange(8.0), edges) for name in ("ids", "mask")}, batch_size=[4])
-    whole["other"] = make(torch.arange(8.0), np.array([0, 4, 5, 7, 8]))
+    def column(edges: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(torch.arange(8.0), edges)
+
+    edges = torch.tensor([0, 1, 3, 4, 8])
+    whole = TensorDict({"ids": column(edges), "mask": column(edges)}, batch_size=[4])
+    whole["other"] = column(torch.tensor([0, 4, 5, 7, 8]))
     for part, _ in chunk_batch_fn(whole, meta_of(4), 2):
         assert (part["ids"] + part["mask"]).values().tolist() == (2 * part["ids"].values()).tolist()
         with pytest.raises(RuntimeError, match="shape"):

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
+from transfer_queue import BaseSampler, RankAwareSampler, SeqlenBalancedSampler, SequentialSampler
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.base import BaseSampler
-from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
 from transfer_queue.sampler.registry import resolve
-from transfer_queue.sampler.seqlen_balanced_sampler import SeqlenBalancedSampler
-from transfer_queue.sampler.sequential_sampler import SequentialSampler
 
 
 class Newest(BaseSampler):

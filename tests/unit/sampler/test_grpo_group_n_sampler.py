@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
+from transfer_queue import GRPOGroupNSampler
 
 
 class AnswersAnything:

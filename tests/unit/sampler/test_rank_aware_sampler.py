@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from transfer_queue import RankAwareSampler
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.rank_aware_sampler import RankAwareSampler
 
 
 def replica(rank: int, world_size: int = 2, group: int = 0) -> dict[str, Any]:

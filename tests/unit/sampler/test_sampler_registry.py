@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from transfer_queue import sampler as package
-from transfer_queue.errors import SamplerError
-from transfer_queue.sampler import (
+from transfer_queue import (
     BaseSampler,
     GRPOGroupNSampler,
     RankAwareSampler,
@@ -17,6 +15,8 @@ from transfer_queue.sampler import (
     SequentialSampler,
     TokenBudgetSampler,
 )
+from transfer_queue import sampler as package
+from transfer_queue.errors import SamplerError
 from transfer_queue.sampler.registry import BUILT_IN, as_sampler, resolve
 
 

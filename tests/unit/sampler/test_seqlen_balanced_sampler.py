@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transfer_queue import SeqlenBalancedSampler
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.seqlen_balanced_sampler import SeqlenBalancedSampler
 
 
 class Tagged:

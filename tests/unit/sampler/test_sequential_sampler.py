@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from transfer_queue.sampler.sequential_sampler import SequentialSampler
+from transfer_queue import SequentialSampler
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, [4, 1]), (3, [4, 1, 9]), (5, [4, 1, 9]), (0, []), (-1, [4, 1])])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transfer_queue import TokenBudgetSampler
 from transfer_queue.errors import SamplerError
-from transfer_queue.sampler.token_budget_sampler import TokenBudgetSampler
 
 
 class Tagged:

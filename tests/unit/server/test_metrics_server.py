@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.own_processes import SLOW
-from transfer_queue.server.exporter import MOST_CONNECTIONS, MetricsServer
+from transfer_queue.server.exporter import MOST_CONNECTIONS, MetricsServer, metrics_host
 
 WAIT_S = 20.0 * SLOW
 
@@ -94,3 +94,15 @@ def test_what_goes_wrong_with_a_connection_prints_nothing(capfd):
             broken.recv(1000)
         assert scrape(server) == b"numbers"
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_host_is_that_of_listen_unless_one_is_named():
+    from transfer_queue.config import merge, typed
+
+    def host(**conf: Any) -> str:
+        return metrics_host(typed(merge(conf)))
+
+    assert host() == "127.0.0.1"
+    assert host(listen="tcp://10.0.0.7:0") == "10.0.0.7"
+    assert host(listen="tcp://*:5555") == "0.0.0.0"
+    assert host(listen="tcp://10.0.0.7:0", metrics={"host": "127.0.0.1"}) == "127.0.0.1"

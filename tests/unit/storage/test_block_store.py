@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -203,10 +205,17 @@ def test_samples_written_one_by_one_end_in_few_blocks_whatever_their_shapes():
 
 
 def test_memory_of_the_tables_follows_what_is_kept_while_indexes_grow():
-    store = BlockStore()
-    for start in range(0, 200_000, 1000):
+    store, sizes = BlockStore(), []
+    tracemalloc.start()
+    for start in range(0, 300_000, 1000):
         store.write(np.arange(start, start + 1000), whole("a", wire([start] * 1000, size=1)))
-        store.delete(np.arange(start, start + 1000))
+        store.delete(np.arange(start - 1000, start))
+        if start in (20_000, 299_000):
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[1] - sizes[0] < 100_000
+    assert (store.num_samples, read(store, "a", 299_999)) == (1000, [299_000])
+    store.delete(np.arange(299_000, 300_000))
     assert (store.num_samples, store.held_nbytes, store.num_blocks) == (0, 0, 0)
 
 

@@ -73,26 +73,3 @@ class FreeListMachine(RuleBasedStateMachine):
 
 FreeListMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, print_blob=True)
 TestFreeListIsASetOfPages = FreeListMachine.TestCase
-
-
-def test_of_ranges_that_fit_the_smallest_is_taken_and_of_equal_ones_the_first():
-    free = FreeList()
-    for start, size in ((0, 10), (20, 4), (40, 4), (60, 3)):
-        free.free(start, size)
-    assert [free.take(4), free.take(4), free.take(4), free.take(4)] == [20, 40, 0, 4]
-    assert (free.ranges(), free.take(4), free.total) == ([(8, 2), (60, 3)], None, 5)
-
-
-def test_a_range_given_back_between_two_others_joins_both():
-    free = FreeList()
-    for start, size in ((0, 4), (8, 4), (4, 4)):
-        free.free(start, size)
-    assert free.ranges() == [(0, 12)]
-
-
-def test_so_much_is_taken_from_the_largest_ranges_and_the_rest_of_the_last_one_stays():
-    free = FreeList()
-    for start, size in ((0, 4), (10, 8), (20, 6)):
-        free.free(start, size)
-    assert free.take_largest(11) == [(10, 8), (20, 3)]
-    assert (free.ranges(), free.total, free.take_largest(0)) == ([(0, 4), (23, 3)], 7, [])

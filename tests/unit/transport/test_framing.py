@@ -109,31 +109,10 @@ def test_more_frames_and_a_longer_header_than_one_read_holds_arrive_whole(split)
     assert plain(received(inbound, pipe)) == [(7, header, frames)]
 
 
-def test_frames_of_any_kind_of_buffer_are_sent_as_their_bytes():
-    grid = np.arange(6, dtype=np.float32).reshape(2, 3)
-    empty = np.zeros((0, 4))
-    pipe = Pipe([], [])
-    Outbound().send(pipe, encode(1, b"", [grid, empty, memoryview(b"abc"), bytearray(b"d")]))
-    assert plain(received(Inbound(), pipe)) == [(1, b"", [grid.tobytes(), b"", b"abc", b"d"])]
-
-
 def test_frames_are_sent_without_a_copy():
     frame = np.zeros(1 << 20, np.uint8)
     (_, part) = encode(1, b"h", [frame])
     assert np.shares_memory(np.frombuffer(part, np.uint8), frame)
-
-
-@pytest.mark.parametrize("sent", [1, 30, 43, 44, 60, 70])
-def test_what_was_made_its_own_is_sent_as_it_was_then(sent):
-    outbound, pipe = Outbound(), Pipe([sent], [])
-    frames = [bytearray(b"abcd"), bytearray(b"e" * 10)]
-    outbound.send(pipe, encode(1, b"header", frames))
-    outbound.own()
-    for frame in frames:
-        frame[:] = b"X" * len(frame)
-    while outbound:
-        outbound.flush(pipe)
-    assert bytes(pipe.data) == b"".join(map(bytes, encode(1, b"header", [b"abcd", b"e" * 10])))
 
 
 def test_a_message_keeps_nothing_of_its_neighbours_and_a_large_frame_nothing_of_its_message():
@@ -174,20 +153,3 @@ def test_garbage_is_refused_at_once_and_takes_no_memory(garbage):
     pipe.data += garbage
     with pytest.raises(FramingError):
         received(Inbound(), pipe)
-
-
-def test_the_end_of_the_stream_is_told_in_and_between_messages():
-    class Ended:
-        def recv(self, size: int) -> bytes:
-            return b""
-
-        def recvmsg_into(self, buffers):
-            return 0, [], 0, None
-
-    with pytest.raises(EOFError):
-        Inbound().receive(Ended())
-    pipe, inbound = Pipe([], []), Inbound()
-    Outbound().send(pipe, encode(1, b"h", [b"x" * 50_000])[:1])
-    assert received(inbound, pipe) == []
-    with pytest.raises(EOFError):
-        inbound.receive(Ended())
