@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue import protocol as p
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from tensordict import TensorDict
 
+    from transfer_queue.storage.unpack import DataParser
+
 _TQ_CLIENT: TransferQueueClient | None = None
 _TQ_STORAGE: Any = None
 _TQ_CONTROLLER: Any = None
@@ -34,7 +36,6 @@ _started: set[LocalQueue | on_ray.RayQueue] = set()
 _lock = threading.RLock()
 
 Tag = dict[str, Any]
-DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig:

@@ -18,8 +18,8 @@ from tensordict import TensorDict
 
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
 from tests.contract.transport_kit import held
-from transfer_queue.storage.columns import prepare
 from transfer_queue.storage.copying import AT_ONCE
+from transfer_queue.storage.pack import prepare
 from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.shm.unit_client import UnitConnection, UnitWrite
 from transfer_queue.storage.unit.arena_sharing import host_unit

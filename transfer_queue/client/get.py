@@ -26,9 +26,9 @@ from transfer_queue.errors import (
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.field_schema import common_dtypes, dtypes_of
 from transfer_queue.metadata.unread import UnreadBatch
-from transfer_queue.storage.batches import from_rows, relaid
-from transfer_queue.storage.columns import named_columns, values_of
+from transfer_queue.storage.pack import named_columns, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.unpack import from_rows, relaid
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
 _SAID_ELSEWHERE = ("partition_id", "task_name")

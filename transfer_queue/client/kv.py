@@ -12,10 +12,10 @@ from tensordict import NonTensorStack, TensorDict
 from transfer_queue import protocol as p
 from transfer_queue.client.base import check_tags, to_meta, to_specs
 from transfer_queue.client.key_watch import listed_after
-from transfer_queue.client.put import DataParser, Puts, as_tensordict
+from transfer_queue.client.put import Puts, as_tensordict
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
-from transfer_queue.storage.columns import parsed_rows
+from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.utils.logging_utils import get_logger
 
 if TYPE_CHECKING:

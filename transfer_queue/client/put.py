@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,12 +17,12 @@ from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, St
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
+from transfer_queue.storage.pack import named_columns, values_of
 from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
 
-DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]
 _TRIES = 3
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from transfer_queue.protocol import UnitRuns
-from transfer_queue.storage.wire_columns import Positions, WireColumn
+from transfer_queue.storage.wire import PlacedColumns, WireColumn
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     import msgspec
     from tensordict import TensorDict
 
-DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-
-PlacedColumns: TypeAlias = Sequence[tuple[Positions, WireColumn]]
-"""Wire columns and the rows of the batch that each one fills. Each row occurs once."""
-
+    from transfer_queue.storage.unpack import DataParser
 
 Places: TypeAlias = Mapping[str, UnitRuns | None]
 """By field, where the rows' values lie, for backends that keep them in storage units; None: in unit 0."""
@@ -152,10 +148,10 @@ class StorageManager(ABC):
         units: Places | None = None,
     ) -> TensorDict:
         """``get_data`` without metadata, in the given layout (None: the configured one)."""
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import relaid
 
         data = await self.get_data(RowsOf(indexes, sorted(set(fields)), units))
-        return batches.relaid(data, layout or self.config.get("layout", "jagged"))
+        return relaid(data, layout or self.config.get("layout", "jagged"))
 
     async def clear_rows(self, indexes: Sequence[int]) -> None:
         """``clear_data`` without metadata."""
@@ -166,10 +162,10 @@ class StorageManager(ABC):
         self, indexes: Sequence[int], fields: Sequence[str], units: Places | None = None
     ) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         """Yield the values as stored, as wire columns by field. They are valid inside the context."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage.pack import pack
 
         data = await self.get_data(RowsOf(indexes, fields))
-        packed = columns.pack(data, bool(self.config.get("allow_pickle", False)))
+        packed = pack(data, bool(self.config.get("allow_pickle", False)))
         yield {name: [(slice(0, len(indexes)), column)] for name, column in packed.items()}
 
     async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
@@ -178,10 +174,10 @@ class StorageManager(ABC):
         Returns:
             Where the rows lie, as ``write`` does.
         """
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import unpack
 
         placed = {name: [(slice(0, len(indexes)), column)] for name, column in columns.items()}
-        data = batches.unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
+        data = unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
         await self.put_data(data, _metadata_of(indexes, data))
         return None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.protocol import Call, Done, Failed, Reply, Request, pack_indexes, unpack_indexes
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
+from transfer_queue.storage.wire import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
 
 FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 """(field, which of the message's indexes its rows belong to, the rows)."""

@@ -15,7 +15,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import BatchMeta
 from transfer_queue.dataloader import chunk_batch_fn, token_budget_batch_fn
-from transfer_queue.storage.assembling import Jagged
+from transfer_queue.storage.unpack_fast import Jagged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 

@@ -30,7 +30,7 @@ from transfer_queue.storage.messages import (
 )
 from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.storage.wire_columns import dense_layout
+from transfer_queue.storage.wire import dense_layout
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
 
 PAGE = PAGE_NBYTES

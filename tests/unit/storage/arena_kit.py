@@ -26,7 +26,7 @@ from transfer_queue.storage.messages import (
 )
 from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
-from transfer_queue.storage.wire_columns import ByteArray, Layout, WireColumn, dense_layout
+from transfer_queue.storage.wire import ByteArray, Layout, WireColumn, dense_layout
 
 PAGE = PAGE_NBYTES
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from transfer_queue.storage.batches import parsed
+from transfer_queue.storage.unpack import parsed
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transfer_queue.protocol import Done
 from transfer_queue.storage.messages import EndSession, Read
 from transfer_queue.storage.unit.session_memory import Uncommitted, UncommittedWrite
 from transfer_queue.storage.unit.unit import UnitReply
-from transfer_queue.storage.wire_columns import WireColumn, dense_layout
+from transfer_queue.storage.wire import WireColumn, dense_layout
 
 BYTE = dense_layout("uint8", 1, ())
 

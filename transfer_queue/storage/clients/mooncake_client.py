@@ -44,7 +44,7 @@ class MooncakeStoreClient(StorageKVClient):
         self._buffer = int(config.get("local_buffer_size") or 1 << 30)
 
     def put(self, keys: list[str], values: list[Any]) -> None:
-        from transfer_queue.storage.objects import encode_rows
+        from transfer_queue.storage.pack import encode_rows
 
         column = encode_rows(values, "values", bool(self.config.get("allow_pickle", False)))
         replicas, store, bounds = self._mooncake.ReplicateConfig(), self._store(), column.bounds.tolist()
@@ -70,8 +70,8 @@ class MooncakeStoreClient(StorageKVClient):
 
         import numpy as np
 
-        from transfer_queue.storage.objects import decode_rows
-        from transfer_queue.storage.wire_columns import OBJECTS, WireColumn
+        from transfer_queue.storage.unpack import decode_rows
+        from transfer_queue.storage.wire import OBJECTS, WireColumn
 
         known = zip(shapes or [None] * len(keys), dtypes or [None] * len(keys), strict=True)
         sizes = [0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize for shape, dtype in known]

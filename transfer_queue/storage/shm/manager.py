@@ -11,7 +11,7 @@ import numpy as np
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, QueueUnreachableError
 from transfer_queue.protocol import LONGEST_WAIT_S, Done, Request, UnitRuns, by_row, pack_indexes, unpack_indexes
-from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
+from transfer_queue.storage.base import HasRows, Places, StorageManager
 from transfer_queue.storage.messages import (
     AskHeld,
     AskUnitStats,
@@ -40,13 +40,15 @@ from transfer_queue.storage.shm.unit_client import (
 from transfer_queue.storage.shm.unit_directory import UnitDirectory
 from transfer_queue.storage.shm.writer import UnitWriter
 from transfer_queue.storage.unit.unit import INLINE_NBYTES
-from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, groups
+from transfer_queue.storage.wire import IntArray, PlacedColumns, Positions, WireColumn, groups
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+    from transfer_queue.storage.unpack import DataParser
 
 
 class SharedMemoryManager(StorageManager):
@@ -97,9 +99,9 @@ class SharedMemoryManager(StorageManager):
 
     def prepare(self, data: TensorDict) -> MemoryColumns:
         """Return every column, ready to be written; nothing is copied yet. Raises ValueError for unsupported values."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage.pack import prepare
 
-        return columns.prepare(data, self._allow_pickle)
+        return prepare(data, self._allow_pickle)
 
     async def encode_write(
         self, call: int, columns: MemoryColumns, count: int, replaced: Sequence[int], wait_s: float
@@ -166,11 +168,12 @@ class SharedMemoryManager(StorageManager):
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``; readers see the values at once. The queue must have a single unit."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage.pack import check_rows
+        from transfer_queue.storage.unpack import parsed_rows
 
-        data = await columns.parsed_rows(data, data_parser)
+        data = await parsed_rows(data, data_parser)
         indexes = _as_indexes(metadata.global_indexes)
-        columns.check_rows(data, indexes)
+        check_rows(data, indexes)
         if await self._store(indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
@@ -197,13 +200,13 @@ class SharedMemoryManager(StorageManager):
         units: Places | None = None,
     ) -> TensorDict:
         """See ``StorageManager.get_rows``. ``units``: by field, where the rows lie; None: all in unit 0."""
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import check_layout, unpack
 
         layout = layout or self._layout
-        batches.check_layout(layout)
+        check_layout(layout)
         wanted, names = _as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
-            return batches.unpack({}, len(wanted), layout, self._allow_pickle)
+            return unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
         try:
             await self._read(wanted, names, units or {}, result)
@@ -215,10 +218,10 @@ class SharedMemoryManager(StorageManager):
         return values
 
     def _unpacked(self, result: ReadResult, count: int, layout: str) -> TensorDict:
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import unpack
 
         with self.session.using_memory():
-            return batches.unpack(result.columns, count, layout, self._allow_pickle)
+            return unpack(result.columns, count, layout, self._allow_pickle)
 
     @asynccontextmanager
     async def stored(
@@ -233,7 +236,7 @@ class SharedMemoryManager(StorageManager):
             await result.close()
 
     async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
-        from transfer_queue.storage.columns import BytesColumn
+        from transfer_queue.storage.pack import BytesColumn
 
         return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()})
 

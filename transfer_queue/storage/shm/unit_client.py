@@ -15,13 +15,13 @@ from transfer_queue.storage.messages import Columns, Lease, Packer, Release, Row
 from transfer_queue.storage.unit.arena import whole_pages
 from transfer_queue.storage.unit.arena_sharing import MappedArena, arena_path, map_arena
 from transfer_queue.storage.unit.unit import least_in_arena
-from transfer_queue.storage.wire_columns import Positions, WireColumn, as_run, count_of, cut
+from transfer_queue.storage.wire import Positions, WireColumn, as_run, count_of, cut
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import is_blocking
 from transfer_queue.transport.session import Session
 
 if TYPE_CHECKING:
-    from transfer_queue.storage.columns import Column
+    from transfer_queue.storage.pack import Column
 
 
 MemoryColumns: TypeAlias = Mapping[str, "Column"]

@@ -14,7 +14,7 @@ from transfer_queue.storage.copying import AT_ONCE, Copies
 from transfer_queue.storage.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
 from transfer_queue.storage.shm.unit_client import MemoryColumns, UnitWrite, decide_paths
 from transfer_queue.storage.shm.unit_directory import UnitDirectory
-from transfer_queue.storage.wire_columns import IntArray
+from transfer_queue.storage.wire import IntArray
 from transfer_queue.transport.session import Session
 
 _SHARE_OF_UNIT = 2

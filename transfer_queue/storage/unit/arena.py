@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.storage.wire_columns import ByteArray
+from transfer_queue.storage.wire import ByteArray
 
 
 class FreeList:

@@ -11,7 +11,7 @@ import numpy as np
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
 from transfer_queue.storage.unit.unit import INLINE_NBYTES, StorageUnit
-from transfer_queue.storage.wire_columns import ByteArray
+from transfer_queue.storage.wire import ByteArray
 from transfer_queue.transport.attachments import Lender, borrow
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.logging_utils import get_logger

@@ -12,7 +12,7 @@ from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks
 from transfer_queue.storage.unit.spill import SpillFile, Spilling, Warming, spans_of
-from transfer_queue.storage.wire_columns import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
+from transfer_queue.storage.wire import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
 class BlockStore:

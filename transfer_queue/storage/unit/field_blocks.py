@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.wire_columns import (
+from transfer_queue.storage.wire import (
     Allocate,
     ByteArray,
     IntArray,

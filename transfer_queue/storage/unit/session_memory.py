@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from transfer_queue.storage.messages import FieldColumns
 from transfer_queue.storage.unit.arena import Arena
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn, as_run, cut
+from transfer_queue.storage.wire import ByteArray, IntArray, Positions, WireColumn, as_run, cut
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn
+from transfer_queue.storage.wire import ByteArray, IntArray, Positions, WireColumn
 
 SPILL_STEP_NBYTES = 512 * 1024
 """Bytes written or read per step. A slow disk takes some milliseconds for them, during which no request is served."""

@@ -48,7 +48,7 @@ from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
 from transfer_queue.storage.unit.block_store import BlockStore
 from transfer_queue.storage.unit.session_memory import Leases, Uncommitted, UncommittedWrite
 from transfer_queue.storage.unit.spill import SpillFile, Warming
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
+from transfer_queue.storage.wire import ByteArray, IntArray, heap
 from transfer_queue.utils.wait_queue import WaitQueue
 
 INLINE_NBYTES = 64 * 1024

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
-from tests.unit.storage.test_assembling import OLD
+from tests.unit.storage.test_unpack_fast import OLD
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
-from transfer_queue.storage.batches import relaid, unpack
-from transfer_queue.storage.columns import pack
+from transfer_queue.storage.pack import pack
+from transfer_queue.storage.unpack import relaid, unpack
 
 
 def jagged(*rows: list) -> torch.Tensor:
