@@ -26,7 +26,7 @@ from transfer_queue.client import get, put
 from transfer_queue.dataloader.batch_stream import BatchStream
 from transfer_queue.storage import pack, recycling, unpack, unpack_fast
 from transfer_queue.storage.copying import Copies
-from transfer_queue.storage.shm import manager, unit_client
+from transfer_queue.storage.shm import read, shared_memory
 from transfer_queue.transport import caller
 from transfer_queue.transport.unix import UnixConnection
 
@@ -36,9 +36,9 @@ STEPS: dict[str, list[tuple[Any, str]]] = {
     "messages": [
         (protocol, "encode_request"),
         (protocol, "decode_reply"),
-        (manager, "decode_answer"),
-        (manager, "encode_columns"),
-        (unit_client, "unpack_columns"),
+        (shared_memory, "decode_answer"),
+        (shared_memory, "encode_columns"),
+        (read, "unpack_columns"),
     ],
     "send": [(UnixConnection, "send")],
     "wait for the answer": [(caller, "wait_for_some")],

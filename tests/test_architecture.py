@@ -50,9 +50,9 @@ SERVER_SIDE = (
     "transfer_queue.control.plane",
     "transfer_queue.transport.server",
     "transfer_queue.transport.session",
-    "transfer_queue.storage.unit.arena_sharing",
+    "transfer_queue.storage.unit.lend",
     "transfer_queue.storage.unit.unit",
-    "transfer_queue.storage.shm.manager",
+    "transfer_queue.storage.shm.shared_memory",
 )
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}

@@ -16,7 +16,7 @@ from transfer_queue.errors import NotInitializedError, ProtocolError
 from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
-from transfer_queue.storage.shm.unit_directory import reachable
+from transfer_queue.storage.shm.choose import reachable
 from transfer_queue.transport.modes import blocking, run_blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 

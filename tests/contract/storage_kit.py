@@ -21,9 +21,9 @@ from tests.local_caller import LocalCaller
 from transfer_queue.server.front import Front
 from transfer_queue.storage.backends import create
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.messages import UnitStats
-from transfer_queue.storage.unit.arena_sharing import host_unit
-from transfer_queue.storage.unit.unit import INLINE_NBYTES, StorageUnit
+from transfer_queue.storage.messages import INLINE_NBYTES, UnitStats
+from transfer_queue.storage.unit.lend import host_unit
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Handler, Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.server import SocketServer

@@ -20,8 +20,8 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import create
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.unit.arena_sharing import host_unit
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
+from transfer_queue.storage.unit.lend import host_unit
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
@@ -37,7 +37,7 @@ CONF = {
     "client": {"timeout_s": 30.0},
     "controller": {"polling_mode": False},
     "backend": {"SimpleStorage": {"put_timeout_s": 60.0}},
-    "listen": "where units can join",
+    "listen": "tcp://127.0.0.1:1",
 }
 _names = itertools.count()
 

@@ -26,9 +26,9 @@ from transfer_queue.errors import (
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.field_schema import common_dtypes, dtypes_of
 from transfer_queue.metadata.unread import UnreadBatch
+from transfer_queue.storage.base import InFront
 from transfer_queue.storage.pack import named_columns, values_of
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.unpack import from_rows, relaid
+from transfer_queue.storage.unpack import from_rows
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
 _SAID_ELSEWHERE = ("partition_id", "task_name")
@@ -41,7 +41,7 @@ class FetchedBatch:
         self,
         meta: BatchMeta,
         call: int,
-        front: SharedMemoryManager | None,
+        front: InFront | None,
         frames: Sequence[memoryview],
         units: Mapping[str, p.UnitRuns | None],
     ) -> None:
@@ -127,7 +127,7 @@ class Gets(ClientBase):
             )
         if task_name is None:
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name, which names the consumer.")
-        polling = bool((await self.session.config())["controller"]["polling_mode"])
+        polling = (await self.session.config()).controller.polling_mode
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s, where)
         reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
@@ -165,7 +165,7 @@ class Gets(ClientBase):
             2
         """
         await self.session.config()
-        front = self.front
+        front = self.storage_manager.front
         if front is not None:
             fetch = msgspec.structs.replace(fetch, with_values=True, mapped=await front.decide_mapping())
         fetch = msgspec.structs.replace(fetch, id=self.session.number())
@@ -249,7 +249,7 @@ class Gets(ClientBase):
             return await self._read_apart(metadata, common, layout)
         await self.session.config()
         storage, units = self.storage_manager, None
-        if isinstance(storage, SharedMemoryManager) and await self.has_more_units(storage):
+        if await storage.in_several_units():
             units = await self._places(metadata, metadata.field_names)
         return await self._read(metadata, units, layout)
 
@@ -267,19 +267,13 @@ class Gets(ClientBase):
             for name, column in named_columns(part):
                 for position, value in zip(positions, values_of(column, len(positions)), strict=True):
                     rows[name][position] = value.to(common[name]) if name in common else value
-        return from_rows(rows, meta.size, layout or str(self.storage_manager.config.get("layout") or "jagged"))
+        return from_rows(rows, meta.size, layout or self.storage_manager.layout)
 
     async def _read(
         self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None
     ) -> TensorDict:
         """The values, which lie there; the metadata's batches are read then."""
-        storage = self.storage_manager
-        if isinstance(storage, SharedMemoryManager):
-            data = await storage.get_rows(meta.global_indexes, meta.field_names, layout, units)
-        else:  # another backend gets all metadata
-            data = await storage.get_data(meta)
-            if layout is not None:
-                data = relaid(data, layout)
+        data = await self.storage_manager.read(meta, units, layout)
         for batch in meta.unread:
             batch.was_read(meta.global_indexes, meta.field_names)
         return data

@@ -16,9 +16,8 @@ from transfer_queue.client.base import ClientBase, check_tags, to_specs
 from transfer_queue.errors import InvalidRequestError, QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.annotations import copy_tags
-from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.base import InFront, StorageManager
 from transfer_queue.storage.pack import named_columns, values_of
-from transfer_queue.storage.shm.manager import SharedMemoryManager
 from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
@@ -51,7 +50,7 @@ class WriteTransaction:
         self._num_rows = num_rows
         self._tags = {row: dict(own) for row, own in tags.items() if own}
 
-    async def through(self, front: SharedMemoryManager, wait_s: float) -> p.Reply:
+    async def through(self, front: InFront, wait_s: float) -> p.Reply:
         """All in one message, where controller and storage share a process. It waits up to ``wait_s`` for room.
 
         Returns the answer to ``begin``, or for keys what their samples have now.
@@ -139,10 +138,11 @@ class Puts(ClientBase):
 
     async def _carried_out(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
         """In one message to the controller's process, or in steps, to units that have room."""
-        storage, front = self.storage_manager, self.front
-        if front is not None and await front.writes_in_front():
+        storage = self.storage_manager
+        front = storage.front
+        if front is not None and await front.takes_writes():
             transaction = WriteTransaction(self.session, begin, columns, count, tags)
-            if not await self.has_more_units(front):
+            if not await storage.in_several_units():
                 return await transaction.through(front, begin.wait_s)
             with contextlib.suppress(StorageFullError):
                 return await transaction.through(front, 0.0)

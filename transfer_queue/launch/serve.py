@@ -139,7 +139,7 @@ def _config_of(address: str, key_file: str | None) -> dict[str, Any]:
     """The configuration of the queue at this address."""
     session = Session("server", Peer("controller", address), key_file)
     try:
-        return run_blocking(session.config())
+        return run_blocking(session.plain_config())
     finally:
         session.close()
 

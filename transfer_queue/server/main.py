@@ -161,8 +161,8 @@ def _make_front(
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
     from transfer_queue.server.watchdog import Watchdog
-    from transfer_queue.storage.unit.arena_sharing import host_unit
-    from transfer_queue.storage.unit.unit import INLINE_NBYTES
+    from transfer_queue.storage.messages import INLINE_NBYTES
+    from transfer_queue.storage.unit.lend import host_unit
 
     conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
     config = typed(conf)

@@ -16,9 +16,9 @@ from transfer_queue.utils.zmq_utils import ZMQServerInfo
 Manager = TypeVar("Manager", bound=type[StorageManager])
 
 _backends: dict[str, str | type[StorageManager]] = {
-    "SimpleStorage": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+    "SimpleStorage": "transfer_queue.storage.shm.shared_memory:SharedMemoryManager",
     # The former name of the first backend; configurations still use it.
-    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.shared_memory:SharedMemoryManager",
     "RayStore": "transfer_queue.storage.managers.named:RayStorageManager",
     "MooncakeStore": "transfer_queue.storage.managers.named:MooncakeStorageManager",
     "Yuanrong": "transfer_queue.storage.managers.named:YuanrongStorageManager",

@@ -42,8 +42,45 @@ class RowsOf(NamedTuple):
     units: Places | None = None
 
 
+class InFront(Protocol):
+    """The storage, where a unit shares the controller's process: a put there and a get are one message each."""
+
+    async def takes_writes(self) -> bool:
+        """Whether this client's values are best stored there."""
+        ...
+
+    async def encode_write(
+        self, call: int, columns: Any, count: int, replaced: Sequence[int], wait_s: float
+    ) -> tuple[bytes, list[Any]]:
+        """Wait up to ``wait_s`` for room, copy large columns into the arena.
+
+        Returns the write's encoded columns and frames.
+
+        ``call`` leases that memory; if the write fails, ``release`` must follow. ``replaced``: samples with values that
+        the write replaces.
+        """
+        ...
+
+    async def decode_read(
+        self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int
+    ) -> TensorDict:
+        """Return the values that arrived with a batch of ``count`` samples."""
+        ...
+
+    async def release(self, call: int) -> None:
+        """Release the memory that this call pinned or leased."""
+        ...
+
+    async def decide_mapping(self) -> bool:
+        """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
+        ...
+
+
 class StorageManager(ABC):
     """The client side of one storage backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
+
+    front: InFront | None = None
+    """The way through the controller's process; None: there is none, and puts and gets go in several steps."""
 
     clears_by_field: ClassVar[bool] = True
     """``clear_data`` reads ``field_names``. A backend that knows which fields a sample has sets it to False."""
@@ -60,6 +97,7 @@ class StorageManager(ABC):
         self.storage_manager_id = f"{type(self).__name__}_{uuid.uuid4().hex[:8]}"
         self.controller_info = controller_info
         self.config = config
+        self.layout = str(config.get("layout") or "jagged")
         self.session: Session = (
             Session(self.storage_manager_id, controller_info.peer(), controller_info.key_file)
             if isinstance(controller_info, ZMQServerInfo)
@@ -151,7 +189,18 @@ class StorageManager(ABC):
         from transfer_queue.storage.unpack import relaid
 
         data = await self.get_data(RowsOf(indexes, sorted(set(fields)), units))
-        return relaid(data, layout or self.config.get("layout", "jagged"))
+        return relaid(data, layout or self.layout)
+
+    async def in_several_units(self) -> bool:
+        """Whether the values may lie in several storage units, so that a read has to say in which ones."""
+        return False
+
+    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
+        """``get_data`` in the given layout (None: as it comes). ``units``: by field, where the rows lie."""
+        from transfer_queue.storage.unpack import relaid
+
+        data = await self.get_data(metadata)
+        return data if layout is None else relaid(data, layout)
 
     async def clear_rows(self, indexes: Sequence[int]) -> None:
         """``clear_data`` without metadata."""

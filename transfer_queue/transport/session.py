@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from transfer_queue import protocol as p
+from transfer_queue.config import FullConfig, typed
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
 from transfer_queue.transport.base import Buffer, Call, Peer, RawReply
 from transfer_queue.transport.caller import SocketCaller
@@ -54,7 +55,8 @@ class Session:
         self.timeout_s = 30.0
         self._numbers = itertools.count(1)
         self._pid = os.getpid()
-        self._config: dict[str, Any] = {}
+        self._welcome = b""
+        self._config: FullConfig | None = None
         self._at_exit: Finalize | None = None
         self._start()
 
@@ -130,16 +132,22 @@ class Session:
 
     # ---- the controller ----
 
-    async def config(self) -> dict[str, Any]:
+    async def config(self) -> FullConfig:
         """The running queue's configuration.
 
         Raises:
             QueueUnreachableError: no server answers at the address.
         """
         self.follow_fork()
-        if not self._config:
-            await self._greet()
+        if self._config is None:
+            self._config = await self._greet()
         return self._config
+
+    async def plain_config(self) -> dict[str, Any]:
+        """The same for users, with sections that are not ours."""
+        await self.config()
+        plain: dict[str, Any] = json.loads(self._welcome)
+        return plain
 
     def follow_fork(self) -> None:
         """In a forked child, start a new session and leave the parent's sockets alone."""
@@ -148,10 +156,10 @@ class Session:
         with _fork_lock():
             if self._pid != os.getpid():
                 self._start()
-                self._config, self._at_exit = {}, None
+                self._config, self._at_exit = None, None
                 self._pid = os.getpid()
 
-    async def _greet(self) -> None:
+    async def _greet(self) -> FullConfig:
         if self._closed:
             raise ClosedError("this client was closed; make a new one, or call init() again.")
         _check_socket(self.controller.address)
@@ -160,9 +168,10 @@ class Session:
             self._at_exit = Finalize(None, _close_at_exit, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
         hello = p.Hello(self.number(), os.getpid(), p.PROTOCOL_VERSION)
         reply = (await self.call_many([(self.controller, hello, ())], _HELLO_TIMEOUT_S))[0]
-        config = json.loads(self.read(reply.header, hello, p.Welcome).config)
-        self.timeout_s = float(config["client"]["timeout_s"])
-        self._config = config
+        self._welcome = self.read(reply.header, hello, p.Welcome).config
+        config = typed(json.loads(self._welcome))
+        self.timeout_s = config.client.timeout_s
+        return config
 
     async def ask(self, request: type[p.Request], expected: type[R], *args: Any, wait_s: float = 0.0) -> R:
         """Send one request to the controller and return its reply, which must be ``expected``.
@@ -236,7 +245,7 @@ class Session:
 
     def close(self) -> None:
         """Say goodbye if the controller is there, then close every socket. Idempotent, never raises."""
-        known, self._config = bool(self._config), {}
+        known, self._config = self._config is not None, None
         if self._at_exit is not None:
             self._at_exit.cancel()
             self._at_exit = None

@@ -17,6 +17,7 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
 from transfer_queue.storage.messages import (
+    PAGE_NBYTES,
     ColumnHeader,
     Columns,
     Lease,
@@ -28,7 +29,7 @@ from transfer_queue.storage.messages import (
     encode_columns,
     unpack_columns,
 )
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire import dense_layout
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from transfer_queue.errors import ConfigError
 from transfer_queue.protocol import Failed, pack_indexes
 from transfer_queue.storage.messages import (
+    PAGE_NBYTES,
     Columns,
     Commit,
     Delete,
@@ -31,7 +32,7 @@ from transfer_queue.storage.messages import (
     unpack_columns,
 )
 from transfer_queue.storage.pack import encode_rows
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.storage.wire import WireColumn, dense_layout

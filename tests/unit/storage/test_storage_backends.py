@@ -15,7 +15,7 @@ from tensordict import TensorDict
 import transfer_queue.storage as storage
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage import backends
-from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.modes import run_blocking
 from transfer_queue.transport.session import Session
@@ -88,7 +88,7 @@ def test_a_class_that_is_no_manager_can_not_be_registered():
         backends.register("Bad")(dict)
 
 
-@pytest.mark.parametrize("module", ["transfer_queue.storage.unit.unit", "transfer_queue.storage.shm.manager"])
+@pytest.mark.parametrize("module", ["transfer_queue.storage.unit.unit", "transfer_queue.storage.shm.shared_memory"])
 def test_servers_import_neither_torch_nor_tensordict(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'tensordict', 'ray', 'lightning') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

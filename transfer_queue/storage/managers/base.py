@@ -10,7 +10,7 @@ from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNo
 from transfer_queue.storage.backends import StorageManagerFactory
 from transfer_queue.storage.base import HasRows, Places, StorageManager
 from transfer_queue.storage.clients.base import StorageClientFactory
-from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.wire import IntArray
 from transfer_queue.transport.modes import off_loop
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.messages import PAGE_NBYTES
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.wire import ByteArray, IntArray, Positions, WireColumn
 
 SPILL_STEP_NBYTES = 512 * 1024

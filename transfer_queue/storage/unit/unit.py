@@ -23,6 +23,8 @@ from transfer_queue.errors import (
 )
 from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, unpack_indexes
 from transfer_queue.storage.messages import (
+    INLINE_NBYTES,
+    PAGE_NBYTES,
     Abort,
     AskHeld,
     AskUnitStats,
@@ -42,23 +44,18 @@ from transfer_queue.storage.messages import (
     Written,
     answer_in_frames,
     answer_in_place,
+    least_in_arena,
     unpack_columns,
+    whole_pages,
 )
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.block_store import BlockStore
 from transfer_queue.storage.unit.session_memory import Leases, Uncommitted, UncommittedWrite
 from transfer_queue.storage.unit.spill import SpillFile, Warming
 from transfer_queue.storage.wire import ByteArray, IntArray, heap
 from transfer_queue.utils.wait_queue import WaitQueue
 
-INLINE_NBYTES = 64 * 1024
-"""Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
 _QUARANTINE_S = 60.0
-
-
-def least_in_arena(inline_nbytes: int) -> int:
-    """Smaller blocks stay outside the arena, which allocates whole pages only."""
-    return max(1, inline_nbytes // 4)
 
 
 class UnitReply(NamedTuple):

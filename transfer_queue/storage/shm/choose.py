@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage units of a queue as its controller lists them, and this client's connections to them."""
+"""The storage units of a queue, as its controller lists them to the client, and in which order to choose among them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transfer_queue.errors import UnitLostError
 from transfer_queue.protocol import ListUnits, UnitInfo, Units
-from transfer_queue.storage.shm.unit_client import UnitConnection
+from transfer_queue.storage.shm.connect import UnitConnection
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.machine import host_id
@@ -33,15 +33,19 @@ class UnitDirectory:
             self._connections[0] = UnitConnection(peers[0], shared)
 
     @property
-    def front(self) -> UnitConnection | None:
-        """The unit in the controller's process."""
-        own = self._connections.get(0)
-        return own if own is not None and own.peer.address == self._session.controller.address else None
+    def own(self) -> UnitConnection:
+        """The unit in the controller's process; only if there is one."""
+        return self._connections[0]
+
+    @property
+    def is_in_front(self) -> bool:
+        """Whether a unit shares the controller's process. That never changes."""
+        return 0 in self._connections and self.own.peer.address == self._session.controller.address
 
     @property
     def is_fixed(self) -> bool:
         """Whether the only unit is one of its own, so no controller lists any."""
-        return 0 in self._connections and self.front is None and not self._infos
+        return 0 in self._connections and not self._infos and not self.is_in_front
 
     async def connection(self, number: int) -> UnitConnection:
         """Raises UnitLostError for a unit that has ended."""

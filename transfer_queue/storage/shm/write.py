@@ -1,26 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to storage units: which unit takes which rows, and where a write goes if a unit is full or gone."""
+"""Writes to storage units, in the client: which unit takes which rows, and what happens if one is full or gone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, TransferQueueError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
-from transfer_queue.storage.copying import AT_ONCE, Copies
-from transfer_queue.storage.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
-from transfer_queue.storage.shm.unit_client import MemoryColumns, UnitWrite, decide_paths
-from transfer_queue.storage.shm.unit_directory import UnitDirectory
-from transfer_queue.storage.wire import IntArray
+from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
+from transfer_queue.storage.messages import (
+    Abort,
+    Columns,
+    Lease,
+    Leased,
+    Packer,
+    Release,
+    Write,
+    Written,
+    decode_answer,
+    least_in_arena,
+    whole_pages,
+)
+from transfer_queue.storage.shm.choose import UnitDirectory
+from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
+from transfer_queue.storage.wire import IntArray, cut
 from transfer_queue.transport.session import Session
 
+if TYPE_CHECKING:
+    from transfer_queue.storage.pack import Column
+
+MemoryColumns: TypeAlias = Mapping[str, "Column"]
 _SHARE_OF_UNIT = 2
 """A larger part of a unit (one half) is not taken by one put, if other units are there."""
 _PATIENCE_S = 10.0
 """How long a put waits for room at one unit before it looks at the others again."""
+
+
+class UnitWrite:
+    """One unit's share of a write. Call ``lease`` first, unless it returns None; then ``packed``, which copies."""
+
+    def __init__(self, connection: UnitConnection, rows: slice, columns: MemoryColumns, inline_nbytes: int) -> None:
+        """``rows``: those of the write that belong to this unit."""
+        self.connection = connection
+        self._rows = rows
+        self._count = rows.stop - rows.start
+        self._columns = columns
+        self._arena = connection.arena
+        self._sizes = self._sizes_in_arena(inline_nbytes)
+        self._offset = -1
+        self.lease_call = 0
+        """The call that leases memory for it; 0: none."""
+
+    def _sizes_in_arena(self, inline_nbytes: int) -> dict[str, int]:
+        """Bytes of the fields that go to the arena; none if frames are cheaper, or without an arena."""
+        sizes = {name: column.nbytes_of(self._rows) for name, column in self._columns.items()}
+        if sum(sizes.values()) <= inline_nbytes or self._arena is None:
+            return {}
+        least = least_in_arena(inline_nbytes)
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
+
+    def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
+        """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
+        total = sum(map(whole_pages, self._sizes.values()))
+        if not total:
+            return None
+        self.lease_call = call
+        return Lease(call, total, replaced, list(self._columns) if replaced else [], wait_s)
+
+    def leased(self, offset: int) -> None:
+        """Take the unit's answer; -1: no address range is left."""
+        self._offset = offset
+        if offset < 0:
+            self.lease_call = 0
+
+    def packed(self, copy: Copy) -> tuple[Columns, list[Any]]:
+        """Return the message's columns and frames. Arena values are there once ``copy`` is finished."""
+        packer, offset = Packer(), self._offset
+        for name, column in self._columns.items():
+            nbytes = self._sizes.get(name)
+            if nbytes is not None and self.lease_call and self._arena is not None:
+                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, self._count, copy)
+                packer.add_at(name, slice(0, self._count), stored, offset)
+                offset += whole_pages(nbytes)
+                continue
+            for where, rows in cut(column.wire_column(), self._rows):
+                packer.add(name, where, rows)
+        return Columns(packer.headers, packer.tables, self.lease_call), packer.frames
 
 
 class UnitWriter:
@@ -92,7 +160,7 @@ class UnitWriter:
         unit = await self._units.connection(number)
         await decide_paths([unit])
         own = pack_indexes(indexes[rows])
-        write = UnitWrite(unit, rows, rows.stop - rows.start, columns, self._inline_nbytes)
+        write = UnitWrite(unit, rows, columns, self._inline_nbytes)
         try:
             await self.lease(self._session.number(), write, own, wait_s)
             to_store, frames = self.packed(write)
