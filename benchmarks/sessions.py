@@ -118,7 +118,7 @@ class Ranks:
 
     async def ask(self, rank: int, verb: Any, *args: Any, **kwargs: Any) -> Any:
         request = verb(next(self._calls), *args, **kwargs)
-        call = Call(self.peer, p.encode_request(request, self._received.pop(rank, [])))
+        call = Call(self.peer, p.encode_request(request, self._received.pop(rank, [])), number=request.id)
         (raw,) = await self.callers[rank].call_many([call], DEADLINE_S)
         reply = p.decode_reply(raw.header)
         assert not isinstance(reply, p.Failed), reply

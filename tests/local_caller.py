@@ -30,7 +30,6 @@ class LocalCaller:
         self._handlers = handlers
         self._client_id = client_id
         self._route = next(_routes).to_bytes(8, "little")
-        self._request_ids = itertools.count(NOBODY_WAITS + 1)
         self._waiting: dict[int, concurrent.futures.Future[RawReply]] = {}
         self._known: dict[str, Handler] = {}
         _callers[self._route] = self
@@ -73,10 +72,9 @@ class LocalCaller:
                 _deliver(self._known.popitem()[1].client_gone(self._client_id, time.monotonic()))
 
     def _send(self, call: Call, asked: dict[int, Call]) -> concurrent.futures.Future[RawReply]:
-        number = next(self._request_ids)
-        future = self._waiting[number] = concurrent.futures.Future()
-        asked[number] = call
-        self._hand_over(call.peer, number, call.header, call.frames)
+        future = self._waiting[call.number] = concurrent.futures.Future()
+        asked[call.number] = call
+        self._hand_over(call.peer, call.number, call.header, call.frames)
         return future
 
     def _post(self, call: Call, header: bytes) -> None:
@@ -103,7 +101,7 @@ class LocalCaller:
                 _deliver(handler.expire(time.monotonic()))
 
     def _take(self, outgoing: Outgoing) -> None:
-        future = self._waiting.pop(outgoing.envelope.request_id, None)
+        future = self._waiting.pop(outgoing.envelope.number, None)
         if future is not None:
             future.set_result(RawReply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, make_caller, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, held, make_caller, numbered, served_by_process, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
@@ -70,9 +70,9 @@ def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, kind, caller, 
     handler = Doorbell()
 
     def slowly(peer: Peer) -> Iterator[Call]:
-        yield Call(peer, b"first")
+        yield numbered(peer, b"first")
         assert handler.rung.wait(JOIN_S)
-        yield Call(peer, b"second")
+        yield numbered(peer, b"second")
 
     with served_by_thread(tmp_path, handler, kind) as (peer, _):
         assert headers(drive(caller.call_many(slowly(peer), 10.0))) == [b"first", b"second"]
@@ -95,7 +95,7 @@ def test_a_call_that_cannot_be_made_is_told_and_the_ones_before_it_leave_nothing
     caller = make()
 
     def broken() -> Iterator[Call]:
-        yield Call(peer, b"echo")
+        yield numbered(peer, b"echo")
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
@@ -357,7 +357,7 @@ def test_after_closing_every_call_fails_and_closing_again_is_harmless(peer, driv
 @DRIVES
 def test_an_address_that_is_none_says_so(caller, drive):
     with pytest.raises(QueueUnreachableError, match="can't connect to desk at 'nowhere'"):
-        drive(caller.call_many([Call(Peer("desk", "nowhere"), b"echo")], 10.0))
+        drive(caller.call_many([numbered(Peer("desk", "nowhere"), b"echo")], 10.0))
 
 
 # ---- sockets: forks and strangers ----

@@ -120,9 +120,9 @@ def stranger(conf: Any) -> socket.socket:
     return bare
 
 
-def framed(header: bytes, request_id: int = NOBODY_WAITS) -> bytes:
+def framed(header: bytes, number: int = NOBODY_WAITS) -> bytes:
     """A message as it travels."""
-    return b"".join(encode(request_id, header))
+    return b"".join(encode(number, header))
 
 
 def received_replies(bare: socket.socket, count: int) -> list[Message]:

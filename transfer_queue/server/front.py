@@ -118,7 +118,7 @@ class Front:
             call.envelope = envelope
             return []
         call = _Call(envelope, request, now)
-        if envelope.request_id:
+        if envelope.number:
             self._calls[client, request.id] = call
         outgoing = self._finish(
             self._guarded(client, request.id, lambda: self._start(client, call, request, frames, now)), now

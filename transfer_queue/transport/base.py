@@ -11,7 +11,7 @@ Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a NumPy array."""
 
 NOBODY_WAITS = 0
-"""The request id of a message that expects no answer: from ``post``, or a cancel."""
+"""The number of a message that expects no answer: from ``post``, or a cancel."""
 
 HEARTBEAT_S = 2.0
 """Between hosts: the longest interval between messages, in each direction of a connection."""
@@ -32,6 +32,7 @@ class Peer:
 class Call:
     """One request to one peer: a short encoded header, and the values' buffers.
 
+    ``number`` is its own among all calls of the caller; the answer comes with it.
     ``cancel`` is the header of the message that cancels the call. It is sent on the same connection, after the call, if
     the call fails or is cancelled. Empty: only stop waiting for the answer.
     """
@@ -40,6 +41,7 @@ class Call:
     header: bytes
     frames: Sequence[Buffer] = ()
     cancel: bytes = b""
+    number: int = NOBODY_WAITS
 
 
 class RawReply(NamedTuple):
@@ -50,14 +52,14 @@ class RawReply(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """The client that sent a request, and the route of the answer. ``request_id`` is ``NOBODY_WAITS`` if none is
-    expected.
+    """The client that sent a request, and the route of the answer. ``number``: of the call; ``NOBODY_WAITS`` if
+    no answer is expected.
 
     The name is the one that the client's connection gave when it was opened.
     """
 
     client: str
-    request_id: int
+    number: int
     route: Any
 
 

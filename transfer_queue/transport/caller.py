@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -58,7 +57,6 @@ class SocketCaller:
         self._server_key = server_key
         self._heartbeat_s = heartbeat_s
         self._lease_s = lease_s
-        self._ids = itertools.count(NOBODY_WAITS + 1)
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -209,20 +207,20 @@ class SocketCaller:
         try:
             wake = self._add_waiter(waiter)
             for call in calls:
-                request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
-                sent[request_id] = _SentCall(connection, call)
-                connection.send(request_id, call.header, call.frames)
+                connection = self._borrow(call.peer, borrowed)
+                sent[call.number] = _SentCall(connection, call)
+                connection.send(call.number, call.header, call.frames)
             await pause()
             deadline = time.monotonic() + timeout_s
-            while late := [each.connection for request_id, each in sent.items() if request_id not in replies]:
+            while late := [each.connection for number, each in sent.items() if number not in replies]:
                 waiting = set(late)
                 arrived = wait_for_some(waiting, wake, deadline)
-                for request_id, header, frames in arrived:
-                    if request_id in sent:
-                        replies[request_id] = RawReply(header, frames)
+                for number, header, frames in arrived:
+                    if number in sent:
+                        replies[number] = RawReply(header, frames)
                 if not arrived and time.monotonic() >= deadline:
                     raise silent(late[0].peer, timeout_s)
-            return [replies[request_id] for request_id in sent]
+            return [replies[number] for number in sent]
         except BaseException:
             for connection, call in sent.values():
                 revoke(connection, call.cancel)
@@ -235,25 +233,25 @@ class SocketCaller:
 
     async def _call_on_loop(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
         loop = asyncio.get_running_loop()
-        sent: list[tuple[LoopConnection, int, Peer]] = []
+        sent: list[tuple[LoopConnection, Call]] = []
         futures: list[asyncio.Future[RawReply]] = []
         try:
             for call in calls:
-                connection, request_id = self._loop_connection(call.peer, loop), next(self._ids)
-                sent.append((connection, request_id, call.peer))
-                futures.append(connection.send(request_id, call))
+                connection = self._loop_connection(call.peer, loop)
+                sent.append((connection, call))
+                futures.append(connection.send(call))
             if futures:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             replies = [future.result() for future in futures if future.done()]  # raises the error of a failed one
             if len(replies) < len(futures):
-                late = (peer for (*_, peer), future in zip(sent, futures, strict=True) if not future.done())
+                late = (call.peer for (_, call), future in zip(sent, futures, strict=True) if not future.done())
                 raise silent(next(late), timeout_s)
         except BaseException:
-            for connection, request_id, _ in sent:
-                connection.cancel(request_id)
+            for connection, call in sent:
+                connection.cancel(call)
             raise
-        for connection, request_id, _ in sent:
-            connection.done(request_id)
+        for connection, call in sent:
+            connection.done(call)
         return replies
 
     def _loop_connection(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:

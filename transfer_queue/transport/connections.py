@@ -76,7 +76,7 @@ class Connection(Protocol):
         """Something waits for ``flush``."""
         ...
 
-    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+    def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         """Raises QueueUnreachableError if the peer has ended."""
         ...
 
@@ -165,13 +165,13 @@ class LoopConnection:
     def broken(self) -> bool:
         return self._connection.broken
 
-    def send(self, request_id: int, call: Call) -> asyncio.Future[RawReply]:
+    def send(self, call: Call) -> asyncio.Future[RawReply]:
         """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""
         if not self._asked:
             self.loop.add_reader(self._connection.descriptor, self._receive)
         future = self.loop.create_future()
-        self._asked[request_id] = _WaitingCall(future, call.cancel)
-        self._try(lambda: self._connection.send(request_id, call.header, call.frames))
+        self._asked[call.number] = _WaitingCall(future, call.cancel)
+        self._try(lambda: self._connection.send(call.number, call.header, call.frames))
         return future
 
     def post(self, call: Call) -> None:
@@ -182,9 +182,9 @@ class LoopConnection:
         finally:
             self._write()
 
-    def done(self, request_id: int) -> None:
+    def done(self, call: Call) -> None:
         """Stop waiting for the reply."""
-        asked = self._asked.pop(request_id, None)
+        asked = self._asked.pop(call.number, None)
         if asked is None:
             return
         if asked.future.done() and not asked.future.cancelled():
@@ -192,13 +192,12 @@ class LoopConnection:
         if not self._asked and not self._closed:
             self.loop.remove_reader(self._connection.descriptor)
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, call: Call) -> None:
         """The call has failed: send its cancel after it, and stop waiting for its reply."""
-        asked = self._asked.get(request_id)
-        if asked is not None and not self._closed:
-            revoke(self._connection, asked.cancel)
+        if call.number in self._asked and not self._closed:
+            revoke(self._connection, call.cancel)
             self._write()
-        self.done(request_id)
+        self.done(call)
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
@@ -222,8 +221,8 @@ class LoopConnection:
             self._try(self._take)
 
     def _take(self) -> None:
-        for request_id, header, frames in self._connection.receive():
-            asked = self._asked.get(request_id)
+        for number, header, frames in self._connection.receive():
+            asked = self._asked.get(number)
             if asked is not None and not asked.future.done():
                 asked.future.set_result(RawReply(header, frames))
 

@@ -88,7 +88,7 @@ class Session:
         """
         told = {peer.address: self._to_tell(peer) for peer, _, _ in asks}
         calls = [
-            Call(peer, p.encode_request(request, *told[peer.address]), frames, self._cancel_of(request))
+            Call(peer, p.encode_request(request, *told[peer.address]), frames, self._cancel_of(request), request.id)
             for peer, request, frames in asks
         ]
         replies = await self.caller.call_many(calls, timeout_s)

@@ -62,10 +62,10 @@ class TcpConnection:
         self._closing = threading.Lock()
         self.descriptor = self._readable.at(0)
 
-    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+    def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         if self._link.error is not None:
             raise self._broken(self._link.error)
-        number = request_id and self._number << _ID_BITS | request_id
+        number = number and self._number << _ID_BITS | number
         if sum(memoryview(frame).nbytes for frame in frames) <= AT_ONCE_NBYTES:
             self._link.outbox.extend(list(pack(number, header, frames)))  # one step: the parts stay together
         else:
@@ -194,9 +194,9 @@ class _Link:
             self.fail(f"{self.peer.name} at {self.peer.address} sent {error}")
             return
         for message in messages:
-            connection = self.connections.get(message.request_id >> _ID_BITS)
+            connection = self.connections.get(message.number >> _ID_BITS)
             if connection is not None:
-                connection.deliver(message._replace(request_id=message.request_id & _ID_MASK))
+                connection.deliver(message._replace(number=message.number & _ID_MASK))
 
     def _handle_event(self, event: int) -> None:
         if event == zmq.EVENT_CLOSED:

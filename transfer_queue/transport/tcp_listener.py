@@ -37,9 +37,9 @@ class TcpRoute:
         self._is_leaving = False
 
     def send(self, answer: Outgoing) -> None:
-        if answer.envelope.request_id != NOBODY_WAITS and not self._is_leaving:
+        if answer.envelope.number != NOBODY_WAITS and not self._is_leaving:
             # Stored values never change, and their memory is not reused while ZMQ refers to it.
-            for message in pack(answer.envelope.request_id, answer.header, answer.frames, copy=False):
+            for message in pack(answer.envelope.number, answer.header, answer.frames, copy=False):
                 self._listener.send(self.address, message)
 
     def disconnect(self) -> None:
@@ -127,8 +127,8 @@ class TcpListener:
         except FramingError:  # it never was a client
             self._end(route)
             return
-        for request_id, header, frames in messages:
-            self._server.deliver(Envelope(route.client, request_id, route), header, frames)
+        for number, header, frames in messages:
+            self._server.deliver(Envelope(route.client, number, route), header, frames)
 
     def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:

@@ -61,8 +61,8 @@ class UnixConnection:
     def unsent(self) -> bool:
         return bool(self._outbound)
 
-    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
-        parts = encode(request_id, header, frames)
+    def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+        parts = encode(number, header, frames)
         if self._greeting:
             parts = [*self._greeting, *parts]
         try:
@@ -129,17 +129,17 @@ class UnixRoute:
 
     def _take(self, messages: list[Message]) -> None:
         server = self._listener.server
-        for request_id, header, frames in messages:
+        for number, header, frames in messages:
             if self._client is None:
                 self._client = header.decode(errors="replace")
                 server.joined(self._client, self)
             else:
-                server.deliver(Envelope(self._client, request_id, self), header, frames)
+                server.deliver(Envelope(self._client, number, self), header, frames)
 
     def send(self, answer: Outgoing) -> None:
-        if answer.envelope.request_id == NOBODY_WAITS or self._socket.fileno() < 0:
+        if answer.envelope.number == NOBODY_WAITS or self._socket.fileno() < 0:
             return
-        parts = encode(answer.envelope.request_id, answer.header, answer.frames)
+        parts = encode(answer.envelope.number, answer.header, answer.frames)
         try:
             self._outbound.send(self._socket, parts)
         except OSError:  # the client has closed its end; what it sent before is still read

@@ -68,7 +68,6 @@ class Client:
     def __init__(self, front: Front, name: str) -> None:
         self.front, self.name = front, name
         self._numbers = itertools.count(1)
-        self._request_ids = itertools.count(NOBODY_WAITS + 1)
 
     def number(self) -> int:
         return next(self._numbers)
@@ -77,11 +76,11 @@ class Client:
         self, request: p.Request, frames: Sequence[Any] = (), received: Sequence[int] = (), now: float = 0.0
     ) -> list[Got]:
         """All answers that this brings about, its own first."""
-        answers = self.send_raw(p.encode_request(request, received), frames, now)
+        answers = self.send_raw(p.encode_request(request, received), frames, now, request.id)
         return sorted(answers, key=lambda answer: (answer.client, answer.reply.id) != (self.name, request.id))
 
-    def send_raw(self, header: bytes, frames: Sequence[Any] = (), now: float = 0.0) -> list[Got]:
-        envelope = Envelope(self.name, next(self._request_ids), "route")
+    def send_raw(self, header: bytes, frames: Sequence[Any] = (), now: float = 0.0, number: int = 1) -> list[Got]:
+        envelope = Envelope(self.name, number, "route")
         views = [memoryview(frame).cast("B") for frame in frames]
         return got(self.front.handle(envelope, header, views, now))
 

@@ -8,9 +8,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.contract.transport_kit import numbered
 from tests.local_caller import LocalCaller
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.base import Outgoing, Peer
 from transfer_queue.transport.modes import run_blocking
 
 SHELF = Peer("shelf", "local://shelf")
@@ -49,7 +50,7 @@ class Shelf:
 
 
 def ask(caller: LocalCaller, *headers: bytes, frames=(), timeout_s: float = 5.0) -> list[bytes]:
-    calls = [Call(SHELF, header, frames) for header in headers]
+    calls = [numbered(SHELF, header, frames) for header in headers]
     return [reply.header for reply in run_blocking(caller.call_many(calls, timeout_s))]
 
 
@@ -58,7 +59,7 @@ def test_the_other_side_has_memory_of_its_own_and_answers_are_read_only():
     caller = LocalCaller({"shelf": shelf}, "me")
     assert ask(caller, b"put", frames=[source]) == [b"done"]
     source += 1
-    ((_, (view,)),) = run_blocking(caller.call_many([Call(SHELF, b"get")], 1.0))
+    ((_, (view,)),) = run_blocking(caller.call_many([numbered(SHELF, b"get")], 1.0))
     assert (bytes(view), view.readonly) == (bytes(32), True)
 
 
@@ -67,9 +68,9 @@ def test_a_parked_call_is_answered_by_another_callers_request():
     one, other = LocalCaller(handlers, "one"), LocalCaller(handlers, "other")
 
     async def story():
-        waiting = asyncio.ensure_future(one.call_many([Call(SHELF, b"wait")], 5.0))
+        waiting = asyncio.ensure_future(one.call_many([numbered(SHELF, b"wait")], 5.0))
         await asyncio.sleep(0)
-        await other.call_many([Call(SHELF, b"wake")], 5.0)
+        await other.call_many([numbered(SHELF, b"wake")], 5.0)
         return await waiting
 
     assert [reply.header for reply in asyncio.run(story())] == [b"woken"]
@@ -82,7 +83,7 @@ def test_answers_come_in_the_order_of_the_calls():
 @pytest.mark.parametrize("drive", [asyncio.run, run_blocking])
 def test_a_parked_call_is_answered_at_the_handlers_deadline(drive):
     caller = LocalCaller({"shelf": Shelf()}, "me")
-    assert [reply.header for reply in drive(caller.call_many([Call(SHELF, b"wait")], 5.0))] == [b"late"]
+    assert [reply.header for reply in drive(caller.call_many([numbered(SHELF, b"wait")], 5.0))] == [b"late"]
 
 
 def test_a_call_without_an_answer_in_time_and_an_unknown_peer_are_unreachable():
@@ -93,7 +94,7 @@ def test_a_call_without_an_answer_in_time_and_an_unknown_peer_are_unreachable():
     with pytest.raises(QueueUnreachableError, match="1 of 2 calls had no answer in"):
         ask(caller, b"get", b"wait", timeout_s=0.01)
     with pytest.raises(QueueUnreachableError, match="can't connect to 'nobody' at 'local://x': no such peer"):
-        run_blocking(caller.call_many([Call(Peer("nobody", "local://x"), b"")], 1.0))
+        run_blocking(caller.call_many([numbered(Peer("nobody", "local://x"), b"")], 1.0))
 
 
 def test_a_handler_that_was_called_is_told_when_the_caller_closes():
@@ -101,8 +102,8 @@ def test_a_handler_that_was_called_is_told_when_the_caller_closes():
     caller, other = LocalCaller({"shelf": shelf}, "me"), LocalCaller({"shelf": shelf}, "other")
 
     async def story():
-        await caller.call_many([Call(SHELF, b"get")], 5.0)
-        waiting = asyncio.ensure_future(other.call_many([Call(SHELF, b"wait")], 5.0))
+        await caller.call_many([numbered(SHELF, b"get")], 5.0)
+        waiting = asyncio.ensure_future(other.call_many([numbered(SHELF, b"wait")], 5.0))
         await asyncio.sleep(0)
         caller.close()
         return await waiting
