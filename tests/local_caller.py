@@ -15,7 +15,7 @@ import numpy as np
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Envelope, Handler, Outgoing, Peer, RawReply
-from transfer_queue.transport.modes import is_blocking, pause
+from transfer_queue.transport.blocking import is_blocking, pause
 
 # Another caller's request may produce an answer, so callers find each other by the route in the envelope.
 _callers: weakref.WeakValueDictionary[bytes, LocalCaller] = weakref.WeakValueDictionary()

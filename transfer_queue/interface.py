@@ -17,7 +17,7 @@ from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.storage.shm.choose import reachable
-from transfer_queue.transport.modes import blocking, run_blocking
+from transfer_queue.transport.blocking import blocking, run_blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from transfer_queue.storage.messages import INLINE_NBYTES, UnitStats
 from transfer_queue.storage.unit.lend import host_unit
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Handler, Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session
 

@@ -26,9 +26,9 @@ from transport_kit import JOIN_S, Desk, calls, held, numbered, served_by_process
 from transfer_queue.errors import LaunchError, QueueUnreachableError
 from transfer_queue.launch.local import short_directory
 from transfer_queue.transport.base import Peer
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import Inbound, encode
-from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.transport.server import SocketServer
 
 MIB = 1 << 20
@@ -357,7 +357,7 @@ def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_sock
         code = (
             "from transfer_queue.transport.base import Call, Peer\n"
             "from transfer_queue.transport.caller import SocketCaller\n"
-            "from transfer_queue.transport.modes import PendingCall, run_blocking\n"
+            "from transfer_queue.transport.blocking import PendingCall, run_blocking\n"
             "caller = SocketCaller('unclosed')\n"
             f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo', number=1)], 10.0)))\n"
         )

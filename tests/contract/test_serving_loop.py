@@ -16,9 +16,10 @@ import pytest
 from transport_kit import JOIN_S, Desk, calls, held, numbered, until
 
 from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
-from transfer_queue.transport.server import ServingLoop, SocketServer
+from transfer_queue.transport.loop import ServingLoop
+from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.machine import pid_namespace
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

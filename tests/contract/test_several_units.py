@@ -17,7 +17,7 @@ from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages, read, 
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
 from transfer_queue.storage.shm import write as writes
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
     "frames": lambda path: SmallQueue(None, 0),

@@ -25,7 +25,7 @@ from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.shm.write import UnitWrite
 from transfer_queue.storage.unit.lend import host_unit
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session
 

@@ -14,8 +14,8 @@ from transport_kit import JOIN_S, Desk, make_caller, numbered, served_by_thread,
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Call, Peer
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import PendingCall, run_blocking
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 

@@ -19,8 +19,8 @@ from transport_kit import JOIN_S, Desk, calls, held, make_caller, numbered, serv
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
 
 AT_ONCE_S = 2.0
 """Far below every timeout of these tests; generous for a loaded machine."""

@@ -15,12 +15,12 @@ from transport_kit import Desk, calls, numbered, served_by_thread
 
 import transfer_queue.transport
 from transfer_queue.transport.base import Peer
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
 
 FILES = {
     str(Path(transfer_queue.transport.__file__).parent / name)
-    for name in ("caller.py", "framing.py", "unix.py", "waiting.py")
+    for name in ("caller.py", "framing.py", "unix.py", "spin.py")
 }
 
 pytestmark = [

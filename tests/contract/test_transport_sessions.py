@@ -17,8 +17,8 @@ from transport_kit import JOIN_S, Desk, calls, make_caller, numbered, served_by_
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Outgoing, Peer
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.framing import encode
-from transfer_queue.transport.modes import PendingCall, run_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -33,10 +33,10 @@ from transport_kit import (
 )
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.base import Peer
+from transfer_queue.transport.base import Liveness, Peer
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import encode
-from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.tcp_wire import (
     BEAT,
@@ -52,7 +52,7 @@ from transfer_queue.transport.tcp_wire import (
 )
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
-SHORT = {"heartbeat_s": 0.02, "lease_s": 0.2}
+SHORT = {"liveness": Liveness(heartbeat_s=0.02, lease_s=0.2)}
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -274,7 +274,7 @@ def test_on_one_host_nothing_of_zmq_is_loaded(tmp_path):
 import sys, threading
 from transfer_queue.transport.base import Call, Outgoing, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 class Echo:
     def handle(self, envelope, header, frames, now): return [Outgoing(envelope, header)]
@@ -300,7 +300,7 @@ def test_a_client_that_waits_for_longer_than_its_lease_is_not_gone(tmp_path):
         pending = PendingCall(caller.call_many(calls(peer, b"park"), 10.0))
         until(lambda: len(served.parked) == 1)
         with pytest.raises(QueueUnreachableError, match="did not answer"):
-            echo(other, peer, b"never", 3 * SHORT["lease_s"])
+            echo(other, peer, b"never", 3 * SHORT["liveness"].lease_s)
         assert (server.clients(), served.gone) == ({"waits": 1, "other": 1}, [])
         echo(other, peer, b"free")
         assert [reply.header for reply in pending.finish()] == [b"park"]
@@ -308,7 +308,7 @@ def test_a_client_that_waits_for_longer_than_its_lease_is_not_gone(tmp_path):
         other.close()
 
 
-LONGER = {"heartbeat_s": 0.05, "lease_s": 1.0}
+LONGER = {"liveness": Liveness(heartbeat_s=0.05, lease_s=1.0)}
 HALF_A_LEASE = 10
 
 
@@ -393,7 +393,7 @@ def parked_process(peer: Peer) -> Iterator[tuple[Any, Any]]:
 
 def test_a_killed_client_is_gone_with_the_next_heartbeat_long_before_its_lease_has_ended(tmp_path):
     served = Desk()
-    never = {**SHORT, "lease_s": 1e6}
+    never = {"liveness": SHORT["liveness"]._replace(lease_s=1e6)}
     with served_by_thread(tmp_path, served, "tcp", **never) as (peer, server), parked_process(peer) as (process, _):
         assert server.clients() == {"mortal": 1}
         process.kill()
@@ -447,7 +447,7 @@ def test_a_process_that_ends_without_closing_says_goodbye_and_nothing_else(tmp_p
         code = (
             "from transfer_queue.transport.base import Call, Peer\n"
             "from transfer_queue.transport.caller import SocketCaller\n"
-            "from transfer_queue.transport.modes import run_blocking\n"
+            "from transfer_queue.transport.blocking import run_blocking\n"
             f"caller = SocketCaller('unclosed', {KEYS.public!r})\n"
             f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo', number=1)], 10.0)))\n"
         )

@@ -24,7 +24,7 @@ from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.lend import host_unit
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.machine import host_id

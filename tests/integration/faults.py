@@ -18,8 +18,8 @@ import torch
 import transfer_queue as tq
 from transfer_queue.interface import connect
 from transfer_queue.transport.base import NOBODY_WAITS
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.framing import Inbound, Message, encode
-from transfer_queue.transport.modes import run_blocking
 
 SLOW = float(os.environ.get("TQ_TEST_SLOW", "1"))
 """Deadlines are multiplied by it; a busy machine needs 4 or so."""

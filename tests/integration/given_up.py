@@ -26,7 +26,7 @@ from tests.integration.faults import (
 )
 from transfer_queue.client.get import fetch_request
 from transfer_queue.interface import connect
-from transfer_queue.transport.modes import is_blocking, run_blocking
+from transfer_queue.transport.blocking import is_blocking, run_blocking
 
 CAPACITY = 16
 BEFORE = 4

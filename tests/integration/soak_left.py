@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.own_processes import own_processes
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 
 def units(client: Any) -> list[Any]:

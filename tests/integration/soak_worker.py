@@ -24,7 +24,7 @@ from tests.integration import soak_values as values
 from tests.integration.soak_state import Share
 from tests.integration.soak_work import Actor
 from tests.own_processes import SLOW
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 NUM_THREADS, NUM_TASKS = 2, 2
 HANG_S = 40.0 * SLOW

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue.storage.copying import Copies
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 ROWS, WIDTH = 2048, 256  # 2 MiB of int32
 

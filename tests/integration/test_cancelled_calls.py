@@ -17,7 +17,7 @@ from tests.integration.calls import fetch_of
 from tests.integration.noticing import until
 from transfer_queue import protocol as p
 from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 
 @pytest.fixture

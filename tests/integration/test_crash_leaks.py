@@ -19,7 +19,7 @@ from tests.integration.calls import before, die
 from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue import protocol as p
 from transfer_queue.storage.messages import Commit, Write
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 # A process each: there a put and a clear have several steps, and a client may end between any two of them.
 CONF = {

@@ -20,7 +20,7 @@ from plain_rows import rows
 import transfer_queue as tq
 from tests.integration.noticing import until, until_parked
 from transfer_queue import protocol as p
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 CONF = {"controller": {"producer_grace_s": 0.2}}
 WAIT_S = 20.0

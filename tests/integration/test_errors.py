@@ -11,7 +11,7 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 from transfer_queue import protocol as p
 from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 # ---- bad requests ----
 

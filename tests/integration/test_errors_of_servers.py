@@ -19,7 +19,7 @@ import transfer_queue as tq
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
 from transfer_queue.errors import UnitLostError
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 JOIN_S = 20.0 * SLOW
 

@@ -14,7 +14,7 @@ import torch
 
 import transfer_queue as tq
 from tests.integration.noticing import until
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.blocking import is_blocking
 
 ROWS = 16
 LONGEST_S = 1e-3

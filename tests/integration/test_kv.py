@@ -11,7 +11,7 @@ from plain_rows import rows
 from tensordict import NonTensorStack
 
 import transfer_queue as tq
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 
 def stored_values() -> int:

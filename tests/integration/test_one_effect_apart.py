@@ -15,7 +15,7 @@ import transfer_queue as tq
 from tests.integration import given_up
 from tests.integration.faults import SERVED_S, client_of, comes_true, impatient_client, server_pids
 from tests.integration.given_up import CAPACITY, VERBS, WAYS, nothing_occupied
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 CONF = {
     "server_processes": "each",

@@ -13,7 +13,7 @@ from tensordict import NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 

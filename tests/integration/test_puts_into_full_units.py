@@ -20,7 +20,7 @@ import transfer_queue as tq
 from tests.integration.noticing import WAIT_S, ended, until
 from transfer_queue import protocol as p
 from transfer_queue.interface import connect
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 SIZES = {"inline": 60_000, "in the arena": 70_000}
 """Bytes of a row: the unit has room for one of them."""

@@ -15,7 +15,7 @@ import transfer_queue as tq
 from tests.integration.calls import fetch_of
 from tests.integration.faults import NOTICE_S, SERVED_S, client_of
 from transfer_queue.client.get import FetchedBatch
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 CONF = {"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}
 

@@ -10,7 +10,7 @@ from transfer_queue.client.get import Gets
 from transfer_queue.client.key_watch import KeyChanges, KeyWaits
 from transfer_queue.client.partitions import Partitions
 from transfer_queue.storage.backends import section_of
-from transfer_queue.transport.modes import blocking, starting
+from transfer_queue.transport.blocking import blocking, starting
 from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
 __all__ = ["AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient", "connect", "process_zmq_server_info"]

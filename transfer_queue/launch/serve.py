@@ -17,7 +17,7 @@ from transfer_queue.launch.local import keys_for, portable, short_directory, wit
 from transfer_queue.server.main import main
 from transfer_queue.storage.backends import is_of_units, path_of
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server

@@ -14,7 +14,7 @@ from transfer_queue.server.janitor import Janitor, StepwiseWrites
 from transfer_queue.storage.messages import Delete, EndSession, EndWrite
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Buffer
-from transfer_queue.transport.server import guarded
+from transfer_queue.transport.loop import guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 PER_TURN = 5_000

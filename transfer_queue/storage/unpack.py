@@ -42,7 +42,7 @@ from transfer_queue.storage.wire import (
     WireColumn,
     running_sum,
 )
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.blocking import is_blocking
 
 DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between callers, servers and transports: calls, replies, envelopes. Uses no socket."""
+"""What callers, servers and transports know of each other, in client and server: calls, replies, envelopes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ HEARTBEAT_S = 2.0
 
 LEASE_S = 15.0
 """Between hosts: how long an end of a connection may be silent before the other considers it dead."""
+
+
+class Liveness(NamedTuple):
+    """How both ends of a connection between hosts know that the other is alive."""
+
+    heartbeat_s: float = HEARTBEAT_S
+    lease_s: float = LEASE_S
+
+
+USUAL_LIVENESS = Liveness()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,22 @@ class Route(Protocol):
 
     def disconnect(self) -> None:
         """Stop sending, and close the connection soon. The server gets ``left``, but not within this call."""
+        ...
+
+
+class Arrivals(Protocol):
+    """What a listener tells its server."""
+
+    def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
+        """A request has arrived."""
+        ...
+
+    def joined(self, client: str, route: Route) -> None:
+        """A connection has named its client."""
+        ...
+
+    def left(self, client: str, route: Route) -> None:
+        """Such a connection has closed. With its last one the client is gone."""
         ...
 
 

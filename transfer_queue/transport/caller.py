@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling side over sockets: a blocked thread borrows connections, the calls of an event loop share one per peer.
+"""The client's calls over sockets: a blocked thread borrows connections, those of an event loop share one per peer.
 
 A connection that a server has seen stays open until the caller is closed, whatever happens to its calls.
 When the last one closes, the server considers the client gone, and releases everything that it holds there.
@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, NamedTuple
 
-from transfer_queue.errors import ClosedError
-from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, RawReply
+from transfer_queue.errors import ClosedError, QueueUnreachableError
+from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Call, Liveness, Peer, RawReply
+from transfer_queue.transport.blocking import is_blocking, pause
 from transfer_queue.transport.connections import Connection, Descriptors, LoopConnection, closed, gone, revoke, silent
-from transfer_queue.transport.modes import is_blocking, pause
+from transfer_queue.transport.spin import LONGEST_WAIT_S, READ, WRITE, Spin, longest_s
 from transfer_queue.transport.unix import UnixConnection
-from transfer_queue.transport.waiting import wait_for_some
 
 if TYPE_CHECKING:
+    from transfer_queue.transport.framing import Message
     from transfer_queue.transport.tcp import TcpLinks
 
 _LAST = (-1,)
@@ -43,20 +46,17 @@ class SocketCaller:
         self,
         client_id: str,
         server_key: str | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        lease_s: float = LEASE_S,
+        liveness: Liveness = USUAL_LIVENESS,
     ) -> None:
-        """The last three concern ``tcp://`` addresses only.
+        """The last two concern ``tcp://`` addresses only.
 
         Args:
             server_key: The public key of the queue's servers; None: no encryption.
-            heartbeat_s: The interval of messages that show this client is alive.
-            lease_s: How long a server may be silent before calls to it fail.
+            liveness: How often this client shows that it is alive, and how long a server may be silent.
         """
         self._client = client_id
         self._server_key = server_key
-        self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
+        self._liveness = liveness
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ class SocketCaller:
             if self._closed:
                 raise closed()
             if self._tcp is None:
-                self._tcp = TcpLinks(self._client, self._server_key, self._heartbeat_s, self._lease_s)
+                self._tcp = TcpLinks(self._client, self._server_key, self._liveness)
                 Finalize(self, self._tcp.close, exitpriority=0)  # see UnixConnection
         return self._tcp.connect(peer)
 
@@ -280,3 +280,58 @@ class SocketCaller:
             keys = [key for key, of_loop in self._loop_connections.items() if of_loop.loop.is_closed()]
             connections = [self._loop_connections.pop(key).retire() for key in keys]
         self._return(connections)
+
+
+# ---- how a blocked thread waits ----
+
+
+class _Here(threading.local):
+    """This thread's spinning state."""
+
+    def __init__(self) -> None:
+        self.spin = Spin(longest_s())
+
+
+_here = _Here()
+
+
+def wait_for_some(connections: Collection[Connection], wake: int, deadline: float) -> list[Message]:
+    """Messages that arrived; none if there may be some now, or the deadline has passed.
+
+    Raises:
+        ClosedError: ``wake`` is readable.
+        QueueUnreachableError: a peer has ended.
+    """
+    events = _poll(connections, wake, deadline)
+    arrived: list[Message] = []
+    try:
+        for connection in connections:
+            happened = events.get(connection.descriptor, 0)
+            if happened & WRITE:
+                connection.flush()
+            if happened & ~WRITE:
+                arrived += connection.receive()
+    except QueueUnreachableError:
+        _check_closed(events, wake)  # closing the client may end the queue at the same time
+        raise
+    if not arrived:
+        _check_closed(events, wake)
+    return arrived
+
+
+def _poll(connections: Collection[Connection], wake: int, deadline: float) -> dict[int, int]:
+    left = max(0.0, min(deadline - time.monotonic(), LONGEST_WAIT_S))
+    poll = select.poll()
+    poll.register(wake, READ)
+    for connection in connections:
+        poll.register(connection.descriptor, READ | WRITE if connection.unsent else READ)
+
+    def sleep() -> list[tuple[int, int]]:
+        return poll.poll(math.ceil(left * 1000))
+
+    return dict(_here.spin.wait(poll.poll, sleep, left))
+
+
+def _check_closed(events: dict[int, int], wake: int) -> None:
+    if wake in events:
+        raise closed()

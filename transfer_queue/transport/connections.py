@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a caller's connection; one shared by the calls of an event loop; and the errors without one."""
+"""The client's connections: their interface; one shared by the calls of an event loop; the errors without one."""
 
 from __future__ import annotations
 

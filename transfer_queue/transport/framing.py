@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on a byte stream. Uses only three methods of a socket.
+"""Messages on a byte stream, in client and server. Uses only three methods of a socket.
 
     head:    a mark, the header's size, the number of the call, the number of frames and their sizes
     header:  a short encoded message

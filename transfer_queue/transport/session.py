@@ -23,8 +23,8 @@ from transfer_queue import protocol as p
 from transfer_queue.config import FullConfig, typed
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
 from transfer_queue.transport.base import Buffer, Call, Peer, RawReply
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
 
 R = TypeVar("R", bound=p.Reply)
 _HELLO_TIMEOUT_S = 10.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix stream sockets of one host: a caller's connections, and a server's listener with its routes.
+"""Unix stream sockets of one host, in client and server: a caller's connections, a listener with its routes.
 
 No thread lies between the two processes. The end of a connection means that the other process has ended.
 Both ends never wait: what the kernel does not take now stays in ``Outbound`` until the socket is writable again.
@@ -19,13 +19,13 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Outgoing, Peer
+from transfer_queue.transport.base import NOBODY_WAITS, Arrivals, Buffer, Envelope, Outgoing, Peer
 from transfer_queue.transport.connections import closed_in_children, gone, no_address, unconnected
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
-from transfer_queue.transport.waiting import READ, WRITE, Readiness
+from transfer_queue.transport.spin import READ, WRITE
 
 if TYPE_CHECKING:
-    from transfer_queue.transport.server import SocketServer
+    from transfer_queue.transport.loop import Readiness
 
 SCHEME = "ipc://"
 _BUFFER_NBYTES = 1 << 20  # the kernel gives less if its limit is lower
@@ -179,7 +179,7 @@ class UnixRoute:
 class UnixListener:
     """See ``Listener``."""
 
-    def __init__(self, address: str, readiness: Readiness, server: SocketServer) -> None:
+    def __init__(self, address: str, readiness: Readiness, server: Arrivals) -> None:
         """Raises OSError: the path can't be bound. ConfigError: there is no path."""
         if not address.removeprefix(SCHEME) or not address.startswith(SCHEME):
             raise ConfigError(f"{address!r} is no address: ipc://PATH or tcp://HOST:PORT.")

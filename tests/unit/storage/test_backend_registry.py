@@ -119,7 +119,7 @@ async def _notify(manager: StorageManager, meta: Any) -> None:
 
 
 def test_backend_metadata_that_nobody_keeps_is_refused():
-    from transfer_queue.transport.modes import run_blocking
+    from transfer_queue.transport.blocking import run_blocking
 
     manager = Bare(INFO, {})
     run_blocking(_notify(manager, None))

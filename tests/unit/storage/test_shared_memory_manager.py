@@ -35,7 +35,7 @@ from transfer_queue.storage.shm.read import shares_of
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer, RawReply
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 
 CONTROLLER = Peer("controller", "local://controller")

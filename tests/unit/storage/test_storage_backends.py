@@ -17,7 +17,7 @@ from transfer_queue.errors import ConfigError
 from transfer_queue.storage import backends
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 
 UNITS = {"units": [{"name": "u0", "address": "local://u0"}]}

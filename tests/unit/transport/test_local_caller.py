@@ -12,7 +12,7 @@ from tests.contract.transport_kit import numbered
 from tests.local_caller import LocalCaller
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Outgoing, Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 SHELF = Peer("shelf", "local://shelf")
 

@@ -12,7 +12,7 @@ from transfer_queue.storage.base import HasRows, Places, StorageManager
 from transfer_queue.storage.clients.base import StorageClientFactory
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.wire import IntArray
-from transfer_queue.transport.modes import off_loop
+from transfer_queue.transport.blocking import off_loop
 
 if TYPE_CHECKING:
     import msgspec

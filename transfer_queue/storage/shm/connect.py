@@ -18,7 +18,7 @@ import numpy as np
 from transfer_queue.storage.messages import FILE_SUFFIX, UnitStats, arena_path
 from transfer_queue.storage.wire import ByteArray
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import is_blocking
+from transfer_queue.transport.blocking import is_blocking
 
 _BORROW_TIMEOUT_S = 10.0
 _MAX_GREETING_NBYTES = 4096
