@@ -19,7 +19,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from tests.local_caller import LocalCaller
 from transfer_queue.server.front import Front
-from transfer_queue.storage.backends import create
+from transfer_queue.storage.backends import StorageManagerFactory
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.messages import INLINE_NBYTES, UnitStats
 from transfer_queue.storage.unit.lend import host_unit
@@ -62,7 +62,7 @@ def simple(capacity_bytes: int | None = None) -> Backend:
     peers = [{"name": "u0", "address": "local://u0"}]
 
     def another(**config) -> StorageManager:
-        return create("SimpleStorage", local_session(handlers), {"units": peers, **config})
+        return StorageManagerFactory.create("SimpleStorage", local_session(handlers), {"units": peers, **config})
 
     return Backend(another(), lambda: unit.stats().held_nbytes, another)
 
@@ -98,7 +98,7 @@ def hosted(
             session = Session("another", Peer("controller", f"ipc://{directory}/controller"))
             stack.callback(session.close)
             settings = {"units": peers, "inline_nbytes": inline_nbytes, **config}
-            manager = create("SimpleStorage", session, settings)
+            manager = StorageManagerFactory.create("SimpleStorage", session, settings)
             stack.callback(lambda: run_blocking(manager.close()))
             return manager
 

@@ -19,7 +19,7 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
-from transfer_queue.storage.backends import create
+from transfer_queue.storage.backends import StorageManagerFactory
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.lend import host_unit
 from transfer_queue.storage.unit.unit import StorageUnit
@@ -96,7 +96,7 @@ class SmallQueue:
         return session
 
     def manager(self, **config: Any) -> SharedMemoryManager:
-        manager = create("SimpleStorage", self.session(), self._settings(config))
+        manager = StorageManagerFactory.create("SimpleStorage", self.session(), self._settings(config))
         assert isinstance(manager, SharedMemoryManager)
         self._stack.callback(lambda: run_blocking(manager.close()))
         return manager
@@ -116,7 +116,7 @@ class SmallQueue:
         self._stack.close()
 
     def _janitor(self) -> Janitor:
-        return Janitor(create("SimpleStorage", self.session(), self._settings({})))
+        return Janitor(StorageManagerFactory.create("SimpleStorage", self.session(), self._settings({})))
 
     def _settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         own = [{"name": "controller", "address": self._address("controller")}]

@@ -15,8 +15,7 @@ from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.field_schema import with_dtypes
 from transfer_queue.protocol import Batch, FieldSpec, SetTags, encode, unpack_indexes
-from transfer_queue.storage.backends import create as create_storage
-from transfer_queue.storage.backends import storage_settings
+from transfer_queue.storage.backends import StorageManagerFactory, storage_settings
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -53,7 +52,7 @@ class ClientBase:
 
     def _make_storage(self) -> None:
         assert self._storage_args is not None
-        self._storage = create_storage(self._storage_args[0], self.session, self._storage_args[1])
+        self._storage = StorageManagerFactory.create(self._storage_args[0], self.session, self._storage_args[1])
         self._caller = self.session.caller
 
     @property

@@ -19,7 +19,6 @@ from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
-_PER_CLEAR = 5_000
 Status = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -83,21 +82,6 @@ class Partitions(Keys):
         spec: Any = sampler.spec() if isinstance(sampler, BaseSampler) else sampler
         spec = dict(spec) if isinstance(spec, Mapping) else spec
         await self.session.ask(p.RegisterTask, p.Done, task_name, spec, dp_size, tail)
-
-    async def async_clear_samples(self, metadata: BatchMeta) -> None:
-        """Delete these samples and their values; those already cleared are ignored.
-
-        Examples:
-            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
-            >>> client.clear_samples(meta.select_samples([0, 1]))
-            >>> client.get_meta(partition_id="train", mode="force_fetch").size
-            2
-        """
-        for part in metadata.chunk_by_partition() if metadata.size else ():
-            indexes = part.global_indexes
-            for start in range(0, len(indexes), _PER_CLEAR):  # more at once would hold up other clients for too long
-                some = p.pack_indexes(indexes[start : start + _PER_CLEAR])
-                await self.clear(p.ClearSamples, part.partition_ids[0], some)
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.

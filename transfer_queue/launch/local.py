@@ -20,8 +20,7 @@ from transfer_queue.config import FullConfig, environment_text, preallocated_sam
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
-from transfer_queue.storage.backends import is_of_units, path_of, resolve
-from transfer_queue.storage.bootstrap import StorageBootstrapProvider
+from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_units, path_of, resolve
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger

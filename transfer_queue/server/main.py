@@ -216,7 +216,7 @@ def _storage_client(
 
     ``backend_path``: the module and class of the backend; None if they are unknown here: then of the units only.
     """
-    from transfer_queue.storage.backends import adopt, create, section_of, storage_settings
+    from transfer_queue.storage.backends import StorageManagerFactory, adopt, section_of, storage_settings
     from transfer_queue.transport.session import Session
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -227,7 +227,7 @@ def _storage_client(
         adopt(backend["storage_backend"], backend_path)
     session = Session(name, ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
     settings = storage_settings(section_of(backend), timeout_s=timeout_s)
-    return create(backend["storage_backend"], session, settings)
+    return StorageManagerFactory.create(backend["storage_backend"], session, settings)
 
 
 def _nothing() -> None:

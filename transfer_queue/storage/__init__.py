@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage holds values by index and field, and knows nothing of tasks. Names load on first use."""
+"""Storage, in client and server: holds values by index and field, knows nothing of tasks. Names load on first use."""
 
 from __future__ import annotations
 

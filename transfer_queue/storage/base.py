@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StorageManager: what a storage backend must offer to the client. It decides nothing about tasks."""
+"""What a storage backend must offer to the client: StorageManager, or StorageKVClient if it is a store of keys."""
 
 from __future__ import annotations
 
@@ -236,6 +236,49 @@ class StorageManager(ABC):
 
     async def close(self) -> None:
         """Release what the manager opened; stored values stay."""
+        return
+
+
+class StorageKVClient(ABC):
+    """A flat store of values by key. Its methods block; they may be called from several threads.
+
+    Values are tensors without a batch dimension, or plain objects.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """``config`` is the backend's section of the configuration."""
+        self.config = config
+
+    @abstractmethod
+    def put(self, keys: list[str], values: list[Any]) -> list[Any] | None:
+        """Store these values, replacing existing ones.
+
+        Returns:
+            None, or something plain for each key that ``get`` and ``clear`` need besides the key.
+        """
+
+    @abstractmethod
+    def get(
+        self,
+        keys: list[str],
+        shapes: list[Any] | None = None,
+        dtypes: list[Any] | None = None,
+        custom_backend_meta: list[Any] | None = None,
+    ) -> list[Any]:
+        """Return the values of these keys, in their order; None for a tensor that is not there.
+
+        Args:
+            shapes: Shape of each tensor; None for an object.
+            dtypes: ``torch.dtype`` of each tensor; None for an object.
+            custom_backend_meta: What ``put`` returned for each key.
+        """
+
+    @abstractmethod
+    def clear(self, keys: list[str], custom_backend_meta: list[Any] | None = None) -> None:
+        """Delete these keys. Some may not be there: their put was interrupted."""
+
+    def close(self) -> None:
+        """Release what the client opened; stored values stay."""
         return
 
 

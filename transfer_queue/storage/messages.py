@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client and a storage unit say to each other, and how wire columns are packed into it. Both import it."""
+"""What client and server of a storage unit say to each other, and how wire columns are packed into it."""
 
 from __future__ import annotations
 

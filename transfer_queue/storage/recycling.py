@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool for the memory of dropped batches, because touching fresh pages costs more than the copy."""
+"""A pool for the memory of dropped batches, in the client, because touching fresh pages costs more than the copy."""
 
 from __future__ import annotations
 

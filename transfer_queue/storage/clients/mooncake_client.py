@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MooncakeStoreClient: values in the memory that the processes of a Mooncake store contribute."""
+"""MooncakeStoreClient, in the client: values in the memory that the processes of a Mooncake store contribute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from transfer_queue.config import MooncakeConfig, typed
 from transfer_queue.errors import BackendUnavailableError, LaunchError, QueueUnreachableError, StorageFullError
-from transfer_queue.storage.clients.base import StorageKVClient
+from transfer_queue.storage.base import StorageKVClient
 
 _FULL = -200, -600
 """Codes for no room: in the store's memory, or in this process' own buffer."""

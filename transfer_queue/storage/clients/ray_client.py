@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RayStorageClient: values as objects of Ray's object store, which one actor owns until they are cleared."""
+"""RayStorageClient, in the client: values as objects of Ray's store, which one actor owns until they are cleared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from transfer_queue.errors import BackendUnavailableError, QueueUnreachableError
-from transfer_queue.storage.clients.base import StorageKVClient
+from transfer_queue.storage.base import StorageKVClient
 
 NAMESPACE = "transfer_queue"
 _OBJECT_NBYTES = 1024 * 1024

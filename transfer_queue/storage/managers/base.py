@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVStorageManager: keeps values in a key-value store, and the queue's own units say which there are."""
+"""KVStorageManager, in the client: values lie in a key-value store, and the queue's units say which there are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError, UnsupportedValueError
-from transfer_queue.storage.backends import StorageManagerFactory
+from transfer_queue.storage.backends import StorageClientFactory, StorageManagerFactory
 from transfer_queue.storage.base import HasRows, Places, StorageManager
-from transfer_queue.storage.clients.base import StorageClientFactory
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.wire import IntArray
 from transfer_queue.transport.blocking import off_loop

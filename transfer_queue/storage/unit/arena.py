@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena of a storage unit: anonymous shared memory that processes of this host map, gone with the last of them."""
+"""The arena of a unit, in the server: anonymous shared memory that this host's processes map, gone with the last."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one storage unit holds: blocks of columns by (index, field). It has no socket and no clock."""
+"""What one storage unit holds, in the server: blocks of columns by (index, field). It has no socket and no clock."""
 
 from __future__ import annotations
 

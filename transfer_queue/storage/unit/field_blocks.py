@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of one field in a unit: which row of which block holds the value of a slot."""
+"""The blocks of one field in a unit, in the server: which row of which block holds the value of a slot."""
 
 from __future__ import annotations
 

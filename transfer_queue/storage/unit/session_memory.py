@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that belongs to clients' sessions: leases to write, pins to read, uncommitted writes."""
+"""Memory of clients' sessions, in the server: leases to write, pins to read, uncommitted writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on disk: an unlinked file that is mapped like the arena, and the steps in which bytes go there and back."""
+"""Blocks on disk, in the server: an unlinked file that is mapped like the arena, and the steps in which bytes move."""
 
 from __future__ import annotations
 

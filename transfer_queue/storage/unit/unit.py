@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One storage unit: leases, writes, reads and deletes on a block store. A write that does not fit waits for room."""
+"""One storage unit, in the server: leases, writes, reads, deletes on a block store. A write that doesn't fit waits."""
 
 from __future__ import annotations
 
