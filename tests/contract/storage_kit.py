@@ -22,7 +22,7 @@ from transfer_queue.server.front import Front
 from transfer_queue.storage.backends import StorageManagerFactory
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.messages import INLINE_NBYTES, UnitStats
-from transfer_queue.storage.unit.lend import host_unit
+from transfer_queue.storage.unit.lend import lend_arena
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Handler, Peer
 from transfer_queue.transport.blocking import run_blocking
@@ -87,7 +87,7 @@ def hosted(
     with ExitStack() as stack:
         servers = ExitStack()
         server = SocketServer(f"ipc://{directory}/u0")
-        unit = host_unit("u0", capacity_bytes, shared, server, inline_nbytes)
+        unit = StorageUnit("u0", capacity_bytes, lend_arena(server) if shared else None, inline_nbytes)
         thread = threading.Thread(target=server.serve, args=(Front({}, None, unit),))
         thread.start()
         servers.callback(thread.join, 10.0)

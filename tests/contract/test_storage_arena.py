@@ -23,7 +23,8 @@ from transfer_queue.storage.pack import prepare
 from transfer_queue.storage.shm.connect import UnitConnection
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.shm.write import UnitWrite
-from transfer_queue.storage.unit.lend import host_unit
+from transfer_queue.storage.unit.lend import lend_arena
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
@@ -177,7 +178,7 @@ def test_a_unit_whose_arena_can_have_no_address_sends_frames(tmp_path):
     path = tmp_path / ("d" * (100 - len(str(tmp_path))))
     path.mkdir()
     server = SocketServer(f"ipc://{path}/u")
-    unit = host_unit("u", None, True, server)
+    unit = StorageUnit("u", None, lend_arena(server))
     server.close()
     assert (unit.next_deadline(), unit.stats().arena_nbytes) == (None, 0)
     assert [file.name for file in path.iterdir() if file.suffix == ".arena"] == []

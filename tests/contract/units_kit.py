@@ -21,7 +21,7 @@ from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.backends import StorageManagerFactory
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
-from transfer_queue.storage.unit.lend import host_unit
+from transfer_queue.storage.unit.lend import lend_arena
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.blocking import run_blocking
@@ -132,7 +132,7 @@ class SmallQueue:
     def _unit(self, name: str, capacity: int | None, server: SocketServer | None) -> StorageUnit:
         if server is None:
             return StorageUnit(name, capacity)
-        return host_unit(name, capacity, self._shared, server, self._inline_nbytes)
+        return StorageUnit(name, capacity, lend_arena(server) if self._shared else None, self._inline_nbytes)
 
     def _serve(self, name: str, server: SocketServer | None, front: Front, stack: ExitStack) -> None:
         for known_as in (name, f"{name} {name}"):  # the second by a client's server information

@@ -9,10 +9,9 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 
-from transfer_queue.storage.messages import FILE_SUFFIX, INLINE_NBYTES, arena_path
+from transfer_queue.storage.messages import FILE_SUFFIX, arena_path
 from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import SpillFile
-from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Outgoing, Ready
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.logging_utils import get_logger
@@ -84,25 +83,19 @@ class Lender:
             self._spare = -1
 
 
-def host_unit(
-    name: str,
-    capacity_bytes: int | None,
-    shared: bool,
-    server: SocketServer,
-    inline_nbytes: int = INLINE_NBYTES,
-    file: SpillFile | None = None,
-) -> StorageUnit:
-    """Make the unit for this server. Without an arena, by configuration or necessity, values are frames."""
+def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | None:
+    """Make an arena that this server lends, and lend ``file``. None: it can't be shared, so values are frames."""
     path = arena_path(server.address)
-    if shared and path is not None:
-        try:
-            arena = _lent(server, path, Arena())
-            if file is not None:
-                _lent(server, path + FILE_SUFFIX, file)
-            return StorageUnit(name, capacity_bytes, arena, inline_nbytes, file)
-        except OSError as error:  # no memfd_create, or a limit on addresses
-            _log.warning("storage unit %s shares no memory (%s): values travel as frames, which is slower", name, error)
-    return StorageUnit(name, capacity_bytes, None, inline_nbytes, file)
+    if path is None:
+        return None
+    try:
+        arena = _lent(server, path, Arena())
+        if file is not None:
+            _lent(server, path + FILE_SUFFIX, file)
+    except OSError as error:  # no memfd_create, or a limit on addresses
+        _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
+        return None
+    return arena
 
 
 def _lent(server: SocketServer, path: str, arena: Arena) -> Arena:
