@@ -20,7 +20,7 @@ from transfer_queue.transport.caller import SocketCaller
 
 FILES = {
     str(Path(transfer_queue.transport.__file__).parent / name)
-    for name in ("caller.py", "framing.py", "unix.py", "spin.py")
+    for name in ("caller.py", "framing.py", "unix.py", "descriptors.py")
 }
 
 pytestmark = [

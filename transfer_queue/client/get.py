@@ -24,8 +24,8 @@ from transfer_queue.errors import (
     UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.batch_meta import UnreadBatch
 from transfer_queue.metadata.field_schema import common_dtypes, dtypes_of
-from transfer_queue.metadata.unread import UnreadBatch
 from transfer_queue.storage.base import InFront
 from transfer_queue.storage.pack import named_columns, values_of
 from transfer_queue.storage.unpack import from_rows

@@ -199,7 +199,8 @@ class Puts(ClientBase):
                 raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
             if not count:
                 raise InvalidRequestError("put got 0 rows; there is nothing to store.")
-            return await self._put_new(await parsed_rows(rows, data_parser), partition_id, tags)
+            parsed = rows if data_parser is None else await parsed_rows(rows, data_parser)
+            return await self._put_new(parsed, partition_id, tags)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")
         if metadata.size != count:

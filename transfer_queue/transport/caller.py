@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Call, Liveness, Peer, RawReply
 from transfer_queue.transport.blocking import is_blocking, pause
-from transfer_queue.transport.connections import Connection, Descriptors, LoopConnection, closed, gone, revoke, silent
-from transfer_queue.transport.spin import LONGEST_WAIT_S, READ, WRITE, Spin, longest_s
+from transfer_queue.transport.connections import Connection, LoopConnection, closed, gone, revoke, silent
+from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, WRITE, Descriptors, Spin, longest_s
 from transfer_queue.transport.unix import UnixConnection
 
 if TYPE_CHECKING:

@@ -6,57 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Peer, RawReply
 from transfer_queue.transport.framing import Message
-
-closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What a forked child closes. Its copy would keep a dead parent's connection open, or the contents of a file alive."""
-
-
-def _after_fork() -> None:
-    for copy in list(closed_in_children):
-        copy.close()
-    closed_in_children.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class Descriptors:
-    """Not closed when the process ends, because other threads may still use them; the kernel closes them after the last
-    thread.
-    """
-
-    def __init__(self, owner: object, *descriptors: int) -> None:
-        self._open = list(descriptors)
-        weakref.finalize(owner, _close, self._open).atexit = False
-        closed_in_children.add(self)
-
-    def at(self, position: int) -> int:
-        """One of the descriptors; -1 once they are closed."""
-        try:
-            return self._open[position]
-        except IndexError:
-            return -1
-
-    def close(self) -> None:
-        """Close all. Idempotent, in any thread."""
-        _close(self._open)
-
-
-def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        try:
-            descriptor = descriptors.pop()
-        except IndexError:  # another thread closed it
-            return
-        os.close(descriptor)
 
 
 class Connection(Protocol):

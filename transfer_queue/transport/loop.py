@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from transfer_queue.transport.spin import LONGEST_WAIT_S, READ, Spin, longest_s
+from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, Spin, longest_s
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)

@@ -26,7 +26,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.transport.base import Buffer, Liveness, Peer
-from transfer_queue.transport.connections import Descriptors, absent, gone, no_address, unconnected
+from transfer_queue.transport.connections import absent, gone, no_address, unconnected
+from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.framing import FramingError, Message
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, pack
 

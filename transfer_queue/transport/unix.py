@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
 from transfer_queue.transport.base import NOBODY_WAITS, Arrivals, Buffer, Envelope, Outgoing, Peer
-from transfer_queue.transport.connections import closed_in_children, gone, no_address, unconnected
+from transfer_queue.transport.connections import gone, no_address, unconnected
+from transfer_queue.transport.descriptors import READ, WRITE, closed_in_children
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
-from transfer_queue.transport.spin import READ, WRITE
 
 if TYPE_CHECKING:
     from transfer_queue.transport.loop import Readiness

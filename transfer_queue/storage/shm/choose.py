@@ -31,21 +31,14 @@ class UnitDirectory:
         self._turn = 0
         if len(peers) == 1:
             self._connections[0] = UnitConnection(peers[0], shared)
-
-    @property
-    def own(self) -> UnitConnection:
-        """The unit in the controller's process; only if there is one."""
-        return self._connections[0]
-
-    @property
-    def is_in_front(self) -> bool:
-        """Whether a unit shares the controller's process. That never changes."""
-        return 0 in self._connections and self.own.peer.address == self._session.controller.address
+        is_own = len(peers) == 1 and peers[0].address == session.controller.address
+        self.own = self._connections[0] if is_own else None
+        """The unit in the controller's process, which is there for as long as the queue is; None: none is there."""
 
     @property
     def is_fixed(self) -> bool:
         """Whether the only unit is one of its own, so no controller lists any."""
-        return 0 in self._connections and not self._infos and not self.is_in_front
+        return 0 in self._connections and not self._infos and self.own is None
 
     async def connection(self, number: int) -> UnitConnection:
         """Raises UnitLostError for a unit that has ended."""

@@ -68,7 +68,8 @@ class SharedMemoryManager(StorageManager):
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
         self._writer = UnitWriter(self.session, self._units, self._timeout_s, self._inline_nbytes)
-        self.front = self if self._units.is_in_front else None
+        if self._units.own is not None:
+            self._own, self.front = self._units.own, self
 
     async def in_several_units(self) -> bool:
         if self.front is None:
@@ -91,9 +92,8 @@ class SharedMemoryManager(StorageManager):
     async def encode_write(
         self, call: int, columns: MemoryColumns, count: int, replaced: Sequence[int], wait_s: float
     ) -> tuple[bytes, list[Any]]:
-        unit = self._units.own
-        await decide_paths([unit])
-        write = UnitWrite(unit, slice(0, count), columns, self._inline_nbytes)
+        await decide_paths([self._own])
+        write = UnitWrite(self._own, slice(0, count), columns, self._inline_nbytes)
         await self._writer.lease(call, write, pack_indexes(_as_indexes(replaced)) if len(replaced) else b"", wait_s)
         packed, frames = self._writer.packed(write)
         return encode_columns(packed), frames
@@ -103,7 +103,7 @@ class SharedMemoryManager(StorageManager):
     ) -> TensorDict:
         result = ReadResult(self.session, sorted(set(fields)))
         try:
-            result.add(self._units.own, slice(0, count), decode_answer(header, Rows), frames)
+            result.add(self._own, slice(0, count), decode_answer(header, Rows), frames)
             values = self._unpacked(result, count, self.layout)
             await result.close()
         except BaseException:
@@ -112,11 +112,11 @@ class SharedMemoryManager(StorageManager):
         return values
 
     async def release(self, call: int) -> None:
-        await self.session.post(self._units.own.peer, Release(self.session.number(), [call]))
+        await self.session.post(self._own.peer, Release(self.session.number(), [call]))
 
     async def decide_mapping(self) -> bool:
-        await decide_paths([self._units.own])
-        return self._units.own.arena is not None
+        await decide_paths([self._own])
+        return self._own.arena is not None
 
     # ---- several steps ----
 

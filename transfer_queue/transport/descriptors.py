@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a thread waits for descriptors, in client and server: it polls for a moment before it sleeps.
+"""File descriptors, in client and server: how a thread waits for some, and what closes them.
 
-Waking up takes longer than most answers do. An idle processor halts. After it wakes, its caches are cold, and Python
-runs at half its speed. Polling takes time from other threads, so it is done only if it pays, and only on a core that no
-other thread wants.
+A thread polls for a moment before it sleeps, because waking up takes longer than most answers do. An idle processor
+halts. After it wakes, its caches are cold, and Python runs at half its speed. Polling takes time from other threads, so
+it is done only if it pays, and only on a core that no other thread wants.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import resource
 import select
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -111,3 +112,49 @@ def longest_s() -> float:
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < 2:
         return 0.0
     return environment_number("TQ_SPIN_US", LONGEST_S * 1e6) / 1e6
+
+
+# ---- closing ----
+
+closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What a forked child closes. Its copy would keep a dead parent's connection open, or the contents of a file alive."""
+
+
+def _after_fork() -> None:
+    for copy in list(closed_in_children):
+        copy.close()
+    closed_in_children.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Descriptors:
+    """Not closed when the process ends, because other threads may still use them; the kernel closes them after the last
+    thread.
+    """
+
+    def __init__(self, owner: object, *descriptors: int) -> None:
+        self._open = list(descriptors)
+        weakref.finalize(owner, _close, self._open).atexit = False
+        closed_in_children.add(self)
+
+    def at(self, position: int) -> int:
+        """One of the descriptors; -1 once they are closed."""
+        try:
+            return self._open[position]
+        except IndexError:
+            return -1
+
+    def close(self) -> None:
+        """Close all. Idempotent, in any thread."""
+        _close(self._open)
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        try:
+            descriptor = descriptors.pop()
+        except IndexError:  # another thread closed it
+            return
+        os.close(descriptor)
