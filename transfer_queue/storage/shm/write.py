@@ -96,10 +96,10 @@ class UnitWriter:
 
     def __init__(self, session: Session, units: UnitDirectory, timeout_s: float, inline_nbytes: int) -> None:
         """``timeout_s``: longest wait for an answer, besides the wait for room."""
-        self._session = session
-        self._units = units
-        self._timeout_s = timeout_s
-        self._inline_nbytes = inline_nbytes
+        self.session = session
+        self.units = units
+        self.timeout_s = timeout_s
+        self.inline_nbytes = inline_nbytes
 
     async def write(self, call: int, indexes: IntArray, columns: MemoryColumns, wait_s: float) -> UnitRuns | None:
         """Write all rows, or none and an error. Units that are full or gone are left out while others take the rows.
@@ -114,7 +114,7 @@ class UnitWriter:
         place: Callable[[list[int]], Coroutine[Any, Any, None]] = attempt.at_once
         failed: TransferQueueError | None = None
         while True:
-            units = [unit for unit in await self._units.to_write_to() if unit not in attempt.left_out]
+            units = [unit for unit in await self.units.to_write_to() if unit not in attempt.left_out]
             if not units:
                 raise _nobody_takes_it(failed)
             try:
@@ -130,22 +130,22 @@ class UnitWriter:
                 failed = error
                 attempt.left_out.add(attempt.units[-1])
                 await attempt.abort()
-                await self._units.refresh()
+                await self.units.refresh()
             except BaseException:
                 await attempt.abort()
                 raise
 
     async def abort(self, call: int, units: Sequence[int]) -> None:
         """Drop what this call wrote to these units."""
-        for unit in filter(None, map(self._units.known, units)):
-            await self._session.post(unit.peer, Abort(self._session.number(), [call]))
+        for unit in filter(None, map(self.units.known, units)):
+            await self.session.post(unit.peer, Abort(self.session.number(), [call]))
 
     def nums_pieces(self, columns: MemoryColumns, count: int, units: Sequence[int]) -> tuple[int, int]:
         """Into how many pieces to cut the rows: so that each leaves room in a unit, and so that each just fits.
 
         There are no more pieces than units.
         """
-        capacity = self._units.least_capacity(units)
+        capacity = self.units.least_capacity(units)
         if len(units) == 1 or capacity is None:
             return 1, 1
         nbytes = sum(column.nbytes_of(slice(0, count)) for column in columns.values())
@@ -153,38 +153,19 @@ class UnitWriter:
         fitting = min(most, max(1, -(-nbytes // capacity)))
         return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
 
-    async def write_piece(
-        self, call: int, indexes: IntArray, columns: MemoryColumns, number: int, rows: slice, wait_s: float
-    ) -> None:
-        """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
-        unit = await self._units.connection(number)
-        await decide_paths([unit])
-        own = pack_indexes(indexes[rows])
-        write = UnitWrite(unit, rows, columns, self._inline_nbytes)
-        try:
-            await self.lease(self._session.number(), write, own, wait_s)
-            to_store, frames = self.packed(write)
-            asks = [(unit.peer, Write(call, own, to_store, wait_s), frames)]
-            answers = await self._session.call_many(asks, self._timeout_s + wait_s)
-            decode_answer(answers[0].header, Written)
-        except BaseException:
-            if write.lease_call:
-                await self._session.post(unit.peer, Release(self._session.number(), [write.lease_call]))
-            raise
-
     async def lease(self, call: int, write: UnitWrite, replaced: bytes, wait_s: float) -> None:
         """Memory for the write, if it needs some. ``replaced``: packed indexes of samples whose values it replaces."""
         lease = write.lease(call, wait_s, replaced)
         if lease is not None:
             asks = [(write.connection.peer, lease, ())]
-            answers = await self._session.call_many(asks, self._timeout_s + wait_s)
+            answers = await self.session.call_many(asks, self.timeout_s + wait_s)
             write.leased(decode_answer(answers[0].header, Leased).offset)
 
     def packed(self, write: UnitWrite) -> tuple[Columns, list[Any]]:
         """Copies into the arena the columns that lie there."""
         if not write.lease_call:
             return write.packed(AT_ONCE)
-        with self._session.using_memory():
+        with self.session.using_memory():
             copies = Copies(into_mapped=True)
             made = write.packed(copies)
             copies.finish()
@@ -270,7 +251,22 @@ class _Attempt:
                     self.left_out.add(unit)
                 raise
 
-    async def _write(self, unit: int, piece: slice, wait_s: float) -> None:
-        self.units.append(unit)
-        await self._writer.write_piece(self._call, self._indexes, self._columns, unit, piece, wait_s)
-        self.runs.append((unit, piece.stop - piece.start))
+    async def _write(self, number: int, rows: slice, wait_s: float) -> None:
+        """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
+        self.units.append(number)
+        writer, session = self._writer, self._writer.session
+        unit = await writer.units.connection(number)
+        await decide_paths([unit])
+        own = pack_indexes(self._indexes[rows])
+        write = UnitWrite(unit, rows, self._columns, writer.inline_nbytes)
+        try:
+            await writer.lease(session.number(), write, own, wait_s)
+            to_store, frames = writer.packed(write)
+            asks = [(unit.peer, Write(self._call, own, to_store, wait_s), frames)]
+            answers = await session.call_many(asks, writer.timeout_s + wait_s)
+            decode_answer(answers[0].header, Written)
+        except BaseException:
+            if write.lease_call:
+                await session.post(unit.peer, Release(session.number(), [write.lease_call]))
+            raise
+        self.runs.append((number, rows.stop - rows.start))
