@@ -45,6 +45,7 @@ GROUPS = {
 }
 SERVER_SIDE = (
     "transfer_queue.server.main",
+    "transfer_queue.server.orders",
     "transfer_queue.server.front",
     "transfer_queue.server.janitor",
     "transfer_queue.server.watchdog",

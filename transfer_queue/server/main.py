@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -95,7 +95,7 @@ def _export(orders: Orders) -> Exporter | None:
     from transfer_queue.server.exporter import ANSWER_S, Exporter, metrics_host
 
     def client() -> StorageManager:
-        return _storage_client("metrics", orders.conf, None, ANSWER_S)
+        return _storage_client("metrics", orders, None, ANSWER_S)
 
     return Exporter(metrics_host(config), config.metrics.port, client)
 
@@ -164,7 +164,7 @@ def _make_front(
         return front, _nothing
     plane = ControlPlane(plane_config(config, sampler, orders.preallocate))
     watchdog = Watchdog(running)
-    front = Front(conf, plane, unit, lambda: _janitor(conf, orders.backend_path))
+    front = Front(conf, plane, unit, lambda: _janitor(orders))
     server.on_turn(front.meter.turn)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
     if unit is None:
@@ -201,15 +201,15 @@ def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
     return SpillFile(spill.path, None if most is None else max(1, most // units), spill.threshold_bytes, units)
 
 
-def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Janitor:
+def _janitor(orders: Orders) -> Janitor:
     """See ``_storage_client``."""
     from transfer_queue.server.janitor import Janitor
 
-    return Janitor(_storage_client("controller", conf, backend_path))
+    return Janitor(_storage_client("controller", orders, orders.backend_path))
 
 
 def _storage_client(
-    name: str, conf: Mapping[str, Any], backend_path: str | None, timeout_s: float = _UNIT_TIMEOUT_S
+    name: str, orders: Orders, backend_path: str | None, timeout_s: float = _UNIT_TIMEOUT_S
 ) -> StorageManager:
     """A client of the storage for one thread of this process, in a session of its own.
 
@@ -219,14 +219,13 @@ def _storage_client(
     from transfer_queue.transport.session import Session
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
-    backend = dict(conf["backend"])
-    if backend_path is None:
-        backend["storage_backend"] = "SimpleStorage"
-    else:
-        adopt(backend["storage_backend"], backend_path)
-    session = Session(name, ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
-    settings = storage_settings(section_of(backend), timeout_s=timeout_s)
-    return StorageManagerFactory.create(backend["storage_backend"], session, settings)
+    config, backend = orders.config, "SimpleStorage"
+    if backend_path is not None:
+        backend = config.backend.storage_backend
+        adopt(backend, backend_path)
+    section = section_of({**orders.conf["backend"], "storage_backend": backend})  # it may be one of the user's own
+    session = Session(name, ZMQServerInfo.from_dict(config.controller.zmq_info).peer())
+    return StorageManagerFactory.create(backend, session, storage_settings(section, timeout_s=timeout_s))
 
 
 def _nothing() -> None:
