@@ -21,7 +21,7 @@ import transfer_queue as tq
 from benchmarks.common import DEADLINE_S, arguments, end, in_fresh_process, joined_client, received, report
 from benchmarks.small_ops import get_one, one_sample
 from transfer_queue import protocol as p
-from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.base import Peer, PeerCall
 from transfer_queue.transport.caller import SocketCaller
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Ranks:
 
     async def ask(self, rank: int, verb: Any, *args: Any, **kwargs: Any) -> Any:
         request = verb(next(self._calls), *args, **kwargs)
-        call = Call(self.peer, p.encode_request(request, self._received.pop(rank, [])))
+        call = PeerCall(self.peer, p.encode_request(request, self._received.pop(rank, [])), number=request.id)
         (raw,) = await self.callers[rank].call_many([call], DEADLINE_S)
         reply = p.decode_reply(raw.header)
         assert not isinstance(reply, p.Failed), reply

@@ -24,28 +24,28 @@ from benchmarks.small_ops import one_sample
 from transfer_queue import protocol
 from transfer_queue.client import get, put
 from transfer_queue.dataloader.batch_stream import BatchStream
-from transfer_queue.storage import assembling, batches, columns, recycling
+from transfer_queue.storage import pack, recycling, unpack, unpack_fast
 from transfer_queue.storage.copying import Copies
-from transfer_queue.storage.shm import manager, unit_client
+from transfer_queue.storage.shm import read, shared_memory
 from transfer_queue.transport import caller
 from transfer_queue.transport.unix import UnixConnection
 
 STEPS: dict[str, list[tuple[Any, str]]] = {
     "describe the batch": [(put, "extract_field_schema"), (put, "to_specs")],
-    "columns of tensors": [(columns, "prepare")],
+    "columns of tensors": [(pack, "prepare")],
     "messages": [
         (protocol, "encode_request"),
         (protocol, "decode_reply"),
-        (manager, "decode_answer"),
-        (manager, "encode_columns"),
-        (unit_client, "unpack_columns"),
+        (shared_memory, "decode_answer"),
+        (shared_memory, "encode_columns"),
+        (read, "unpack_columns"),
     ],
     "send": [(UnixConnection, "send")],
     "wait for the answer": [(caller, "wait_for_some")],
     "metadata": [(get, "to_meta")],
     "memory for the batch": [(recycling, "empty")],
     "copy": [(Copies, "finish"), (Copies, "__call__"), (Copies, "rows")],
-    "tensors of columns": [(batches, "unpack"), (assembling.Jagged, "__call__"), (assembling.Jagged, "even")],
+    "tensors of columns": [(unpack, "unpack"), (unpack_fast.Jagged, "__call__"), (unpack_fast.Jagged, "even")],
     "ask for the next batch": [(BatchStream, "_request")],
     "look at every page": [(cases, "touch")],
 }

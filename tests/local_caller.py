@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Envelope, Handler, Outgoing, Peer, RawReply
-from transfer_queue.transport.modes import is_blocking, pause
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Envelope, Handler, Outgoing, Peer, PeerCall, RawReply
+from transfer_queue.transport.blocking import is_blocking, pause
 
 # Another caller's request may produce an answer, so callers find each other by the route in the envelope.
 _callers: weakref.WeakValueDictionary[bytes, LocalCaller] = weakref.WeakValueDictionary()
@@ -30,14 +30,13 @@ class LocalCaller:
         self._handlers = handlers
         self._client_id = client_id
         self._route = next(_routes).to_bytes(8, "little")
-        self._request_ids = itertools.count(NOBODY_WAITS + 1)
         self._waiting: dict[int, concurrent.futures.Future[RawReply]] = {}
         self._known: dict[str, Handler] = {}
         _callers[self._route] = self
 
-    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
+    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
         """See ``SocketCaller``."""
-        asked: dict[int, Call] = {}
+        asked: dict[int, PeerCall] = {}
         pending: list[concurrent.futures.Future[RawReply]] = []
         try:
             with _one_at_a_time:
@@ -62,7 +61,7 @@ class LocalCaller:
             for number in asked:
                 self._waiting.pop(number, None)
 
-    async def post(self, call: Call) -> None:
+    async def post(self, call: PeerCall) -> None:
         """See ``SocketCaller``."""
         self._post(call, call.header)
 
@@ -72,14 +71,13 @@ class LocalCaller:
             while self._known:
                 _deliver(self._known.popitem()[1].client_gone(self._client_id, time.monotonic()))
 
-    def _send(self, call: Call, asked: dict[int, Call]) -> concurrent.futures.Future[RawReply]:
-        number = next(self._request_ids)
-        future = self._waiting[number] = concurrent.futures.Future()
-        asked[number] = call
-        self._hand_over(call.peer, number, call.header, call.frames)
+    def _send(self, call: PeerCall, asked: dict[int, PeerCall]) -> concurrent.futures.Future[RawReply]:
+        future = self._waiting[call.number] = concurrent.futures.Future()
+        asked[call.number] = call
+        self._hand_over(call.peer, call.number, call.header, call.frames)
         return future
 
-    def _post(self, call: Call, header: bytes) -> None:
+    def _post(self, call: PeerCall, header: bytes) -> None:
         if header:
             with _one_at_a_time:
                 self._hand_over(call.peer, NOBODY_WAITS, header, call.frames if header is call.header else ())
@@ -103,7 +101,7 @@ class LocalCaller:
                 _deliver(handler.expire(time.monotonic()))
 
     def _take(self, outgoing: Outgoing) -> None:
-        future = self._waiting.pop(outgoing.envelope.request_id, None)
+        future = self._waiting.pop(outgoing.envelope.number, None)
         if future is not None:
             future.set_result(RawReply(outgoing.header, [_view(frame) for frame in outgoing.frames]))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from scripts.price import circles
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("transfer_queue", "lightning_tq")
-MAX_LINES = 500
+MAX_LINES = 600
 
 # A module may import its own group and every group of a lower rank. The longest prefix names a module's group.
 GROUPS = {
@@ -61,16 +62,19 @@ LIGHTNING_RANKS = """
 """
 SERVER_SIDE = (
     "transfer_queue.server.main",
+    "transfer_queue.server.orders",
     "transfer_queue.server.front",
     "transfer_queue.server.janitor",
     "transfer_queue.server.watchdog",
     "transfer_queue.control.plane",
     "transfer_queue.transport.server",
     "transfer_queue.transport.session",
-    "transfer_queue.storage.unit.arena_sharing",
+    "transfer_queue.storage.unit.lend",
     "transfer_queue.storage.unit.unit",
-    "transfer_queue.storage.shm.manager",
+    "transfer_queue.storage.shm.shared_memory",
 )
+CIRCLES_LEFT = ("transfer_queue.control.", "lightning_tq")
+"""Their circles are still to be opened. No others."""
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {"schema.py"}
@@ -196,6 +200,15 @@ def test_parts_of_the_lightning_package_import_lower_ones_only() -> None:
 def test_modules_do_not_import_each_other_in_circles(package: str) -> None:
     new = [group for group in circles(package) if not any(known.issuperset(group) for known in KNOWN_CIRCLES[package])]
     assert not new, "break these circles: move what both sides need below them"
+
+
+@pytest.mark.parametrize("package", ["storage", "transport"])
+def test_the_first_line_of_a_file_says_in_which_process_it_runs(package: str) -> None:
+    rooms = {"unit": "server", "shm": "client"}
+    for path in sorted((ROOT / "transfer_queue" / package).rglob("*.py")):
+        first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        wanted = rooms.get(path.parent.name, "client|server")
+        assert re.search(rf"\b({wanted})s?\b", first), f"{path}: in the client, in the server, or in both?"
 
 
 def test_the_lightning_package_uses_public_names_only() -> None:

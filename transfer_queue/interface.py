@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue import protocol as p
@@ -16,13 +16,15 @@ from transfer_queue.errors import NotInitializedError, ProtocolError
 from transfer_queue.launch import ray as on_ray
 from transfer_queue.launch.local import LocalQueue
 from transfer_queue.metadata import KVBatchMeta
-from transfer_queue.storage.shm.unit_directory import reachable
-from transfer_queue.transport.modes import blocking, run_blocking
+from transfer_queue.storage.shm.choose import reachable
+from transfer_queue.transport.blocking import blocking, run_blocking
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from tensordict import TensorDict
+
+    from transfer_queue.storage.unpack import DataParser
 
 _TQ_CLIENT: TransferQueueClient | None = None
 _TQ_STORAGE: Any = None
@@ -34,7 +36,6 @@ _started: set[LocalQueue | on_ray.RayQueue] = set()
 _lock = threading.RLock()
 
 Tag = dict[str, Any]
-DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def init(conf: DictConfig | Mapping[str, Any] | str | None = None) -> DictConfig:

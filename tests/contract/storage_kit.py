@@ -19,13 +19,13 @@ from tensordict import NonTensorStack, TensorDict
 
 from tests.local_caller import LocalCaller
 from transfer_queue.server.front import Front
-from transfer_queue.storage.backends import create
+from transfer_queue.storage.backends import StorageManagerFactory
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.messages import UnitStats
-from transfer_queue.storage.unit.arena_sharing import host_unit
-from transfer_queue.storage.unit.unit import INLINE_NBYTES, StorageUnit
+from transfer_queue.storage.messages import INLINE_NBYTES, UnitStats
+from transfer_queue.storage.unit.lend import lend_arena
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Handler, Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session
 
@@ -62,7 +62,7 @@ def simple(capacity_bytes: int | None = None) -> Backend:
     peers = [{"name": "u0", "address": "local://u0"}]
 
     def another(**config) -> StorageManager:
-        return create("SimpleStorage", local_session(handlers), {"units": peers, **config})
+        return StorageManagerFactory.create("SimpleStorage", local_session(handlers), {"units": peers, **config})
 
     return Backend(another(), lambda: unit.stats().held_nbytes, another)
 
@@ -87,7 +87,7 @@ def hosted(
     with ExitStack() as stack:
         servers = ExitStack()
         server = SocketServer(f"ipc://{directory}/u0")
-        unit = host_unit("u0", capacity_bytes, shared, server, inline_nbytes)
+        unit = StorageUnit("u0", capacity_bytes, lend_arena(server) if shared else None, inline_nbytes)
         thread = threading.Thread(target=server.serve, args=(Front({}, None, unit),))
         thread.start()
         servers.callback(thread.join, 10.0)
@@ -98,7 +98,7 @@ def hosted(
             session = Session("another", Peer("controller", f"ipc://{directory}/controller"))
             stack.callback(session.close)
             settings = {"units": peers, "inline_nbytes": inline_nbytes, **config}
-            manager = create("SimpleStorage", session, settings)
+            manager = StorageManagerFactory.create("SimpleStorage", session, settings)
             stack.callback(lambda: run_blocking(manager.close()))
             return manager
 

@@ -23,7 +23,7 @@ from tests.contract.backend_kit import BACKENDS, RUNNING, missing, prepared
 from tests.integration.noticing import until
 from tests.own_processes import SLOW, own_processes
 from transfer_queue.storage import StorageManagerFactory
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 _names = itertools.count()
 pytestmark = pytest.mark.timeout(120)

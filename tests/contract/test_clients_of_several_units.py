@@ -14,7 +14,7 @@ from tests.contract.storage_kit import until
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages
 from transfer_queue import TransferQueueClient
 from transfer_queue.errors import BatchTimeoutError, QueueUnreachableError, UnitLostError
-from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
     "frames": lambda path: SmallQueue(None, 0),

@@ -19,7 +19,7 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.server.front import Front
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.machine import host_id
 from transfer_queue.utils.zmq_utils import local_server

@@ -11,7 +11,7 @@ from transport_kit import JOIN_S, Desk, calls, make_caller, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import PendingCall, run_blocking
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, held, numbered, served_by_process, served_by_thread
 
 from transfer_queue.errors import LaunchError, QueueUnreachableError
 from transfer_queue.launch.local import short_directory
-from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import Inbound, encode
-from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.transport.server import SocketServer
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ def no_descriptors() -> Iterator[None]:
 def test_out_of_descriptors_the_error_says_so_and_not_that_a_peer_has_ended(caller, tmp_path):
     with served_by_process(tmp_path) as (peer, _):
         told = r"can't connect to desk at \S+ .*Too many open files.* \(ulimit -n\)\.$"
-        run_blocking(caller.post(Call(peer, b"the caller has all that it needs, but for a connection")))
+        run_blocking(caller.post(numbered(peer, b"the caller has all that it needs, but for a connection")))
         waiting = PendingCall(caller.call_many(calls(peer, b"park"), 10.0))
         with no_descriptors(), pytest.raises(QueueUnreachableError, match=told):
             echo(caller, peer)
@@ -128,7 +128,7 @@ def test_a_server_out_of_descriptors_goes_on_and_lets_newcomers_in_when_there_ar
 @DRIVES
 def test_where_nobody_listens_a_call_says_so_at_once(caller, tmp_path, drive):
     with pytest.raises(QueueUnreachableError, match=r"^desk at ipc:.* has ended, or the address is wrong: nothing"):
-        drive(caller.call_many([Call(Peer("desk", f"ipc://{tmp_path}/nothing"), b"echo")], 60.0))
+        drive(caller.call_many([numbered(Peer("desk", f"ipc://{tmp_path}/nothing"), b"echo")], 60.0))
 
 
 def test_a_socket_of_another_user_is_told_as_such(tmp_path):
@@ -249,7 +249,7 @@ def test_what_a_strange_server_says_is_an_error(caller, tmp_path, drive):
 
     thread = threading.Thread(target=answer)
     thread.start()
-    call = Call(Peer("strange", f"ipc://{tmp_path}/strange"), b"echo")
+    call = numbered(Peer("strange", f"ipc://{tmp_path}/strange"), b"echo")
     with pytest.raises(QueueUnreachableError, match=r"strange at ipc:.* sent not a message of this version"):
         drive(caller.call_many([call], 10.0))
     with pytest.raises(QueueUnreachableError, match="did not answer within"):
@@ -355,11 +355,12 @@ def test_a_caller_that_is_dropped_or_lives_until_the_process_ends_leaves_no_sock
         gc.collect()  # a ResourceWarning would be an error here
         assert held() == files
         code = (
-            "from transfer_queue.transport.base import Call, Peer\n"
+            "from transfer_queue.transport.base import PeerCall, Peer\n"
             "from transfer_queue.transport.caller import SocketCaller\n"
-            "from transfer_queue.transport.modes import PendingCall, run_blocking\n"
+            "from transfer_queue.transport.blocking import PendingCall, run_blocking\n"
             "caller = SocketCaller('unclosed')\n"
-            f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
+            f"call = PeerCall(Peer('desk', {peer.address!r}), b'echo', number=1)\n"
+            "print(run_blocking(caller.call_many([call], 10.0)))\n"
         )
         ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("[RawReply(header=b'echo', frames=[])]\n", "")

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, until
+from transport_kit import JOIN_S, Desk, calls, held, numbered, until
 
-from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.base import Outgoing, Peer, PeerCall
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
-from transfer_queue.transport.server import ServingLoop, SocketServer
+from transfer_queue.transport.loop import ServingLoop
+from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.machine import pid_namespace
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -78,7 +79,7 @@ def served(directory: Path, *desks: Any) -> Iterator[list[Peer]]:
         yield [Peer(f"s{n}", server.address) for n, server in enumerate(servers)]
 
 
-def asked(caller: SocketCaller, *asks: Call) -> list[bytes]:
+def asked(caller: SocketCaller, *asks: PeerCall) -> list[bytes]:
     return [reply.header for reply in run_blocking(caller.call_many(asks, JOIN_S))]
 
 
@@ -90,7 +91,7 @@ def test_each_server_answers_at_its_own_address(tmp_path, callers):
     with served(tmp_path, Desk(), Desk(), Desk()) as peers:
         assert [(tmp_path / name).exists() for name in ("s0", "s1", "s2")] == [True] * 3
         for turn in range(3):
-            asks = [Call(peer, b"echo", [f"{turn}{peer.name}".encode()]) for peer in peers]
+            asks = [numbered(peer, b"echo", [f"{turn}{peer.name}".encode()]) for peer in peers]
             replies = run_blocking(caller.call_many(asks, JOIN_S))
             assert [(reply.header, *map(bytes, reply.frames)) for reply in replies] == [
                 (b"echo", f"{turn}s{n}".encode()) for n in range(3)
@@ -99,7 +100,7 @@ def test_each_server_answers_at_its_own_address(tmp_path, callers):
 
 def test_many_requests_to_one_server_hold_up_none_of_another(tmp_path, callers):
     async def go(busy: Peer, other: Peer) -> list[list[bytes]]:
-        both = [[Call(busy, b"%d" % n) for n in range(500)], [Call(other, b"echo")]]
+        both = [[numbered(busy, b"%d" % n) for n in range(500)], [numbered(other, b"echo")]]
         caller = callers()
         replies = await asyncio.gather(*(caller.call_many(asks, JOIN_S) for asks in both))
         return [[reply.header for reply in some] for some in replies]
@@ -207,5 +208,5 @@ def test_an_address_that_cannot_be_bound_leaves_nothing_of_it_and_the_others_ser
         another = SocketServer(f"ipc://{tmp_path}/another", loop=loop)
         another.open(Desk())
         with running(loop):
-            asks = [Call(Peer("s0", server.address), b"echo"), Call(Peer("another", another.address), b"echo")]
+            asks = [numbered(Peer("s0", server.address), b"echo"), numbered(Peer("another", another.address), b"echo")]
             assert asked(callers(), *asks) == [b"echo", b"echo"]

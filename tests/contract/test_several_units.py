@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from tests.contract.storage_kit import put_and_clear_in_threads
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages, read, write
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, UnitLostError
-from transfer_queue.storage.shm import writer
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.storage.shm import write as writes
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
+from transfer_queue.transport.blocking import run_blocking
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
     "frames": lambda path: SmallQueue(None, 0),
@@ -157,7 +157,7 @@ def test_a_put_that_nobody_can_take_waits_and_is_carried_out_when_room_comes(que
 
 
 def test_a_put_that_waits_at_one_unit_looks_at_the_others_from_time_to_time(queue, monkeypatch):
-    monkeypatch.setattr(writer, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(writes, "_PATIENCE_S", 0.05)
     manager, other = queue.start(ROOM, ROOM).manager(), queue.manager()
     units = write(manager, range(200))
 

@@ -18,13 +18,15 @@ from tensordict import TensorDict
 
 from tests.contract.storage_kit import ARENAS, BACKENDS, Backend, hosted, meta, until
 from tests.contract.transport_kit import held
-from transfer_queue.storage.columns import prepare
 from transfer_queue.storage.copying import AT_ONCE
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.shm.unit_client import UnitConnection, UnitWrite
-from transfer_queue.storage.unit.arena_sharing import host_unit
+from transfer_queue.storage.pack import prepare
+from transfer_queue.storage.shm.connect import UnitConnection
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
+from transfer_queue.storage.shm.write import UnitWrite
+from transfer_queue.storage.unit.lend import lend_arena
+from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session
 
@@ -149,13 +151,13 @@ def test_a_put_that_is_cancelled_while_it_waits_holds_up_nobody_and_leaves_nothi
 def test_a_write_that_has_leased_memory_goes_on_when_its_connection_is_closed_and_later_ones_are_frames(tmp_path):
     with hosted(tmp_path, 0):
         connection, columns = UnitConnection(Peer("u0", f"ipc://{tmp_path}/u0")), prepare({"x": large(4)})
-        write = UnitWrite(connection, slice(0, 4), 4, columns, 0)
+        write = UnitWrite(connection, slice(0, 4), columns, 0)
         assert write.lease(7, 1.0, b"") is not None
         write.leased(0)
         connection.close()
         packed, frames = write.packed(AT_ONCE)
         assert ([header.offset for header in packed.headers], packed.lease, frames) == ([0], 7, [])
-        late = UnitWrite(connection, slice(0, 4), 4, columns, 0)
+        late = UnitWrite(connection, slice(0, 4), columns, 0)
         assert (late.lease(8, 1.0, b""), connection.path) == (None, "frames")
 
 
@@ -176,7 +178,7 @@ def test_a_unit_whose_arena_can_have_no_address_sends_frames(tmp_path):
     path = tmp_path / ("d" * (100 - len(str(tmp_path))))
     path.mkdir()
     server = SocketServer(f"ipc://{path}/u")
-    unit = host_unit("u", None, True, server)
+    unit = StorageUnit("u", None, lend_arena(server))
     server.close()
     assert (unit.next_deadline(), unit.stats().arena_nbytes) == (None, 0)
     assert [file.name for file in path.iterdir() if file.suffix == ".arena"] == []

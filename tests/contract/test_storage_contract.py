@@ -16,7 +16,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from tests.contract.storage_kit import BACKENDS, Backend, assert_same, meta, rows, simple, some
 from transfer_queue.errors import StorageFullError, StorageKeyNotFoundError, UnsupportedValueError
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 
 @pytest.fixture(params=BACKENDS)

@@ -14,7 +14,7 @@ import pytest
 from tests.contract.storage_kit import Backend, hosted, meta, put_and_clear_in_threads, simple, until
 from tests.contract.units_kit import PAGE, ROOM, pages
 from transfer_queue.errors import StorageFullError
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 KINDS = {
     "frames": lambda path: nullcontext(simple(capacity_bytes=ROOM)),

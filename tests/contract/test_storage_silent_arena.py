@@ -18,9 +18,9 @@ import torch
 from tensordict import TensorDict
 
 from tests.contract.storage_kit import Backend, hosted, meta
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.shm.unit_client import UnitConnection
-from transfer_queue.storage.unit.arena import PAGE_NBYTES
+from transfer_queue.storage.messages import PAGE_NBYTES
+from transfer_queue.storage.shm.connect import UnitConnection
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.transport.base import Peer
 
 WAIT_S = 8.0  # less than a client waits for what it is never told

@@ -16,7 +16,7 @@ from tests.contract.test_storage_contract import DTYPES
 from transfer_queue.checkpoint.field_files import BlockReader, FieldWriter
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 SHIFT = 1000
 

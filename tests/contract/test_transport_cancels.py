@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, make_caller, served_by_thread, until
+from transport_kit import JOIN_S, Desk, make_caller, numbered, served_by_thread, until
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Call, Peer
+from transfer_queue.transport.base import NOBODY_WAITS, Peer, PeerCall
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import PendingCall, run_blocking
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def revocable(peer: Peer, *headers: bytes) -> list[Call]:
-    return [Call(peer, header, (), b"cancel " + header) for header in headers]
+def revocable(peer: Peer, *headers: bytes) -> list[PeerCall]:
+    return [numbered(peer, header, (), b"cancel " + header) for header in headers]
 
 
 def answers(replies: Any) -> list[bytes]:
@@ -56,7 +56,7 @@ def test_what_goes_wrong_as_a_call_is_made_cancels_those_before_it(desk, drive):
     make, peer, served = desk
     caller = make()
 
-    def broken() -> Iterator[Call]:
+    def broken() -> Iterator[PeerCall]:
         yield from revocable(peer, b"echo")
         raise ValueError("no more")
 
@@ -101,8 +101,8 @@ def test_a_call_without_a_cancel_is_only_not_waited_for(desk, drive):
     make, peer, served = desk
     caller = make()
     with pytest.raises(QueueUnreachableError):
-        drive(caller.call_many([Call(peer, b"never")], 0.05))
-    assert answers(drive(caller.call_many([Call(peer, b"echo")], 10.0))) == [b"echo"]
+        drive(caller.call_many([numbered(peer, b"never")], 0.05))
+    assert answers(drive(caller.call_many([numbered(peer, b"echo")], 10.0))) == [b"echo"]
     assert served.said == []
 
 
@@ -113,8 +113,8 @@ def test_a_message_that_expects_no_answer_comes_before_the_calls_after_it(desk, 
 
     async def story() -> None:
         for number in range(3):
-            await caller.post(Call(peer, b"said %d" % number))
-            assert answers(await caller.call_many([Call(peer, b"echo")], 10.0)) == [b"echo"]
+            await caller.post(numbered(peer, b"said %d" % number))
+            assert answers(await caller.call_many([numbered(peer, b"echo")], 10.0)) == [b"echo"]
             assert served.said[number:] == [b"said %d" % number]
 
     drive(story())
@@ -131,7 +131,7 @@ class Frames(Desk):
 
     def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> Any:
         assert self.free.wait(JOIN_S)
-        self.order.append((header, envelope.request_id == NOBODY_WAITS))
+        self.order.append((header, envelope.number == NOBODY_WAITS))
         self.frames += [bytes(frame) for frame in frames]
         return super().handle(envelope, header, frames, now)
 
@@ -152,10 +152,10 @@ def test_the_frames_of_a_message_are_those_of_the_moment_it_was_sent(slow, drive
     large = np.ones(8 << 20, np.uint8)
 
     async def story() -> None:
-        await caller.post(Call(peer, b"said", [large]))
+        await caller.post(numbered(peer, b"said", [large]))
         large.fill(9)
         served.free.set()
-        await caller.call_many([Call(peer, b"echo")], 10.0)
+        await caller.call_many([numbered(peer, b"echo")], 10.0)
 
     drive(story())
     assert [set(frame) for frame in served.frames] == [{1}]
@@ -165,14 +165,14 @@ def test_the_frames_of_a_message_are_those_of_the_moment_it_was_sent(slow, drive
 def test_a_call_that_was_sent_in_part_goes_out_whole_and_its_cancel_behind_it(slow, drive):
     caller, peer, served = slow
     large = np.ones(8 << 20, np.uint8)
-    call = Call(peer, b"park", [large], b"cancel park")
+    call = numbered(peer, b"park", [large], b"cancel park")
 
     async def story() -> list[bytes]:
         with pytest.raises(QueueUnreachableError):
             await caller.call_many([call], 0.01)
         large.fill(9)
         served.free.set()
-        return answers(await caller.call_many([Call(peer, b"echo")], 10.0))
+        return answers(await caller.call_many([numbered(peer, b"echo")], 10.0))
 
     assert drive(story()) == [b"echo"]
     assert served.order == [(b"park", False), (b"cancel park", True), (b"echo", False)]
@@ -211,7 +211,7 @@ def test_calls_of_a_loop_that_ended_without_them_are_cancelled(tmp_path, kind):
 def test_a_cancel_to_a_peer_that_has_ended_is_no_error_of_its_own(tmp_path, kind, drive):
     caller = make_caller("me")
     with served_by_thread(tmp_path, Desk(), kind) as (peer, server):
-        drive(caller.call_many([Call(peer, b"echo")], 10.0))
+        drive(caller.call_many([numbered(peer, b"echo")], 10.0))
         stopper = threading.Timer(0.05, server.stop)
         stopper.start()
         with pytest.raises(QueueUnreachableError, match="has ended"):
@@ -223,12 +223,12 @@ def test_a_cancel_to_a_peer_that_has_ended_is_no_error_of_its_own(tmp_path, kind
 def test_the_cancel_behind_a_large_answer_that_nobody_reads_is_heard(tmp_path, kind):
     served, caller = Desk(), make_caller("me")
     with served_by_thread(tmp_path, served, kind) as (peer, _):
-        large = Call(peer, b"echo", [bytes(4 << 20)], b"cancel echo")
+        large = numbered(peer, b"echo", [bytes(4 << 20)], b"cancel echo")
         pending = PendingCall(caller.call_many([large, *revocable(peer, b"park")], 10.0))
         pending.close()
         until(lambda: caller._idle[peer.address][0].unsent is False or _flush(caller, peer))
         until(lambda: served.said == [b"cancel echo", b"cancel park"])
-        assert answers(run_blocking(caller.call_many([Call(peer, b"last")], 10.0))) == [b"last"]
+        assert answers(run_blocking(caller.call_many([numbered(peer, b"last")], 10.0))) == [b"last"]
         caller.close()
 
 
@@ -240,8 +240,8 @@ def _flush(caller: SocketCaller, peer: Peer) -> bool:
 def test_a_closed_caller_tells_nothing(tmp_path, kind):
     caller = make_caller("me")
     with served_by_thread(tmp_path, Desk(), kind) as (peer, _):
-        run_blocking(caller.post(Call(peer, b"said")))
+        run_blocking(caller.post(numbered(peer, b"said")))
         caller.close()
         for drive in (run_blocking, asyncio.run):
             with pytest.raises(ClosedError):
-                drive(caller.post(Call(peer, b"said")))
+                drive(caller.post(numbered(peer, b"said")))

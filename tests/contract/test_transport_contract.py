@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_kit import JOIN_S, Desk, calls, held, make_caller, served_by_process, served_by_thread
+from transport_kit import JOIN_S, Desk, calls, held, make_caller, numbered, served_by_process, served_by_thread
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.base import Peer, PeerCall
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
 
 AT_ONCE_S = 2.0
 """Far below every timeout of these tests; generous for a loaded machine."""
@@ -69,10 +69,10 @@ class Doorbell(Desk):
 def test_a_call_has_arrived_before_the_next_one_is_made(tmp_path, kind, caller, drive):
     handler = Doorbell()
 
-    def slowly(peer: Peer) -> Iterator[Call]:
-        yield Call(peer, b"first")
+    def slowly(peer: Peer) -> Iterator[PeerCall]:
+        yield numbered(peer, b"first")
         assert handler.rung.wait(JOIN_S)
-        yield Call(peer, b"second")
+        yield numbered(peer, b"second")
 
     with served_by_thread(tmp_path, handler, kind) as (peer, _):
         assert headers(drive(caller.call_many(slowly(peer), 10.0))) == [b"first", b"second"]
@@ -94,8 +94,8 @@ def test_a_call_that_cannot_be_made_is_told_and_the_ones_before_it_leave_nothing
     make, peer, _ = desk
     caller = make()
 
-    def broken() -> Iterator[Call]:
-        yield Call(peer, b"echo")
+    def broken() -> Iterator[PeerCall]:
+        yield numbered(peer, b"echo")
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
@@ -238,7 +238,7 @@ class Keeper(Desk):
         return super().handle(envelope, header, frames, now)
 
 
-async def _cancelled(caller: SocketCaller, several: list[Call]) -> None:
+async def _cancelled(caller: SocketCaller, several: list[PeerCall]) -> None:
     call = asyncio.ensure_future(caller.call_many(several, 30.0))
     await asyncio.sleep(0)
     call.cancel()
@@ -246,7 +246,7 @@ async def _cancelled(caller: SocketCaller, several: list[Call]) -> None:
         await call
 
 
-async def _timed_out(caller: SocketCaller, several: list[Call]) -> None:
+async def _timed_out(caller: SocketCaller, several: list[PeerCall]) -> None:
     with pytest.raises(QueueUnreachableError, match="did not answer"):
         await caller.call_many(several, 0.0)
 
@@ -357,7 +357,7 @@ def test_after_closing_every_call_fails_and_closing_again_is_harmless(peer, driv
 @DRIVES
 def test_an_address_that_is_none_says_so(caller, drive):
     with pytest.raises(QueueUnreachableError, match="can't connect to desk at 'nowhere'"):
-        drive(caller.call_many([Call(Peer("desk", "nowhere"), b"echo")], 10.0))
+        drive(caller.call_many([numbered(Peer("desk", "nowhere"), b"echo")], 10.0))
 
 
 # ---- sockets: forks and strangers ----

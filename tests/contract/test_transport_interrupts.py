@@ -11,16 +11,16 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from transport_kit import Desk, calls, served_by_thread
+from transport_kit import Desk, calls, numbered, served_by_thread
 
 import transfer_queue.transport
-from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
 
 FILES = {
     str(Path(transfer_queue.transport.__file__).parent / name)
-    for name in ("caller.py", "framing.py", "unix.py", "waiting.py")
+    for name in ("caller.py", "framing.py", "unix.py", "descriptors.py")
 }
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_a_ctrl_c_at_any_step_leaves_connections_that_can_be_used_and_cancels_wh
         run_blocking(caller.call_many(calls(peer, b"echo"), 10.0))
         step = 0
         while interrupted(step, partial(_call, caller, peer, step, frames)):
-            ((header, found),) = run_blocking(caller.call_many([Call(peer, b"after %d" % step, frames)], 10.0))
+            ((header, found),) = run_blocking(caller.call_many([numbered(peer, b"after %d" % step, frames)], 10.0))
             assert (header, [bytes(frame) for frame in found]) == (b"after %d" % step, frames)
             step += 1
         assert step > 300, "it was interrupted nowhere"
@@ -75,5 +75,5 @@ def test_a_ctrl_c_at_any_step_leaves_connections_that_can_be_used_and_cancels_wh
 
 
 def _call(caller: SocketCaller, peer: Peer, step: int, frames: list[bytes]) -> None:
-    call = Call(peer, b"call %d" % step, frames, b"cancel %d" % step)
+    call = numbered(peer, b"call %d" % step, frames, b"cancel %d" % step)
     run_blocking(caller.call_many([call], 10.0))

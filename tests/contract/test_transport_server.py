@@ -14,10 +14,11 @@ import pytest
 from transport_kit import JOIN_S, Desk, calls, held, served_by_thread
 
 from transfer_queue.transport.base import Peer
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.descriptors import READ, WRITE
+from transfer_queue.transport.loop import Readiness
 from transfer_queue.transport.server import SocketServer
-from transfer_queue.transport.waiting import READ, WRITE, Readiness
 from transfer_queue.utils.machine import pid_namespace
 
 pytestmark = pytest.mark.usefixtures("nothing_left")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transport_kit import JOIN_S, Desk, calls, make_caller, served_by_thread, until
+from transport_kit import JOIN_S, Desk, calls, make_caller, numbered, served_by_thread, until
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.base import Outgoing, Peer
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.framing import encode
-from transfer_queue.transport.modes import PendingCall, run_blocking
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -87,7 +87,7 @@ def test_one_event_loop_after_the_other_is_the_same_client(tmp_path, kind):
 def _talk_and_be_killed(peer: Peer) -> None:
     caller = make_caller("mortal")
     for number in range(200):
-        run_blocking(caller.post(Call(peer, b"%d" % number)))
+        run_blocking(caller.post(numbered(peer, b"%d" % number)))
     os.kill(os.getpid(), 9)
 
 
@@ -212,7 +212,7 @@ def test_an_error_in_a_handler_costs_no_other_answer_and_ends_nothing(broken, ho
     parked, caller = make_caller("parked"), make_caller("me")
     pending = PendingCall(parked.call_many(calls(peer, b"park one", b"park two"), 10.0))
     until(lambda: len(served.parked) == 2)
-    run_blocking(caller.post(Call(peer, b"said")))
+    run_blocking(caller.post(numbered(peer, b"said")))
     with pytest.raises(QueueUnreachableError, match="did not answer"):
         echo(caller, peer, how, 0.05)
     assert [reply.header for reply in pending.finish()] == [b"park one", b"park two"]

@@ -19,13 +19,24 @@ from typing import Any
 
 import pytest
 import zmq
-from transport_kit import JOIN_S, KEYS, Desk, calls, held, make_caller, served_by_process, served_by_thread, until
+from transport_kit import (
+    JOIN_S,
+    KEYS,
+    Desk,
+    calls,
+    held,
+    make_caller,
+    numbered,
+    served_by_process,
+    served_by_thread,
+    until,
+)
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.base import Call, Peer
+from transfer_queue.transport.base import Liveness, Peer
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.framing import encode
-from transfer_queue.transport.modes import PendingCall, run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.tcp_wire import (
     BEAT,
@@ -41,7 +52,7 @@ from transfer_queue.transport.tcp_wire import (
 )
 
 DRIVES = pytest.mark.parametrize("drive", [run_blocking, asyncio.run], ids=["blocking", "async"])
-SHORT = {"heartbeat_s": 0.02, "lease_s": 0.2}
+SHORT = {"liveness": Liveness(heartbeat_s=0.02, lease_s=0.2)}
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -115,7 +126,7 @@ def test_a_client_without_the_right_key_is_told_at_once_and_never_heard(tmp_path
     served, stranger = Desk(), SocketCaller("stranger", key)
     with served_by_thread(tmp_path, served, "tcp") as (peer, server):
         with pytest.raises(QueueUnreachableError, match="does not accept this client's key"):
-            drive(stranger.call_many([Call(peer, b"park")], 60.0))
+            drive(stranger.call_many([numbered(peer, b"park")], 60.0))
         assert echo(caller, peer) == b"echo"
         assert (server.clients(), served.parked) == ({"me": 1}, [])
     stranger.close()
@@ -203,7 +214,7 @@ def test_answers_of_a_strange_server_are_not_taken_for_ours(drive):
     thread.start()
     caller = SocketCaller("me")
     with pytest.raises(QueueUnreachableError, match="did not answer within"):
-        drive(caller.call_many([Call(Peer("strange", strange.last_endpoint.decode()), b"echo")], 0.3))
+        drive(caller.call_many([numbered(Peer("strange", strange.last_endpoint.decode()), b"echo")], 0.3))
     thread.join(JOIN_S)
     caller.close()
     strange.close(linger=0)
@@ -224,7 +235,7 @@ def test_a_server_of_another_version_is_told_as_such(drive):
     thread.start()
     caller = SocketCaller("me")
     with pytest.raises(QueueUnreachableError, match=r"other at tcp:\S+ has ended .*: it is of another version"):
-        drive(caller.call_many([Call(Peer("other", other.last_endpoint.decode()), b"echo")], 10.0))
+        drive(caller.call_many([numbered(Peer("other", other.last_endpoint.decode()), b"echo")], 10.0))
     thread.join(JOIN_S)
     caller.close()
     other.close(linger=0)
@@ -261,9 +272,9 @@ def test_an_address_in_use_is_told_as_such(tmp_path):
 def test_on_one_host_nothing_of_zmq_is_loaded(tmp_path):
     code = f"""
 import sys, threading
-from transfer_queue.transport.base import Call, Outgoing, Peer
+from transfer_queue.transport.base import PeerCall, Outgoing, Peer
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 class Echo:
     def handle(self, envelope, header, frames, now): return [Outgoing(envelope, header)]
@@ -273,7 +284,7 @@ server = SocketServer("ipc://{tmp_path}/server")
 thread = threading.Thread(target=server.serve, args=(Echo(),))
 thread.start()
 caller = SocketCaller("me")
-run_blocking(caller.call_many([Call(Peer("echo", server.address), b"x")], 10.0))
+run_blocking(caller.call_many([PeerCall(Peer("echo", server.address), b"x", number=1)], 10.0))
 caller.close(); server.stop(); thread.join()
 sys.exit("zmq" in sys.modules)
 """
@@ -289,7 +300,7 @@ def test_a_client_that_waits_for_longer_than_its_lease_is_not_gone(tmp_path):
         pending = PendingCall(caller.call_many(calls(peer, b"park"), 10.0))
         until(lambda: len(served.parked) == 1)
         with pytest.raises(QueueUnreachableError, match="did not answer"):
-            echo(other, peer, b"never", 3 * SHORT["lease_s"])
+            echo(other, peer, b"never", 3 * SHORT["liveness"].lease_s)
         assert (server.clients(), served.gone) == ({"waits": 1, "other": 1}, [])
         echo(other, peer, b"free")
         assert [reply.header for reply in pending.finish()] == [b"park"]
@@ -297,7 +308,7 @@ def test_a_client_that_waits_for_longer_than_its_lease_is_not_gone(tmp_path):
         other.close()
 
 
-LONGER = {"heartbeat_s": 0.05, "lease_s": 1.0}
+LONGER = {"liveness": Liveness(heartbeat_s=0.05, lease_s=1.0)}
 HALF_A_LEASE = 10
 
 
@@ -338,14 +349,14 @@ def test_a_server_whose_answer_takes_longer_than_a_lease_is_not_silent(drive):
         while CALL not in (request := slow.recv_multipart()):
             pass
         (message,) = PartsReader().add([zmq.Frame(part) for part in request[2:]])
-        for part in parts_of(message.request_id):
+        for part in parts_of(message.number):
             hear_beats(slow)
             slow.send_multipart([request[0], CALL, part])
 
     thread = threading.Thread(target=answer)
     thread.start()
     caller = SocketCaller("me", **LONGER)
-    call = Call(Peer("slow", slow.last_endpoint.decode()), b"echo")
+    call = numbered(Peer("slow", slow.last_endpoint.decode()), b"echo")
     ((header, (frame,)),) = drive(caller.call_many([call], 60.0))
     assert (header, bytes(frame)) == (b"echo", bytes(1000))
     caller.close()
@@ -382,7 +393,7 @@ def parked_process(peer: Peer) -> Iterator[tuple[Any, Any]]:
 
 def test_a_killed_client_is_gone_with_the_next_heartbeat_long_before_its_lease_has_ended(tmp_path):
     served = Desk()
-    never = {**SHORT, "lease_s": 1e6}
+    never = {"liveness": SHORT["liveness"]._replace(lease_s=1e6)}
     with served_by_thread(tmp_path, served, "tcp", **never) as (peer, server), parked_process(peer) as (process, _):
         assert server.clients() == {"mortal": 1}
         process.kill()
@@ -434,11 +445,12 @@ def test_a_process_that_ends_without_closing_says_goodbye_and_nothing_else(tmp_p
     served = Desk()
     with served_by_thread(tmp_path, served, "tcp") as (peer, _):
         code = (
-            "from transfer_queue.transport.base import Call, Peer\n"
+            "from transfer_queue.transport.base import PeerCall, Peer\n"
             "from transfer_queue.transport.caller import SocketCaller\n"
-            "from transfer_queue.transport.modes import run_blocking\n"
+            "from transfer_queue.transport.blocking import run_blocking\n"
             f"caller = SocketCaller('unclosed', {KEYS.public!r})\n"
-            f"print(run_blocking(caller.call_many([Call(Peer('desk', {peer.address!r}), b'echo')], 10.0)))\n"
+            f"call = PeerCall(Peer('desk', {peer.address!r}), b'echo', number=1)\n"
+            "print(run_blocking(caller.call_many([call], 10.0)))\n"
         )
         ended = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
         assert (ended.stdout, ended.stderr) == ("[RawReply(header=b'echo', frames=[])]\n", "")
@@ -449,7 +461,7 @@ def test_what_was_said_before_closing_arrives(tmp_path):
     served, caller = Desk(), make_caller("me")
     with served_by_thread(tmp_path, served, "tcp") as (peer, _):
         for number in range(200):
-            run_blocking(caller.post(Call(peer, b"%d" % number)))
+            run_blocking(caller.post(numbered(peer, b"%d" % number)))
         caller.close()
         until(lambda: served.gone == ["me"])
         assert served.said == [b"%d" % number for number in range(200)]
@@ -461,7 +473,7 @@ def _end_many_servers(num_servers: int) -> None:
         server = SocketServer("tcp://127.0.0.1:0", keys=KEYS)
         thread = threading.Thread(target=server.serve, args=(Desk(),), daemon=True)
         thread.start()
-        PendingCall(caller.call_many([Call(Peer("desk", server.address), b"park")], 60.0))
+        PendingCall(caller.call_many([numbered(Peer("desk", server.address), b"park")], 60.0))
         caller.close()
         server.stop()
         thread.join(JOIN_S)

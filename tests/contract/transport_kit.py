@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.local_caller import LocalCaller
-from transfer_queue.transport.base import NOBODY_WAITS, Call, Outgoing, Peer
+from transfer_queue.transport.base import NOBODY_WAITS, Outgoing, Peer, PeerCall
 from transfer_queue.transport.caller import SocketCaller
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.tcp_wire import make_keys
 
 JOIN_S = 10.0
+_numbers = itertools.count(1)
 KEYS = make_keys()
 SOCKETS = ["unix", "tcp"]
 
@@ -45,7 +47,7 @@ class Desk:
         self.deadline: float | None = None
 
     def handle(self, envelope: Any, header: bytes, frames: list[memoryview], now: float) -> list[Outgoing]:
-        if envelope.request_id == NOBODY_WAITS:
+        if envelope.number == NOBODY_WAITS:
             self.said.append(header)
             return [Outgoing(envelope, b"to nobody")]
         if header.startswith(b"park"):
@@ -144,8 +146,13 @@ def served_by_process(directory: Path, kind: str = "unix", **settings: Any) -> I
         process.close()
 
 
-def calls(peer: Peer, *headers: bytes, frames: Sequence[Any] = ()) -> list[Call]:
-    return [Call(peer, header, frames) for header in headers]
+def calls(peer: Peer, *headers: bytes, frames: Sequence[Any] = ()) -> list[PeerCall]:
+    return [numbered(peer, header, frames) for header in headers]
+
+
+def numbered(peer: Peer, header: bytes, frames: Sequence[Any] = (), cancel: bytes = b"") -> PeerCall:
+    """A call with a number of its own, as a session makes it."""
+    return PeerCall(peer, header, frames, cancel, next(_numbers))
 
 
 def held() -> tuple[list[str], int]:

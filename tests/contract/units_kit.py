@@ -19,12 +19,12 @@ from transfer_queue import protocol as p
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.server.front import Front
 from transfer_queue.server.janitor import Janitor
-from transfer_queue.storage.backends import create
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.unit.arena_sharing import host_unit
+from transfer_queue.storage.backends import StorageManagerFactory
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
+from transfer_queue.storage.unit.lend import lend_arena
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.machine import host_id
@@ -37,7 +37,7 @@ CONF = {
     "client": {"timeout_s": 30.0},
     "controller": {"polling_mode": False},
     "backend": {"SimpleStorage": {"put_timeout_s": 60.0}},
-    "listen": "where units can join",
+    "listen": "tcp://127.0.0.1:1",
 }
 _names = itertools.count()
 
@@ -96,7 +96,7 @@ class SmallQueue:
         return session
 
     def manager(self, **config: Any) -> SharedMemoryManager:
-        manager = create("SimpleStorage", self.session(), self._settings(config))
+        manager = StorageManagerFactory.create("SimpleStorage", self.session(), self._settings(config))
         assert isinstance(manager, SharedMemoryManager)
         self._stack.callback(lambda: run_blocking(manager.close()))
         return manager
@@ -116,7 +116,7 @@ class SmallQueue:
         self._stack.close()
 
     def _janitor(self) -> Janitor:
-        return Janitor(create("SimpleStorage", self.session(), self._settings({})))
+        return Janitor(StorageManagerFactory.create("SimpleStorage", self.session(), self._settings({})))
 
     def _settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         own = [{"name": "controller", "address": self._address("controller")}]
@@ -132,7 +132,7 @@ class SmallQueue:
     def _unit(self, name: str, capacity: int | None, server: SocketServer | None) -> StorageUnit:
         if server is None:
             return StorageUnit(name, capacity)
-        return host_unit(name, capacity, self._shared, server, self._inline_nbytes)
+        return StorageUnit(name, capacity, lend_arena(server) if self._shared else None, self._inline_nbytes)
 
     def _serve(self, name: str, server: SocketServer | None, front: Front, stack: ExitStack) -> None:
         for known_as in (name, f"{name} {name}"):  # the second by a client's server information

@@ -13,15 +13,15 @@ import transfer_queue as tq
 from transfer_queue import protocol as p
 from transfer_queue.client.get import fetch_request
 from transfer_queue.storage.messages import UnitRequest
-from transfer_queue.transport.base import Call, RawReply
+from transfer_queue.transport.base import PeerCall, RawReply
+from transfer_queue.transport.blocking import is_blocking, run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import is_blocking, run_blocking
 
 R = TypeVar("R")
 _decode = p.message_decoder(*get_args(UnitRequest))
 
 
-def request_of(call: Call) -> Any:
+def request_of(call: PeerCall) -> Any:
     """What a call asks for."""
     return _decode(call.header).request
 
@@ -90,7 +90,7 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
         given_up.extend(map(request_of, made))
         for call in made:
             if call.cancel:
-                await caller.post(Call(call.peer, call.cancel))
+                await caller.post(PeerCall(call.peer, call.cancel))
         raise error
 
     caller.call_many = give_up  # type: ignore[method-assign]

@@ -18,8 +18,8 @@ from clients import connect
 
 import transfer_queue as tq
 from transfer_queue.transport.base import NOBODY_WAITS
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.framing import Inbound, Message, encode
-from transfer_queue.transport.modes import run_blocking
 
 SLOW = float(os.environ.get("TQ_TEST_SLOW", "1"))
 """Deadlines are multiplied by it; a busy machine needs 4 or so."""
@@ -120,9 +120,9 @@ def stranger(conf: Any) -> socket.socket:
     return bare
 
 
-def framed(header: bytes, request_id: int = NOBODY_WAITS) -> bytes:
+def framed(header: bytes, number: int = NOBODY_WAITS) -> bytes:
     """A message as it travels."""
-    return b"".join(encode(request_id, header))
+    return b"".join(encode(number, header))
 
 
 def received_replies(bare: socket.socket, count: int) -> list[Message]:

@@ -62,7 +62,7 @@ def put(client: tq.TransferQueueClient, partition: str, number: int, width: int)
 
 def put_by_key(client: tq.TransferQueueClient, partition: str, number: int, width: int) -> None:
     from transfer_queue.client import kv
-    from transfer_queue.transport.modes import run_blocking
+    from transfer_queue.transport.blocking import run_blocking
 
     rows: Any = values(number, width)
     run_blocking(kv.batch_put(client, [f"{number} a", f"{number} b"], partition, rows, None))

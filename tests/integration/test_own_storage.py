@@ -48,8 +48,8 @@ class Shelf(storage.StorageManager):
 
 @pytest.fixture
 def own(queue: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tq.TransferQueueClient]:
-    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
-    backends.register("Shelf")(Shelf)
+    monkeypatch.setattr(backends, "_table", dict(backends._table))
+    backends.StorageManagerFactory.register("Shelf")(Shelf)
     client = tq.TransferQueueClient("own", queue.controller.zmq_info)
     client.initialize_storage_manager("Shelf", queue.backend.SimpleStorage)
     yield client

@@ -20,7 +20,7 @@ from tests.console import lightning_tq
 from tests.lightning.conftest import stream
 from tests.own_processes import SLOW
 from transfer_queue import protocol as p
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 pytestmark = pytest.mark.timeout(120)
 

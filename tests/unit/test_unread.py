@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer_queue import BatchMeta
-from transfer_queue.metadata.unread import UnreadBatch
+from transfer_queue.metadata.batch_meta import UnreadBatch
 
 FIELDS = {"x": {"dtype": torch.int64, "shape": (1,)}, "y": {"dtype": torch.int64, "shape": (1,)}}
 

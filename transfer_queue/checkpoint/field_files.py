@@ -19,9 +19,8 @@ from transfer_queue.checkpoint.files import (
     write_array,
 )
 from transfer_queue.errors import CheckpointError, ProtocolError
-from transfer_queue.storage.base import PlacedColumns
 from transfer_queue.storage.copying import copy_rows, copy_spans
-from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, Positions, WireColumn, running_sum
+from transfer_queue.storage.wire import OBJECTS, IntArray, Layout, PlacedColumns, Positions, WireColumn, running_sum
 
 INT64 = np.dtype("<i8")
 _BYTES = np.dtype(np.uint8)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
-from transfer_queue.storage.wire_columns import Layout
+from transfer_queue.storage.wire import Layout
 
 FORMAT = 1
 METADATA = "metadata.json"

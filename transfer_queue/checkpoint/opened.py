@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,9 @@ def check_user_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def complete(directory: Path, user: dict[str, Any], controller: DataFile) -> None:
     """Write the metadata, which marks the checkpoint as complete."""
-    from transfer_queue import __distribution_version__
-
     values = _described(directory / STORAGE / VALUES)
-    metadata = Metadata(FORMAT, values is not None, user, __distribution_version__, controller, values)
+    version = files("transfer_queue").joinpath("version/distribution").read_text().strip()
+    metadata = Metadata(FORMAT, values is not None, user, version, controller, values)
     write_bytes(directory / METADATA, msgspec.json.format(msgspec.json.encode(metadata), indent=1))
 
 

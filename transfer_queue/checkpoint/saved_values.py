@@ -28,9 +28,9 @@ from transfer_queue.checkpoint.files import (
 from transfer_queue.control.saved import SavedPartition, SavedQueue, StoredRows, places_of, rows_with
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import by_row, runs_of
-from transfer_queue.storage.base import PlacedColumns, StorageManager
-from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn
-from transfer_queue.transport.modes import off_loop
+from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.wire import IntArray, PlacedColumns, Positions, WireColumn
+from transfer_queue.transport.blocking import off_loop
 
 _FIRST_ROWS = 64
 _SHARE_OF_UNIT = 4

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from transfer_queue.errors import CheckpointError
-from transfer_queue.transport.connections import closed_in_children
+from transfer_queue.transport.descriptors import closed_in_children
 
 # Hosts may share a directory, and a lock may hold on one of them only.
 _PREFIX = f"tq-spool-{socket.gethostname()}-"

@@ -6,17 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 from transfer_queue.client.checkpoint import Checkpoints
-from transfer_queue.client.get import Gets
 from transfer_queue.client.key_watch import KeyChanges, KeyWaits
 from transfer_queue.client.partitions import Partitions
 from transfer_queue.storage.backends import section_of
-from transfer_queue.transport.modes import blocking, starting
+from transfer_queue.transport.blocking import blocking, starting
 from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
 __all__ = ["AsyncTransferQueueClient", "KeyChanges", "TransferQueueClient", "connect", "process_zmq_server_info"]
 
 
-class AsyncTransferQueueClient(Gets, Partitions, KeyWaits, Checkpoints):
+class AsyncTransferQueueClient(Partitions, KeyWaits, Checkpoints):
     """Talks to two parties: asks the controller what is where, moves values to and from the storage.
 
     A put starts in ``client/put.py``, a get in ``client/get.py``.

@@ -16,10 +16,8 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.annotations import copy_tags
 from transfer_queue.metadata.field_schema import with_dtypes
 from transfer_queue.protocol import MOST_ROWS, Batch, Done, FieldSpec, SetTags, encode, unpack_indexes
-from transfer_queue.storage.backends import create as create_storage
-from transfer_queue.storage.backends import storage_settings
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.storage.backends import StorageManagerFactory, storage_settings
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -55,7 +53,7 @@ class ClientBase:
 
     def _make_storage(self) -> None:
         assert self._storage_args is not None
-        self._storage = create_storage(self._storage_args[0], self.session, self._storage_args[1])
+        self._storage = StorageManagerFactory.create(self._storage_args[0], self.session, self._storage_args[1])
         self._caller = self.session.caller
 
     @property
@@ -68,18 +66,6 @@ class ClientBase:
             self._make_storage()
         return self._storage
 
-    @property
-    def front(self) -> SharedMemoryManager | None:
-        """The storage, where a unit shares the controller's process: a put there or a get is one message then."""
-        storage = self.storage_manager
-        return storage if isinstance(storage, SharedMemoryManager) and storage.is_in_front else None
-
-    async def has_more_units(self, storage: SharedMemoryManager) -> bool:
-        """Whether values may lie elsewhere than in the controller's process. Units join queues that listen alone."""
-        if storage.is_in_front and (await self.session.config())["listen"] is None:
-            return False
-        return not storage.is_in_front or await storage.others()
-
     async def async_get_config(self) -> dict[str, Any]:
         """The running queue's configuration.
 
@@ -87,20 +73,20 @@ class ClientBase:
             >>> client.get_config()["backend"]["storage_backend"]
             'SimpleStorage'
         """
-        return await self.session.config()
+        return await self.session.plain_config()
 
     async def put_timeout_s(self) -> float:
         """How long a put may wait for room."""
-        configured = float((await self.session.config())["backend"]["SimpleStorage"]["put_timeout_s"])
+        configured = (await self.session.config()).backend.SimpleStorage.put_timeout_s
         return min(configured, p.LONGEST_WAIT_S)
 
     async def clear(self, request: type[p.Request], *args: Any) -> p.Cleared:
         """Ask the controller to delete samples, and the storage their values."""
         session = self.session
         message = request(session.number(), *args)
-        if self._storage is not None and self.front is not None:
-            return await session.send(message, p.Cleared)
         storage = self.storage_manager
+        if storage.front is not None:
+            return await session.send(message, p.Cleared)
         by_field = storage.clears_by_field and request in (p.ClearSamples, p.ClearConsumed, p.ClearPartition)
         fields = await self._fields_of(args[0]) if by_field else {}
         cleared = await session.send(message, p.Cleared, keep=True)

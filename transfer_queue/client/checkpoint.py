@@ -18,7 +18,7 @@ from transfer_queue.checkpoint.saved_values import SavedValues, save_values
 from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.client.base import ClientBase
 from transfer_queue.control.saved import SavedQueue, StoredRows, decode, encoded_parts, joined, saved_indexes
-from transfer_queue.transport.modes import is_blocking, off_loop
+from transfer_queue.transport.blocking import is_blocking, off_loop
 from transfer_queue.utils.logging_utils import get_logger
 
 AnyPath = str | os.PathLike[str]

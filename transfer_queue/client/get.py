@@ -26,12 +26,12 @@ from transfer_queue.errors import (
     UnknownPartitionError,
 )
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.batch_meta import UnreadBatch
 from transfer_queue.metadata.field_schema import common_dtypes, dtypes_of
-from transfer_queue.metadata.unread import UnreadBatch
-from transfer_queue.storage.batches import from_rows, relaid
-from transfer_queue.storage.columns import named_columns, values_of
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.shm.unit_directory import values_lost
+from transfer_queue.storage.base import InFront
+from transfer_queue.storage.pack import named_columns, values_of
+from transfer_queue.storage.shm.choose import values_lost
+from transfer_queue.storage.unpack import from_rows
 from transfer_queue.transport.caller import SocketCaller
 
 _OF_THE_FETCH = ("dp_rank", "batch_index", "dp_size", "first_index", "skip", "pass_start", "after", "where")
@@ -45,7 +45,7 @@ class FetchedBatch:
         self,
         meta: BatchMeta,
         call: tuple[SocketCaller, int],
-        front: SharedMemoryManager | None,
+        front: InFront | None,
         frames: Sequence[memoryview],
         units: Mapping[str, p.UnitRuns | None],
     ) -> None:
@@ -131,7 +131,7 @@ class Gets(ClientBase):
             )
         if task_name is None:
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name, which names the consumer.")
-        polling = bool((await self.session.config())["controller"]["polling_mode"])
+        polling = (await self.session.config()).controller.polling_mode
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
         fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s, where)
         reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
@@ -164,7 +164,7 @@ class Gets(ClientBase):
             2
         """
         await self.session.config()
-        front, caller = self.front, self.session.caller
+        front, caller = self.storage_manager.front, self.session.caller
         if front is not None:
             fetch = msgspec.structs.replace(fetch, with_values=True, mapped=await front.decide_mapping())
         fetch = msgspec.structs.replace(fetch, id=self.session.number())
@@ -250,7 +250,7 @@ class Gets(ClientBase):
             return await self._read_apart(metadata, common, layout)
         await self.session.config()
         storage, units = self.storage_manager, None
-        if isinstance(storage, SharedMemoryManager) and await self.has_more_units(storage):
+        if await storage.in_several_units():
             units = await self._places(metadata, metadata.field_names)
         return await self._read(metadata, units, layout)
 
@@ -268,19 +268,13 @@ class Gets(ClientBase):
             for name, column in named_columns(part):
                 for position, value in zip(positions, values_of(column, len(positions)), strict=True):
                     rows[name][position] = value.to(common[name]) if name in common else value
-        return from_rows(rows, meta.size, layout or str(self.storage_manager.config.get("layout") or "jagged"))
+        return from_rows(rows, meta.size, layout or self.storage_manager.layout)
 
     async def _read(
         self, meta: BatchMeta, units: Mapping[str, p.UnitRuns | None] | None, layout: str | None = None
     ) -> TensorDict:
         """The values, which lie there; the metadata's batches are read then."""
-        storage = self.storage_manager
-        if isinstance(storage, SharedMemoryManager):
-            data = await storage.get_rows(meta.global_indexes, meta.field_names, layout, units)
-        else:  # another backend gets all metadata
-            data = await storage.get_data(meta)
-            if layout is not None:
-                data = relaid(data, layout)
+        data = await self.storage_manager.read(meta, units, layout)
         for batch in meta.unread:
             batch.was_read(meta.global_indexes, meta.field_names)
         return data

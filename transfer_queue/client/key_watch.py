@@ -14,7 +14,7 @@ from transfer_queue.client.base import ClientBase, checked_wait
 from transfer_queue.diagnosis import Finding
 from transfer_queue.errors import EndOfPartitionError, KeysTimeoutError
 from transfer_queue.protocol import Tags
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
 

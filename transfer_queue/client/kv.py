@@ -5,31 +5,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import joined, parts_of, tags_by_row, to_specs
+from transfer_queue.client.base import check_meta, joined, parts_of, tags_by_row, to_specs
+from transfer_queue.client.get import Gets
 from transfer_queue.client.key_watch import listed_after
-from transfer_queue.client.put import DataParser, Puts, RowTags, as_tensordict, rows_at
+from transfer_queue.client.put import Puts, RowTags, as_tensordict, rows_at
 from transfer_queue.errors import InvalidRequestError, SampleClearedError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta, KVBatchMeta, extract_field_schema
-from transfer_queue.storage.columns import parsed_rows
+from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.utils.logging_utils import get_logger
-
-if TYPE_CHECKING:
-    from transfer_queue.client import AsyncTransferQueueClient
 
 _log = get_logger(__name__)
 Tag = dict[str, Any]
 _TRIES = 5
+
 _warned: set[str] = set()
 """Fields that a warning has named; one warning per field is enough."""
 
 
-class Keys(Puts):
+class Keys(Gets, Puts):
     """Verbs that find samples by key."""
 
     async def async_kv_retrieve_meta(
@@ -113,6 +112,21 @@ class Keys(Puts):
                 found.setdefault(name, {}).update(await listed_after(self.session, name, page.last, where))
         return found
 
+    async def async_clear_samples(self, metadata: BatchMeta) -> None:
+        """Delete these samples and their values; those already cleared are ignored.
+
+        Examples:
+            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
+            >>> client.clear_samples(meta.select_samples([0, 1]))
+            >>> client.get_meta(partition_id="train", mode="force_fetch").size
+            2
+        """
+        check_meta("clear_samples", metadata)
+        for part in metadata.chunk_by_partition() if metadata.size else ():
+            indexes = part.global_indexes
+            for some in parts_of(len(indexes)):
+                await self.clear(p.ClearSamples, part.partition_ids[0], p.pack_indexes(indexes[some]))
+
 
 def check_keys(keys: Sequence[str] | str) -> list[str]:
     """A list of key names; one string is one key."""
@@ -146,7 +160,7 @@ def one_row(fields: Any) -> TensorDict | None:
 
 
 async def batch_put(
-    client: AsyncTransferQueueClient,
+    client: Keys,
     keys: Sequence[str] | str,
     partition_id: str,
     fields: TensorDict | Mapping[str, Any] | None,
@@ -179,7 +193,7 @@ async def batch_put(
 
 
 async def _put_part(
-    client: AsyncTransferQueueClient, names: list[str], partition_id: str, rows: TensorDict | None, tags: RowTags
+    client: Keys, names: list[str], partition_id: str, rows: TensorDict | None, tags: RowTags
 ) -> p.Batch:
     tries = _TRIES
     while True:
@@ -202,7 +216,7 @@ def _check_batch(names: list[str], fields: TensorDict | None, tags: Sequence[Tag
 
 
 async def batch_get(
-    client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str, select: Sequence[str] | str | None
+    client: Keys, keys: Sequence[str] | str, partition_id: str, select: Sequence[str] | str | None
 ) -> TensorDict:
     """Rows in the order of the keys, including repeats.
 
@@ -239,9 +253,7 @@ def _warn_of(partial: set[str]) -> None:
         _log.warning("field %r was selected, but only some of the samples have it: it is left out.", name)
 
 
-async def batch_get_by_meta(
-    client: AsyncTransferQueueClient, meta: KVBatchMeta, select: Sequence[str] | str | None
-) -> TensorDict:
+async def batch_get_by_meta(client: Keys, meta: KVBatchMeta, select: Sequence[str] | str | None) -> TensorDict:
     """``batch_get`` with the keys and fields of the metadata; every selected field must be among these."""
     if meta.partition_id is None:
         raise InvalidRequestError("the KVBatchMeta has no partition_id; set it to the partition of its keys.")
@@ -254,7 +266,7 @@ async def batch_get_by_meta(
     return await batch_get(client, meta.keys, meta.partition_id, wanted)
 
 
-async def clear(client: AsyncTransferQueueClient, keys: Sequence[str] | str, partition_id: str) -> None:
+async def clear(client: Keys, keys: Sequence[str] | str, partition_id: str) -> None:
     """Delete samples by key; unknown keys or partitions are ignored."""
     batches = await client.resolve(list(dict.fromkeys(check_keys(keys))), partition_id)
     indexes = [index for batch in batches for index in p.unpack_indexes(batch.indexes).tolist()]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from transfer_queue import protocol as p
-from transfer_queue.client.base import check_meta, check_tags, checked_wait, parts_of
+from transfer_queue.client.base import check_meta, check_tags, checked_wait
 from transfer_queue.client.kv import Keys
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
@@ -82,21 +82,6 @@ class Partitions(Keys):
         spec: Any = sampler.spec() if isinstance(sampler, BaseSampler) else sampler
         spec = dict(spec) if isinstance(spec, Mapping) else spec
         await self.session.ask(p.RegisterTask, p.Done, task_name, spec, dp_size, tail)
-
-    async def async_clear_samples(self, metadata: BatchMeta) -> None:
-        """Delete these samples and their values; those already cleared are ignored.
-
-        Examples:
-            >>> meta = client.put({"x": torch.arange(4)}, partition_id="train")
-            >>> client.clear_samples(meta.select_samples([0, 1]))
-            >>> client.get_meta(partition_id="train", mode="force_fetch").size
-            2
-        """
-        check_meta("clear_samples", metadata)
-        for part in metadata.chunk_by_partition() if metadata.size else ():
-            indexes = part.global_indexes
-            for some in parts_of(len(indexes)):
-                await self.clear(p.ClearSamples, part.partition_ids[0], p.pack_indexes(indexes[some]))
 
     async def async_clear_consumed(self, partition_id: str, task_names: Sequence[str] = ()) -> int:
         """Delete the samples, with their values, that every task of the partition has consumed and acknowledged.

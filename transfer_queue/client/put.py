@@ -23,13 +23,12 @@ from transfer_queue.errors import (
 )
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.metadata.meta_rows import pick
-from transfer_queue.storage.base import StorageManager
-from transfer_queue.storage.columns import named_columns, parsed_rows, values_of
-from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.base import InFront, StorageManager
+from transfer_queue.storage.pack import named_columns, values_of
+from transfer_queue.storage.unpack import DataParser, parsed_rows
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.logging_utils import get_logger
 
-DataParser = Callable[[dict[str, Any]], dict[str, Any]]
 RowTags = Mapping[int, Mapping[str, Any]]
 _TRIES = 3
 Begin = p.Reserve | p.CheckFields | p.ResolveKeys
@@ -59,7 +58,7 @@ class WriteTransaction:
         self._num_rows = num_rows
         self._tags = {row: dict(own) for row, own in tags.items() if own}
 
-    async def through(self, front: SharedMemoryManager, wait_s: float) -> p.Reply:
+    async def through(self, front: InFront, wait_s: float) -> p.Reply:
         """All in one message, where controller and storage share a process. It waits up to ``wait_s`` for room.
 
         Returns the answer to ``begin``, or for keys what their samples have now.
@@ -156,12 +155,13 @@ class Puts(ClientBase):
 
     async def _in_session(self, begin: Begin, columns: Any, count: int, tags: RowTags) -> p.Reply:
         """In one message to the controller's process, or in steps, to units that have room."""
-        storage, front = self.storage_manager, self.front
-        if front is not None and await front.writes_in_front():
+        storage = self.storage_manager
+        front = storage.front
+        if front is not None and await front.takes_writes():
             transaction = WriteTransaction(self.session, begin, columns, count, tags)
             if len(tags) > p.MOST_ROWS:  # more than one message may have
                 return await transaction.in_steps(storage)
-            if not await self.has_more_units(front):
+            if not await storage.in_several_units():
                 return await transaction.through(front, begin.wait_s)
             with contextlib.suppress(StorageFullError):
                 return await transaction.through(front, 0.0)
@@ -217,7 +217,8 @@ class Puts(ClientBase):
                 raise InvalidRequestError("put of new samples needs a partition_id (or metadata of existing samples).")
             if not count:
                 raise InvalidRequestError("put got 0 rows; there is nothing to store.")
-            return await self._put_new(await parsed_rows(rows, data_parser), partition_id, by_row)
+            parsed = rows if data_parser is None else await parsed_rows(rows, data_parser)
+            return await self._put_new(parsed, partition_id, by_row)
         check_meta("put", metadata)
         if not metadata.size:
             raise InvalidRequestError("put got metadata of 0 samples; fetch some first, or pass a partition_id.")

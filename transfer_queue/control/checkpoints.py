@@ -23,7 +23,7 @@ from transfer_queue.errors import CheckpointError, StorageFullError
 T = TypeVar("T")
 
 
-class Frozen(Holding):
+class Freezing(Holding):
     """A freeze under way."""
 
     until = Until.DONE
@@ -87,14 +87,14 @@ def freeze(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply | Wait:
 
 
 def _take(state: PlaneState, call: Call, request: p.Freeze) -> p.Reply:
-    frozen = Frozen(state, Snapshot(state, state.calls.now))
+    frozen = Freezing(state, Snapshot(state, state.calls.now))
     state.calls.hold(call, frozen)
     return frozen.read(request.id, 0)
 
 
 def read_frozen(state: PlaneState, call: Call, request: p.ReadFrozen) -> p.Reply:
     """One slice of the state as it was."""
-    held = state.calls.held(call.client, request.call, Frozen)
+    held = state.calls.held(call.client, request.call, Freezing)
     if not held:
         raise CheckpointError(f"call {request.call} is no freeze under way. Save again.")
     return held[0].read(request.id, request.part)
@@ -102,7 +102,7 @@ def read_frozen(state: PlaneState, call: Call, request: p.ReadFrozen) -> p.Reply
 
 def thaw(state: PlaneState, call: Call, request: p.Thaw) -> p.Reply:
     """End the freeze of this call, if there is one."""
-    held = state.calls.take(call.client, request.call, Frozen)
+    held = state.calls.take(call.client, request.call, Freezing)
     return cleared(state, call, held[0].thaw()) if held else p.Cleared(request.id, b"")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import Answer, Call, Calls, Steps, Verb, Wait
-from transfer_queue.control import checkpoints, fetching, key_waits, lifecycle, memberships, queries, writing
+from transfer_queue.control import checkpoints, fetches, key_waits, lifecycle, memberships, queries, writing
 from transfer_queue.control.serving import Unread
 from transfer_queue.control.state import PlaneConfig, PlaneState
 from transfer_queue.errors import InvalidRequestError
@@ -25,7 +25,7 @@ _VERBS: dict[type[p.Request], Callable[[PlaneState, Call, Any], p.Reply | Wait |
     p.ResolveKeys: writing.rewrite,
     p.CheckFields: writing.rewrite,
     p.Publish: writing.publish,
-    p.Fetch: fetching.fetch,
+    p.Fetch: fetches.fetch,
     p.Ack: lifecycle.ack,
     p.Describe: queries.describe,
     p.ConsumptionStatus: queries.consumption_status,

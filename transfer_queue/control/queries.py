@@ -12,7 +12,7 @@ import numpy as np
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import PAGE, Call, Holding, Name, Wait
-from transfer_queue.control.checkpoints import Frozen
+from transfer_queue.control.checkpoints import Freezing
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, all_of
 from transfer_queue.control.serving import ServedFetch
@@ -181,7 +181,7 @@ def _clients(state: PlaneState) -> dict[str, dict[str, int]]:
         clients[client] = {
             "reservations": len(writes), "reserved": sum(len(write.indexes) for write in writes),
             "leaves": sum(holder == client for holder, _ in state.freezes.permits),
-            "freezes": sum(isinstance(each, Frozen) for each in held),
+            "freezes": sum(isinstance(each, Freezing) for each in held),
             "parked": sum(call.wait is not None for call in calls),
             "unreceived": sum(call.has_unreceived_reply for call in calls),
         }  # fmt: skip

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from transfer_queue.dataloader import segments
-from transfer_queue.storage.assembling import Jagged, is_simple_jagged
-from transfer_queue.storage.tensors import as_bytes, dtype_name, dtype_of, from_bytes, is_plain
+from transfer_queue.storage.pack import as_bytes, dtype_name, dtype_of, from_bytes, is_plain, is_simple_jagged
+from transfer_queue.storage.unpack_fast import Jagged
 
 _Inline: TypeAlias = tuple[str, tuple[int, ...], bytes]
 _Jagged: TypeAlias = tuple[torch.Tensor, bytes]

@@ -20,7 +20,7 @@ from transfer_queue.dataloader.batch_stream import Fetched, Requested
 from transfer_queue.diagnosis import Finding, not_ready
 from transfer_queue.errors import BatchTimeoutError, EndOfPartitionError, InvalidRequestError, QueueUnreachableError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.modes import PendingCall, run_blocking
+from transfer_queue.transport.blocking import PendingCall, run_blocking
 from transfer_queue.utils.logging_utils import get_logger
 
 logger = get_logger(__name__)

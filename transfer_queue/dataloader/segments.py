@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from transfer_queue.storage import recycling
+from transfer_queue.storage.pack import dtype_name, dtype_of, from_bytes
 from transfer_queue.storage.recycling import KEPT_NBYTES, Recycler, Watch, watched
-from transfer_queue.storage.tensors import dtype_name, dtype_of, from_bytes
-from transfer_queue.storage.wire_columns import ByteArray
+from transfer_queue.storage.wire import ByteArray
 
 LEAST_NBYTES = 64 * 1024
 """Smaller columns are copied into the message instead."""

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from transfer_queue.errors import InvalidRequestError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.storage.assembling import is_simple_jagged
+from transfer_queue.storage.pack import is_simple_jagged
 
 Pair = tuple[TensorDict, BatchMeta]
 

@@ -19,7 +19,7 @@ from transfer_queue.dataloader.bundle import Bundle, Packed
 from transfer_queue.dataloader.cursor import Cursor
 from transfer_queue.dataloader.segments import unmap_owners
 from transfer_queue.dataloader.streaming_dataset import Origin, StreamingDataset
-from transfer_queue.storage import batches, columns
+from transfer_queue.storage import pack, unpack
 
 _LOOK_EVERY_S = 0.25
 
@@ -239,5 +239,5 @@ def _import_what_workers_will() -> None:
 
     A fork while another thread imports a module leaves that module locked in the child, which then waits forever.
     """
-    pieces = columns.pack(TensorDict({"x": torch.zeros(1, 1)}, batch_size=[1]), allow_pickle=False)
-    batches.unpack({"x": [(slice(0, 1), pieces["x"])]}, 1, "jagged", allow_pickle=False)
+    pieces = pack.pack(TensorDict({"x": torch.zeros(1, 1)}, batch_size=[1]), allow_pickle=False)
+    unpack.unpack({"x": [(slice(0, 1), pieces["x"])]}, 1, "jagged", allow_pickle=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnknownPartitionError
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 if TYPE_CHECKING:
     import torch

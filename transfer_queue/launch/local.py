@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from transfer_queue.config import FullConfig, environment_text, preallocated_sam
 from transfer_queue.errors import ConfigError, LaunchError, RemoteError, SamplerError, from_wire
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.sampler.registry import as_sampler
-from transfer_queue.storage.backends import is_of_units, path_of, resolve
-from transfer_queue.storage.bootstrap import StorageBootstrapProvider
+from transfer_queue.server.orders import Orders, encode_orders
+from transfer_queue.storage.backends import StorageBootstrapProvider, is_of_units, path_of, resolve
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.logging_utils import get_logger
@@ -101,22 +102,16 @@ class LocalQueue:
                 "the queue holds at most %.1f GiB of values (backend.SimpleStorage.memory)", (memory or 0) / 2**30
             )
         units = {f"unit{n}": self._socket(_CONTROLLER if together else f"unit{n}") for n in range(count)}
-        orders = [{"address": self.address, "controller": True, "unit": None, "join": None, "listen": config.listen}]
-        if together:
-            orders[0]["unit"] = next(iter(units))
-        else:
-            orders += [
-                {"address": address, "controller": False, "unit": name, "join": self.address, "listen": None}
-                for name, address in units.items()
-            ]
-        here = orders.pop(0) if sampler is None else orders[0]
-        processes = [self._spawn() for _ in orders]
-        pids = {own["address"]: process.pid for own, process in zip(orders, processes, strict=True)}
+        apart = {} if together else units
+        first = None if sampler is None else self._spawn()
+        others = {name: self._spawn() for name in apart}
+        pid = self._owner if first is None else first.pid
         infos = {
-            name: local_server(Role.STORAGE.value, name, "put_get_socket", address, pids.get(address, self._owner))
+            name: local_server(
+                Role.STORAGE.value, name, "put_get_socket", address, others[name].pid if name in others else pid
+            )
             for name, address in units.items()
         }
-        pid = pids.get(self.address, self._owner)
         controller = local_server(Role.CONTROLLER.value, _CONTROLLER, "request_handle_socket", self.address, pid)
         conf = with_servers(conf, self.address, controller, infos)
         if config.listen is not None:
@@ -124,37 +119,43 @@ class LocalQueue:
                 raise ConfigError("listen needs controller and storage in one process (server_processes: one).")
             conf.key_file = keys_for(config, self._directory)
         common = self._orders(conf, sampler, capacity)
-        if sampler is None:
-            own = {**common, **here}
+        own = replace(common, controller=True, unit=next(iter(units)) if together else None, listen=config.listen)
+        if first is None:
             conf.listen = self._serve_in_thread(own, as_sampler(conf.controller.sampler)) or conf.listen
-        first = 0 if sampler is None else 1  # units join at the controller, which has to be there
-        for process, own in zip(processes[:first], orders, strict=False):
-            send_orders(process, {**common, **own})
-            conf.listen = await_ready(process).get("listening") or conf.listen
-        for process, own in zip(processes[first:], orders[first:], strict=True):
-            send_orders(process, {**common, **own})
-        for process in processes[first:]:
+        else:
+            send_orders(first, own)
+            conf.listen = await_ready(first).get("listening") or conf.listen
+        for name, process in others.items():  # they join at the controller, which has to be there
+            send_orders(process, replace(common, address=apart[name], unit=name, join=self.address))
+        for process in others.values():
             await_ready(process)
         return conf
 
-    def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> dict[str, Any]:
+    def _orders(self, conf: DictConfig, sampler: Any, capacity_bytes: int | None) -> Orders:
         plain = to_plain(conf)
         module = sampler["class"].partition(":")[0] if isinstance(sampler, dict) else ""
         if module and not module.startswith("transfer_queue."):
             plain["controller"]["sampler_modules"].append(module)  # the owner itself named this module
-        return {
-            "conf": plain, "sampler": sampler, "preallocate": preallocated_samples(), "directory": self._directory,
-            "parent": self._owner, "pid_namespace": pid_namespace(), "sys_path": sys.path,
-            "inline_nbytes": self._inline_nbytes, "capacity_bytes": capacity_bytes,
-            "key_file": None if conf.listen is None else conf.key_file,
-            "backend_path": path_of(conf.backend.storage_backend),
-        }  # fmt: skip
+        return Orders(
+            conf=plain,
+            address=self.address,
+            directory=self._directory,
+            key_file=None if conf.listen is None else conf.key_file,
+            sampler=sampler,
+            sys_path=sys.path,
+            backend_path=path_of(conf.backend.storage_backend),
+            parent=self._owner,
+            pid_namespace=pid_namespace(),
+            capacity_bytes=capacity_bytes,
+            inline_nbytes=self._inline_nbytes,
+            preallocate=preallocated_samples(),
+        )
 
     def _spawn(self) -> subprocess.Popen[str]:
         self._processes.append(spawn_server(self._directory))
         return self._processes[-1]
 
-    def _serve_in_thread(self, orders: dict[str, Any], sampler: BaseSampler) -> str | None:
+    def _serve_in_thread(self, orders: Orders, sampler: BaseSampler) -> str | None:
         """Serve the controller in this process, for a sampler that can't be sent (of ``__main__``, or with live
         objects). Returns the address for other hosts.
         """
@@ -275,11 +276,11 @@ def _await_end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def send_orders(process: subprocess.Popen[str], orders: dict[str, Any]) -> None:
+def send_orders(process: subprocess.Popen[str], orders: Orders) -> None:
     """Tell a spawned server what to serve. Raises LaunchError if it has ended."""
     assert process.stdin is not None
     try:
-        json.dump(orders, process.stdin)
+        process.stdin.write(encode_orders(orders))
         process.stdin.close()
     except BrokenPipeError:
         raise LaunchError(f"a server process ended at its start with exit code {process.wait()}; see stderr.") from None

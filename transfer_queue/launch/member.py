@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -40,10 +41,12 @@ class MemberServer:
         try:
             merged = merge(conf)
             merged.listen, merged.key_file = listen, private_key_file(directory, keys)
-            orders = member_orders(merged, join, directory)
-            orders |= {"unit": name, "parent": os.getpid(), "pid_namespace": pid_namespace()}
+            orders = replace(
+                member_orders(merged, join, directory), unit=name, capacity_bytes=capacity_nbytes,
+                parent=os.getpid(), pid_namespace=pid_namespace(),
+            )  # fmt: skip
             processes.append(spawn_server(directory))
-            send_orders(processes[0], {**orders, "capacity_bytes": capacity_nbytes})
+            send_orders(processes[0], orders)
             self.address: str = await_ready(processes[0])["listening"]
         except BaseException:
             self.close()

@@ -19,6 +19,7 @@ from transfer_queue.launch.member import MemberServer
 from transfer_queue.launch.ray_units import START_TIMEOUT_S, answers, eligible_nodes, end_unit, start_unit
 from transfer_queue.sampler.sequential_sampler import SequentialSampler
 from transfer_queue.storage.backends import is_of_units
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.machine import host_id
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
@@ -159,11 +160,11 @@ class ControllerActor(ControllerVerbs):
         from transfer_queue.client import connect  # it loads torch
         from transfer_queue.server.exporter import Exporter, metrics_host
 
-        conf = self.client.get_config()
-        if conf["metrics"]["endpoint"] is not None:
-            return str(conf["metrics"]["endpoint"])
+        config = run_blocking(self.client.session.config())
+        if config.metrics.endpoint is not None:
+            return config.metrics.endpoint
         if self._exporter is None:
-            host = metrics_host(typed(conf))
+            host = metrics_host(config)
             self._exporter = Exporter(host, port, lambda: connect("metrics", self.queue.conf).storage_manager)
         return self._exporter.endpoint
 

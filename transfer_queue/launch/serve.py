@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from transfer_queue.config import merge, preallocated_samples, to_plain, typed
 from transfer_queue.errors import ConfigError, LaunchError
 from transfer_queue.launch.local import keys_for, portable, short_directory, with_servers
 from transfer_queue.server.main import main
+from transfer_queue.server.orders import Orders
 from transfer_queue.storage.backends import is_of_units, path_of
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.zmq_utils import ZMQServerInfo, local_server
@@ -51,11 +53,12 @@ def serve(
     where = short_directory("tq-") if directory is None else own_directory(directory)
     try:
         orders = member_orders(merged, join, where) if join else _first(merged, where)
-        local = str(orders["address"])
         try:
-            main(orders, lambda remote: ready(local, remote))
+            main(orders, lambda remote: ready(orders.address, remote))
         except OSError as error:
-            raise LaunchError(f"can't listen at {merged.listen or local}: {error.strerror or error}.") from error
+            raise LaunchError(
+                f"can't listen at {merged.listen or orders.address}: {error.strerror or error}."
+            ) from error
     finally:
         if directory is None:
             shutil.rmtree(where, ignore_errors=True)
@@ -84,7 +87,7 @@ def _remove_stale(path: Path) -> None:
     raise LaunchError(f"a server answers at {path} already: choose another directory, or end that server.")
 
 
-def _first(conf: DictConfig, directory: str) -> dict[str, Any]:
+def _first(conf: DictConfig, directory: str) -> Orders:
     """Orders for a controller with a unit."""
     config = typed(conf)
     _check_of_units(conf.backend.storage_backend)
@@ -98,13 +101,11 @@ def _first(conf: DictConfig, directory: str) -> dict[str, Any]:
     if config.listen is not None:
         conf.key_file = keys_for(config, directory)
     memory = config.backend.SimpleStorage.memory_bytes()
-    return {
-        **_orders(conf, directory, address, memory), "controller": True, "unit": "unit0", "join": None,
-        "sampler": sampler,
-    }  # fmt: skip
+    orders = _orders(conf, directory, address, memory)
+    return replace(orders, controller=True, unit="unit0", sampler=sampler)
 
 
-def member_orders(conf: DictConfig, join: str, directory: str) -> dict[str, Any]:
+def member_orders(conf: DictConfig, join: str, directory: str) -> Orders:
     """Orders for a unit that joins a queue. Raises QueueUnreachableError if no controller answers at ``join``."""
     config = typed(conf)
     if join.startswith("tcp://") and config.key_file is None and config.encryption == "curve":
@@ -124,7 +125,7 @@ def member_orders(conf: DictConfig, join: str, directory: str) -> dict[str, Any]
     running.listen, running.key_file = config.listen, key_file
     memory = config.backend.SimpleStorage.memory_bytes()
     orders = _orders(running, directory, f"ipc://{directory}/unit", memory)
-    return {**orders, "controller": False, "unit": name, "join": join, "sampler": None}
+    return replace(orders, unit=name, join=join)
 
 
 def _check_of_units(backend: str) -> None:
@@ -139,14 +140,20 @@ def _config_of(address: str, key_file: str | None) -> dict[str, Any]:
     """The configuration of the queue at this address."""
     session = Session("server", Peer("controller", address), key_file)
     try:
-        return run_blocking(session.config())
+        return run_blocking(session.plain_config())
     finally:
         session.close()
 
 
-def _orders(conf: DictConfig, directory: str, address: str, memory: int | None) -> dict[str, Any]:
-    return {
-        "conf": to_plain(conf), "preallocate": preallocated_samples(), "directory": directory, "address": address,
-        "parent": None, "pid_namespace": None, "sys_path": sys.path, "inline_nbytes": None, "capacity_bytes": memory,
-        "listen": conf.listen, "key_file": conf.key_file, "backend_path": path_of(conf.backend.storage_backend),
-    }  # fmt: skip
+def _orders(conf: DictConfig, directory: str, address: str, memory: int | None) -> Orders:
+    return Orders(
+        conf=to_plain(conf),
+        address=address,
+        directory=directory,
+        listen=conf.listen,
+        key_file=conf.key_file,
+        sys_path=sys.path,
+        backend_path=path_of(conf.backend.storage_backend),
+        capacity_bytes=memory,
+        preallocate=preallocated_samples(),
+    )

@@ -7,7 +7,8 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,6 @@ from transfer_queue.metadata.field_schema import (
 )
 from transfer_queue.metadata.kv_meta import KVBatchMeta
 from transfer_queue.metadata.meta_rows import (
-    SamplesView,
     as_ints,
     check_in_range,
     check_length,
@@ -36,7 +36,6 @@ from transfer_queue.metadata.meta_rows import (
     even_sizes,
     pick,
 )
-from transfer_queue.metadata.unread import UnreadBatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -421,3 +420,116 @@ def _first_difference(mine: list[Any], theirs: list[Any]) -> str:
         return f"{len(mine)} and {len(theirs)} rows"
     row = next(row for row, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
     return f"row {row} has {mine[row]!r} and {theirs[row]!r}"
+
+
+# ---- row by row ----
+
+
+def _row_of(schema: Mapping[str, Mapping[str, Any]], position: int) -> dict[str, dict[str, Any]]:
+    """The schema of one row: its own shape and dtype, without ``per_sample_shapes`` and ``per_sample_dtypes``."""
+    row = {name: dict(entry) for name, entry in schema.items()}
+    for entry in row.values():
+        shapes, dtypes = entry.pop("per_sample_shapes", None), entry.pop("per_sample_dtypes", None)
+        if shapes is not None:
+            entry["shape"] = shapes[position]
+        if dtypes is not None:
+            entry["dtype"], entry["is_non_tensor"] = dtypes[position], dtypes[position] is None
+    return row
+
+
+class SampleView:
+    """One row, as the batch was when the view was created. Assigning to it raises TypeError."""
+
+    __slots__ = ("custom_meta", "fields", "global_index", "partition_id", "production_status")
+
+    global_index: int
+    partition_id: str
+    production_status: int
+    custom_meta: Mapping[str, Any]
+    fields: Mapping[str, Mapping[str, Any]]
+
+    def __init__(self, meta: BatchMeta, position: int) -> None:
+        entries = _row_of(meta.field_schema, position)
+        for name, value in {
+            "global_index": meta.global_indexes[position],
+            "partition_id": meta.partition_ids[position],
+            "production_status": int(meta.production_status[position]),
+            "custom_meta": MappingProxyType(meta.custom_meta[position]),
+            "fields": MappingProxyType({name: MappingProxyType(entry) for name, entry in entries.items()}),
+        }.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise TypeError(f"a sample is a read-only view: {name!r} can't be set. Change the BatchMeta it belongs to.")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise TypeError(f"a sample is a read-only view: {name!r} can't be deleted. Change the BatchMeta it belongs to.")
+
+    def __repr__(self) -> str:
+        return (
+            f"SampleView(global_index={self.global_index}, partition_id={self.partition_id!r}, "
+            f"production_status={self.production_status}, fields={sorted(self.fields)}, "
+            f"custom_meta={dict(self.custom_meta)})"
+        )
+
+
+class SamplesView:
+    """The rows of a batch: length, index, slice, iterate."""
+
+    __slots__ = ("_meta",)
+
+    def __init__(self, meta: BatchMeta) -> None:
+        self._meta = meta
+
+    def __len__(self) -> int:
+        return self._meta.size
+
+    def __getitem__(self, item: Any) -> Any:
+        size = self._meta.size
+        if isinstance(item, slice):
+            return [SampleView(self._meta, position) for position in range(size)[item]]
+        position = operator.index(item)
+        if not -size <= position < size:
+            raise IndexError(f"sample {position} of a batch of {size} rows")
+        return SampleView(self._meta, position % size)
+
+    def __iter__(self) -> Iterator[SampleView]:
+        return (SampleView(self._meta, position) for position in range(self._meta.size))
+
+
+# ---- until it is read ----
+
+
+class UnreadBatch:
+    """Shared by all metadata made from one batch: its copies, chunks and joins. With the last of them it ends.
+
+    A pickled one is of no effect, because another process can't say what this one may still read.
+    """
+
+    __slots__ = ("_call", "_fields", "_left", "_read")
+
+    def __init__(
+        self, call: int = 0, indexes: Iterable[int] = (), fields: Iterable[str] = (), read: set[int] | None = None
+    ) -> None:
+        """``read``: where the session collects such fetches; ``call`` is added to it at the end."""
+        self._call = call
+        self._fields = frozenset(fields)
+        self._read = set() if read is None else read
+        self._left = set(indexes)
+
+    def was_read(self, indexes: Iterable[int], fields: Iterable[str]) -> None:
+        """These fields of these samples were read. Some of the fields are not enough: the others may still be read."""
+        if self._left and self._fields.issubset(fields):
+            self._left.difference_update(indexes)
+            if not self._left:
+                self._read.add(self._call)
+
+    def __del__(self) -> None:  # in any thread, between any two steps of it: adding to a set is one step
+        if getattr(self, "_left", None):  # Ctrl-C may have come before it was set
+            self._read.add(self._call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnreadBatch:
+        return self
+
+    def __reduce__(self) -> tuple[type[UnreadBatch], tuple[()]]:
+        return UnreadBatch, ()

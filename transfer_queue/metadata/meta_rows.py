@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a batch's metadata: the positions that name them, and read-only views of single rows."""
+"""Rows of a batch's metadata: the positions that name them."""
 
 from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from itertools import accumulate
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from transfer_queue.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from transfer_queue.metadata.batch_meta import BatchMeta
-
 
 T = TypeVar("T")
 
@@ -78,75 +73,3 @@ def consecutive(sizes: Iterable[int], size: int) -> list[slice]:
             "Give sizes >= 0 that add up to the number of rows."
         )
     return [slice(end - part, end) for part, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def _row_of(schema: Mapping[str, Mapping[str, Any]], position: int) -> dict[str, dict[str, Any]]:
-    """The schema of one row: its own shape and dtype, without ``per_sample_shapes`` and ``per_sample_dtypes``."""
-    row = {name: dict(entry) for name, entry in schema.items()}
-    for entry in row.values():
-        shapes, dtypes = entry.pop("per_sample_shapes", None), entry.pop("per_sample_dtypes", None)
-        if shapes is not None:
-            entry["shape"] = shapes[position]
-        if dtypes is not None:
-            entry["dtype"], entry["is_non_tensor"] = dtypes[position], dtypes[position] is None
-    return row
-
-
-class SampleView:
-    """One row, as the batch was when the view was created. Assigning to it raises TypeError."""
-
-    __slots__ = ("custom_meta", "fields", "global_index", "partition_id", "production_status")
-
-    global_index: int
-    partition_id: str
-    production_status: int
-    custom_meta: Mapping[str, Any]
-    fields: Mapping[str, Mapping[str, Any]]
-
-    def __init__(self, meta: BatchMeta, position: int) -> None:
-        entries = _row_of(meta.field_schema, position)
-        for name, value in {
-            "global_index": meta.global_indexes[position],
-            "partition_id": meta.partition_ids[position],
-            "production_status": int(meta.production_status[position]),
-            "custom_meta": MappingProxyType(meta.custom_meta[position]),
-            "fields": MappingProxyType({name: MappingProxyType(entry) for name, entry in entries.items()}),
-        }.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise TypeError(f"a sample is a read-only view: {name!r} can't be set. Change the BatchMeta it belongs to.")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise TypeError(f"a sample is a read-only view: {name!r} can't be deleted. Change the BatchMeta it belongs to.")
-
-    def __repr__(self) -> str:
-        return (
-            f"SampleView(global_index={self.global_index}, partition_id={self.partition_id!r}, "
-            f"production_status={self.production_status}, fields={sorted(self.fields)}, "
-            f"custom_meta={dict(self.custom_meta)})"
-        )
-
-
-class SamplesView:
-    """The rows of a batch: length, index, slice, iterate."""
-
-    __slots__ = ("_meta",)
-
-    def __init__(self, meta: BatchMeta) -> None:
-        self._meta = meta
-
-    def __len__(self) -> int:
-        return self._meta.size
-
-    def __getitem__(self, item: Any) -> Any:
-        size = self._meta.size
-        if isinstance(item, slice):
-            return [SampleView(self._meta, position) for position in range(size)[item]]
-        position = operator.index(item)
-        if not -size <= position < size:
-            raise IndexError(f"sample {position} of a batch of {size} rows")
-        return SampleView(self._meta, position % size)
-
-    def __iter__(self) -> Iterator[SampleView]:
-        return (SampleView(self._meta, position) for position in range(self._meta.size))

@@ -17,7 +17,7 @@ import msgspec
 
 from transfer_queue.errors import ConfigError, LaunchError, TransferQueueError
 from transfer_queue.server.metric_families import metrics_of
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -16,7 +16,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import PIECE, Answer, Call, Calls, Effect, Steps, Turn, Verb, replied
-from transfer_queue.control import fetching, lifecycle, memberships, queries, writing
+from transfer_queue.control import fetches, lifecycle, memberships, queries, writing
 from transfer_queue.control.checkpoints import restore, thaw
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
@@ -26,7 +26,7 @@ from transfer_queue.storage.messages import AskUnitStats, Read, Rows, UnitReques
 from transfer_queue.storage.unit.session_memory import MemoryLease, StoredRows
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Envelope, Outgoing
-from transfer_queue.transport.waiting import guarded
+from transfer_queue.transport.loop import guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
@@ -106,7 +106,7 @@ class Front:
             self._told(envelope.client, message.received, message.read)
         if self.unit is not None:
             self.unit.tick(now)
-        call = Call(envelope.client, message.request, now, frames, envelope if envelope.request_id else None)
+        call = Call(envelope.client, message.request, now, frames, envelope if envelope.number else None)
         outgoing = self._outgoing(self.calls.handle(call, now))
         if len(outgoing) > 1:
             outgoing.sort(key=lambda answer: answer.envelope is envelope)  # clients that waited are answered first
@@ -215,7 +215,7 @@ class Front:
     def _fetch(self, call: Call, fetch: p.Fetch) -> Any:
         """Draw a batch; with values, read them, too."""
         assert self.plane is not None
-        drawn = fetching.fetch(self.plane.state, call, fetch)
+        drawn = fetches.fetch(self.plane.state, call, fetch)
         return self._with_values(call, fetch, drawn) if fetch.with_values else drawn
 
     def _with_values(self, call: Call, fetch: p.Fetch, drawn: Any) -> Steps:

@@ -10,8 +10,8 @@ from typing import Any
 
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.storage.base import StorageManager
-from transfer_queue.transport.modes import run_blocking
-from transfer_queue.transport.waiting import guarded
+from transfer_queue.transport.blocking import run_blocking
+from transfer_queue.transport.loop import guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)

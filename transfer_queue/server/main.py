@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main program of a server process: reads orders as JSON from stdin, says "ready", serves until it is stopped."""
+"""The main program of a server process: reads its orders from stdin, says "ready", serves until it is stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,47 +26,50 @@ if TYPE_CHECKING:
     from transfer_queue.server.front import Front
     from transfer_queue.server.janitor import Janitor
     from transfer_queue.server.membership import Membership
+    from transfer_queue.server.orders import Orders
     from transfer_queue.storage.base import StorageManager
     from transfer_queue.storage.unit.spill import SpillFile
+    from transfer_queue.storage.unit.unit import StorageUnit
     from transfer_queue.transport.server import SocketServer
 
 _UNIT_TIMEOUT_S = 30.0
 _OBJECTS_PER_COLLECTION = 50_000
 
 
-def main(orders: Mapping[str, Any], ready: Callable[[str | None], None]) -> None:
+def main(orders: Orders, ready: Callable[[str | None], None]) -> None:
     """Serve what ``orders`` says. Returns when stopped or when the parent process has ended.
 
     ``ready`` is called with the address for other hosts, if there is one, once clients can connect.
     """
     # Before any import that starts threads (NumPy's does): one that did not block the signals would take them, and die.
     signal.pthread_sigmask(signal.SIG_BLOCK, _stop_signals(orders))
-    sys.path[:] = orders["sys_path"]
     _allow_many_clients()
     from transfer_queue.transport.server import SocketServer
 
-    server = SocketServer(orders["address"])
+    server = SocketServer(orders.address)
     _stop_with(server, orders)
-    front, listening, close = open_front(server, orders, orders["sampler"])
+    front, listening, close = open_front(server, orders, orders.sampler)
     ready(listening)
     _collect_rarely()
     server.serve(front)
     close()
     Path(server.address.removeprefix("ipc://")).unlink(missing_ok=True)
-    if orders["parent"] is not None:  # it may end at the same moment, and does not tidy up then: the last process does
+    if orders.parent is not None:  # it may end at the same moment, and does not tidy up then: the last process does
         with contextlib.suppress(OSError):  # the sockets of others are still there, or all is gone already
-            os.rmdir(orders["directory"])
+            os.rmdir(orders.directory)
 
 
 def open_front(
-    server: SocketServer, orders: Mapping[str, Any], sampler: str | dict[str, Any] | BaseSampler | None
+    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None
 ) -> tuple[Front, str | None, Callable[[], None]]:
     """What ``server`` is to serve, the address for other hosts, and what ends the rest once nothing is served any more.
 
-    ``orders``: see ``_make_front``; ``listen`` and ``join`` say where other hosts may come, and which queue to join.
+    ``sampler``: the default one of tasks, where it can't be sent in the orders.
     """
     exporter = _export(orders)
     try:
+        if exporter is not None:
+            orders = orders.with_endpoint(exporter.endpoint)
         front, close = _make_front(server, orders, sampler)
         listening = _listen(server, front, orders)
         member = _join(server, front, listening, orders)
@@ -85,29 +88,26 @@ def open_front(
     return front, listening, end
 
 
-def _export(orders: Mapping[str, Any]) -> Exporter | None:
-    """Serve metrics, if they are enabled and this is the controller's process. The configuration has the address."""
-    from transfer_queue.config import typed
-
-    conf = orders["conf"]
-    metrics = conf["metrics"]
-    if not (orders["controller"] and metrics["enabled"]):
+def _export(orders: Orders) -> Exporter | None:
+    """Serve metrics, if they are enabled and this is the controller's process."""
+    config = orders.config
+    if not (orders.controller and config.metrics.enabled):
         return None
     from transfer_queue.server.exporter import ANSWER_S, Exporter, metrics_host
 
-    host = metrics_host(typed(conf))
-    exporter = Exporter(host, metrics["port"], lambda: _storage_client("metrics", conf, None, ANSWER_S))
-    metrics["endpoint"] = exporter.endpoint
-    return exporter
+    def client() -> StorageManager:
+        return _storage_client("metrics", orders, None, ANSWER_S)
+
+    return Exporter(metrics_host(config), config.metrics.port, client)
 
 
-def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> str | None:
+def _listen(server: SocketServer, front: Front, orders: Orders) -> str | None:
     """Serve other hosts, too, where the orders say so. Returns the address with its real port."""
-    if orders["listen"] is None:
+    if orders.listen is None:
         return None
     from transfer_queue.transport.tcp_wire import read_keys
 
-    remote = server.also_at(orders["listen"], None if orders["key_file"] is None else read_keys(orders["key_file"]))
+    remote = server.also_at(orders.listen, None if orders.key_file is None else read_keys(orders.key_file))
     remote.open(front)
     front.listens_at(remote.address)
 
@@ -119,30 +119,28 @@ def _listen(server: SocketServer, front: Front, orders: Mapping[str, Any]) -> st
     return remote.address
 
 
-def _join(server: SocketServer, front: Front, listening: str | None, orders: Mapping[str, Any]) -> Membership | None:
+def _join(server: SocketServer, front: Front, listening: str | None, orders: Orders) -> Membership | None:
     """Make the unit of this process known: to its own controller, or to that of another process."""
     if front.unit is None:
         return None
     from transfer_queue.server.membership import Membership, advertised
     from transfer_queue.utils.machine import host_id
 
-    controller = orders["join"] or server.address
+    controller = orders.join or server.address
     addresses = [server.address, *([] if listening is None else [advertised(listening, controller)])]
-    name, capacity = front.unit.name, orders["capacity_bytes"]
+    name, capacity = front.unit.name, orders.capacity_bytes
     if front.plane is not None:
         front.plane.state.units.add_own(name, host_id(), addresses, capacity)
         return None
-    member = Membership(controller, orders["key_file"], name)
+    member = Membership(controller, orders.key_file, name)
 
     def lost(why: str) -> None:
-        if orders["parent"] is None:
+        if orders.parent is None:
             print(why, file=sys.stderr, flush=True)
-        elif (
-            orders["listen"] is None
-        ):  # its owner, which has the controller, ends it, or it notices that the owner ended
+        elif orders.listen is None:  # its owner, which has the controller, ends it, or it notices that the owner ended
             return
         else:  # the owner is a host's own, and may live on
-            shutil.rmtree(orders["directory"], ignore_errors=True)
+            shutil.rmtree(orders.directory, ignore_errors=True)
         server.stop()
 
     member.join(addresses, capacity, lost)
@@ -150,37 +148,25 @@ def _join(server: SocketServer, front: Front, listening: str | None, orders: Map
 
 
 def _make_front(
-    server: SocketServer, orders: Mapping[str, Any], sampler: str | dict[str, Any] | BaseSampler | None
+    server: SocketServer, orders: Orders, sampler: str | dict[str, Any] | BaseSampler | None
 ) -> tuple[Front, Callable[[], None]]:
-    """The handler for this server, and what ends its threads once nothing is served any more.
-
-    ``orders``: ``controller`` says whether it decides; ``unit`` is the name of the storage unit it hosts, or None.
-    """
+    """The handler for this server, and what ends its threads once nothing is served any more."""
     from transfer_queue.calls import Turn
-    from transfer_queue.config import typed
     from transfer_queue.control.draw import running
     from transfer_queue.control.plane import ControlPlane
     from transfer_queue.control.state import plane_config
     from transfer_queue.server.front import Front
     from transfer_queue.server.watchdog import Watchdog
-    from transfer_queue.storage.unit.arena_sharing import host_unit
-    from transfer_queue.storage.unit.unit import INLINE_NBYTES
 
-    conf, name, most = orders["conf"], orders["unit"], orders["inline_nbytes"]
-    config = typed(conf)
-    unit = None
-    if name is not None:
-        inline_nbytes = INLINE_NBYTES if most is None else most
-        storage = config.backend.SimpleStorage
-        file = _spill_file(storage)
-        unit = host_unit(name, orders["capacity_bytes"], storage.arena, server, inline_nbytes, file)
-    if not orders["controller"]:
+    conf, config = orders.conf, orders.config
+    unit = None if orders.unit is None else _unit(server, orders.unit, orders)
+    if not orders.controller:
         front = Front(conf, None, unit, turn=Turn(time.monotonic))
         server.on_turn(front.meter.turn)
         return front, _nothing
-    plane = ControlPlane(plane_config(config, sampler, orders["preallocate"]))
+    plane = ControlPlane(plane_config(config, sampler, orders.preallocate))
     watchdog = Watchdog(running)
-    front = Front(conf, plane, unit, lambda: _janitor(conf, orders["backend_path"]), Turn(time.monotonic))
+    front = Front(conf, plane, unit, lambda: _janitor(orders), Turn(time.monotonic))
     server.on_turn(front.meter.turn)
     front.watch = lambda pid, namespace, ended: _watch(server, pid, namespace, ended)
     front.alarms, front.disconnect, front.connections = watchdog.alarms, server.disconnect, server.clients
@@ -202,6 +188,19 @@ def _watch(server: SocketServer, pid: int, namespace: int | None, ended: Callabl
     server.watch(pid, namespace, gone)
 
 
+def _unit(server: SocketServer, name: str, orders: Orders) -> StorageUnit:
+    """The storage unit of this server."""
+    from transfer_queue.storage.messages import INLINE_NBYTES
+    from transfer_queue.storage.unit.lend import lend_arena
+    from transfer_queue.storage.unit.unit import StorageUnit
+
+    storage = orders.config.backend.SimpleStorage
+    file = _spill_file(storage)
+    arena = lend_arena(server, file) if storage.arena else None
+    inline_nbytes = INLINE_NBYTES if orders.inline_nbytes is None else orders.inline_nbytes
+    return StorageUnit(name, orders.capacity_bytes, arena, inline_nbytes, file)
+
+
 def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
     """This unit's share of the disk; None if nothing is spilled."""
     from transfer_queue.storage.unit.spill import SpillFile
@@ -213,32 +212,31 @@ def _spill_file(storage: SharedMemoryConfig) -> SpillFile | None:
     return SpillFile(spill.path, None if most is None else max(1, most // units), spill.threshold_bytes, units)
 
 
-def _janitor(conf: Mapping[str, Any], backend_path: str | None) -> Janitor:
+def _janitor(orders: Orders) -> Janitor:
     """See ``_storage_client``."""
     from transfer_queue.server.janitor import Janitor
 
-    return Janitor(_storage_client("controller", conf, backend_path))
+    return Janitor(_storage_client("controller", orders, orders.backend_path))
 
 
 def _storage_client(
-    name: str, conf: Mapping[str, Any], backend_path: str | None, timeout_s: float = _UNIT_TIMEOUT_S
+    name: str, orders: Orders, backend_path: str | None, timeout_s: float = _UNIT_TIMEOUT_S
 ) -> StorageManager:
     """A client of the storage for one thread of this process, in a session of its own.
 
     ``backend_path``: the module and class of the backend; None if they are unknown here: then of the units only.
     """
-    from transfer_queue.storage.backends import adopt, create, section_of, storage_settings
+    from transfer_queue.storage.backends import StorageManagerFactory, adopt, section_of, storage_settings
     from transfer_queue.transport.session import Session
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
-    backend = dict(conf["backend"])
-    if backend_path is None:
-        backend["storage_backend"] = "SimpleStorage"
-    else:
-        adopt(backend["storage_backend"], backend_path)
-    session = Session(name, ZMQServerInfo.from_dict(conf["controller"]["zmq_info"]).peer())
-    settings = storage_settings(section_of(backend), timeout_s=timeout_s)
-    return create(backend["storage_backend"], session, settings)
+    config, backend = orders.config, "SimpleStorage"
+    if backend_path is not None:
+        backend = config.backend.storage_backend
+        adopt(backend, backend_path)
+    section = section_of({**orders.conf["backend"], "storage_backend": backend})  # it may be one of the user's own
+    session = Session(name, ZMQServerInfo.from_dict(config.controller.zmq_info).peer())
+    return StorageManagerFactory.create(backend, session, storage_settings(section, timeout_s=timeout_s))
 
 
 def _nothing() -> None:
@@ -258,27 +256,27 @@ def _collect_rarely() -> None:
     gc.set_threshold(_OBJECTS_PER_COLLECTION, 20, 20)
 
 
-def _stop_with(server: SocketServer, orders: Mapping[str, Any]) -> None:
+def _stop_with(server: SocketServer, orders: Orders) -> None:
     # A handler would run between two bytecodes only: a signal that comes just before the loop waits would be slept
     # over. A thread that waits for the signal itself misses none.
     threading.Thread(target=_stop_at_signal, args=(server, _stop_signals(orders)), daemon=True).start()
-    if orders["parent"] is None:
+    if orders.parent is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle: it ends its servers itself
 
     def parent_ended(_: float) -> tuple[()]:
         server.stop()
-        shutil.rmtree(orders["directory"], ignore_errors=True)
+        shutil.rmtree(orders.directory, ignore_errors=True)
         return ()
 
-    server.watch(orders["parent"], orders["pid_namespace"], parent_ended)
-    if os.getppid() != orders["parent"]:  # it ended before we could watch it
+    server.watch(orders.parent, orders.pid_namespace, parent_ended)
+    if os.getppid() != orders.parent:  # it ended before we could watch it
         parent_ended(0.0)
 
 
-def _stop_signals(orders: Mapping[str, Any]) -> set[signal.Signals]:
+def _stop_signals(orders: Orders) -> set[signal.Signals]:
     """What ends a server: Ctrl-C does if it has no owner."""
-    return {signal.SIGTERM, signal.SIGINT} if orders["parent"] is None else {signal.SIGTERM}
+    return {signal.SIGTERM, signal.SIGINT} if orders.parent is None else {signal.SIGTERM}
 
 
 def _stop_at_signal(server: SocketServer, signals: set[signal.Signals]) -> None:
@@ -295,12 +293,15 @@ def _tell(replies: TextIO, **said: Any) -> None:
 if __name__ == "__main__":
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes where a user can see it
-    orders = sys.stdin.read()
-    if not orders:  # the owner ended before it gave orders
+    text = sys.stdin.read()
+    if not text:  # the owner ended before it gave orders
         shutil.rmtree(sys.argv[1], ignore_errors=True)
         sys.exit(1)
     try:
-        main(json.loads(orders), lambda listening: _tell(replies, ready=True, listening=listening))
+        sys.path[:] = json.loads(text)["sys_path"]  # first, because it may say where the next import lies
+        from transfer_queue.server.orders import decode_orders
+
+        main(decode_orders(text), lambda listening: _tell(replies, ready=True, listening=listening))
     except Exception as error:  # the guard of the start: the process that waits for "ready" gets the error
         if replies.closed:
             raise

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from transfer_queue import protocol as p
 from transfer_queue.errors import ClosedError, TransferQueueError
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.machine import host_id
 

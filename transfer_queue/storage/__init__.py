@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage holds values by index and field, and knows nothing of tasks. Names load on first use."""
+"""Storage, in client and server: holds values by index and field, knows nothing of tasks. Names load on first use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _HOME = {
     "StorageManager": "transfer_queue.storage.base:StorageManager",
     "StorageManagerFactory": "transfer_queue.storage.backends:StorageManagerFactory",
     "YuanrongStorageManager": "transfer_queue.storage.managers.named:YuanrongStorageManager",
-    "SimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
-    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+    "SimpleStorageManager": "transfer_queue.storage.shm.shared_memory:SharedMemoryManager",
+    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.shared_memory:SharedMemoryManager",
     "SimpleStorageUnit": "transfer_queue.controller:SimpleStorageUnit",
     "StorageKeyNotFoundError": "transfer_queue.errors:StorageKeyNotFoundError",
 }

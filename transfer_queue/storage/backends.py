@@ -1,85 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage backends by name, and how their sections of the configuration are read."""
+"""Storage backends by name, in client and server, and how their sections of the configuration are read.
+
+One table says for a backend which manager a client makes, and what starts its servers, if it has any. It also has the
+clients of key-value stores by the names that sections give them.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from transfer_queue.errors import UnknownBackendError
-from transfer_queue.storage.base import StorageManager
+from transfer_queue.storage.base import StorageKVClient, StorageManager
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
-Manager = TypeVar("Manager", bound=type[StorageManager])
+Made = TypeVar("Made", bound=Callable[..., Any])
+_MANAGER, _CLIENT, _START = "manager", "client", "start"
+_UNITS = "transfer_queue.storage.shm.shared_memory:SharedMemoryManager"
+_NAMED = "transfer_queue.storage.managers.named:"
+_CLIENTS = "transfer_queue.storage.clients."
 
-_backends: dict[str, str | type[StorageManager]] = {
-    "SimpleStorage": "transfer_queue.storage.shm.manager:SharedMemoryManager",
+_table: dict[tuple[str, str], Any] = {
+    (_MANAGER, "SimpleStorage"): _UNITS,
     # The former name of the first backend; configurations still use it.
-    "AsyncSimpleStorageManager": "transfer_queue.storage.shm.manager:SharedMemoryManager",
-    "RayStore": "transfer_queue.storage.managers.named:RayStorageManager",
-    "MooncakeStore": "transfer_queue.storage.managers.named:MooncakeStorageManager",
-    "Yuanrong": "transfer_queue.storage.managers.named:YuanrongStorageManager",
+    (_MANAGER, "AsyncSimpleStorageManager"): _UNITS,
+    (_MANAGER, "RayStore"): _NAMED + "RayStorageManager",
+    (_CLIENT, "RayStorageClient"): _CLIENTS + "ray_client:RayStorageClient",
+    (_START, "RayStore"): _CLIENTS + "ray_client:start_store",
+    (_MANAGER, "MooncakeStore"): _NAMED + "MooncakeStorageManager",
+    (_CLIENT, "MooncakeStoreClient"): _CLIENTS + "mooncake_client:MooncakeStoreClient",
+    (_START, "MooncakeStore"): _CLIENTS + "mooncake_client:start_store",
+    (_MANAGER, "Yuanrong"): _NAMED + "YuanrongStorageManager",
+    (_CLIENT, "YuanrongStorageClient"): _CLIENTS + "yuanrong_client:YuanrongStorageClient",
+    (_START, "Yuanrong"): _CLIENTS + "yuanrong_client:YuanrongStorageClient",  # which only says why not
 }
+"""What is made or called, or its ``module:name``, by its kind and its name."""
 _OF_UNITS = ("SimpleStorage", "AsyncSimpleStorageManager")
 
 
-def register(manager_type: str) -> Callable[[Manager], Manager]:
-    """Class decorator: make a ``StorageManager`` available as ``backend.storage_backend: manager_type``.
+def _register(kind: str, name: str, base: type | None = None) -> Callable[[Made], Made]:
+    """Decorator: add to the table. Raises TypeError for what is no subclass of ``base``."""
 
-    Raises:
-        TypeError: the class is not a ``StorageManager``.
-    """
-
-    def add(cls: Manager) -> Manager:
-        if not (isinstance(cls, type) and issubclass(cls, StorageManager)):
-            raise TypeError(
-                f"{cls!r} can't be registered as storage backend {manager_type!r}: it is no StorageManager subclass"
-            )
-        _backends[manager_type] = cls
-        return cls
+    def add(made: Made) -> Made:
+        if base is not None and not (isinstance(made, type) and issubclass(made, base)):
+            raise TypeError(f"{made!r} can't be registered as {kind} {name!r}: it is no {base.__name__} subclass")
+        _table[kind, name] = made
+        return made
 
     return add
 
 
-def create(name: str, session: Session | ZMQServerInfo, config: Mapping[str, Any]) -> StorageManager:
-    """Create the manager of this backend. ``config``: its section, or what ``storage_settings`` made of it.
+def _find(kind: str, name: str) -> Any | None:
+    found = _table.get((kind, name))
+    return resolve_name(found) if isinstance(found, str) else found
 
-    Raises:
-        UnknownBackendError: no backend has this name.
-    """
-    return resolve(name)(session, storage_settings(config) if "zmq_info" in config else config)
+
+def _names(kind: str) -> list[str]:
+    return sorted(name for each, name in _table if each == kind)
 
 
 class StorageManagerFactory:
-    """The table of backends, under the names that users of TransferQueue 0.1 know."""
-
-    register: ClassVar[Callable[[str], Callable[[Any], Any]]] = staticmethod(register)
+    """Backends by name: what a client makes."""
 
     @staticmethod
-    def create(name: str, controller_info: Any, config: Mapping[str, Any], **_: Any) -> StorageManager:
+    def register(manager_type: str) -> Callable[[Made], Made]:
+        """Class decorator: make a ``StorageManager`` available as ``backend.storage_backend: manager_type``.
+
+        Raises:
+            TypeError: the class is not a ``StorageManager``.
+        """
+        return _register(_MANAGER, manager_type, StorageManager)
+
+    @staticmethod
+    def create(
+        name: str, controller_info: Session | ZMQServerInfo, config: Mapping[str, Any], **_: Any
+    ) -> StorageManager:
         """Create the manager of this backend. Other keyword arguments change nothing.
 
+        Args:
+            config: Its section, or what ``storage_settings`` made of it.
         Raises:
             UnknownBackendError: no backend has this name; an AssertionError, too.
         """
-        return create(name, controller_info, config)
+        return resolve(name)(controller_info, storage_settings(config) if "zmq_info" in config else config)
+
+
+class StorageClientFactory:
+    """Clients of key-value stores by the ``client_name`` of a section."""
+
+    @staticmethod
+    def register(client_type: str) -> Callable[[Made], Made]:
+        """Class decorator: make a client available under this name.
+
+        Raises:
+            TypeError: the class is not a ``StorageKVClient``.
+        """
+        return _register(_CLIENT, client_type, StorageKVClient)
+
+    @staticmethod
+    def create(client_type: str, config: Mapping[str, Any]) -> StorageKVClient:
+        """Create the client of this name.
+
+        Raises:
+            UnknownBackendError: no client has this name; a ValueError, too.
+        """
+        made = _find(_CLIENT, client_type)
+        if made is None:
+            raise UnknownBackendError(f"Unknown StorageClient {client_type!r}. Known: {', '.join(_names(_CLIENT))}.")
+        client: StorageKVClient = made(config)
+        return client
+
+
+class StorageBootstrapProvider:
+    """What starts a backend's own servers when a queue starts, by the name of the backend. Most need none.
+
+    A provider gets the whole configuration, which it may complete, and returns what it started, or None. That is ended
+    with the queue: by its ``close()``, if it has one.
+    """
+
+    @staticmethod
+    def register_provider(name: str) -> Callable[[Made], Made]:
+        """Decorator: call this function when a queue with this backend starts."""
+        return _register(_START, name)
+
+    @staticmethod
+    def get_provider(name: str) -> Callable[[Any], Any] | None:
+        """The backend's provider; None if it needs none."""
+        return _find(_START, name)
 
 
 def resolve(name: str) -> type[StorageManager]:
     """Return the class of this backend."""
-    found = _backends.get(name)
+    found: type[StorageManager] | None = _find(_MANAGER, name)
     if found is None:
-        near = difflib.get_close_matches(str(name), _backends, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(name), _names(_MANAGER), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownBackendError(
-            f"no storage backend {name!r}.{hint} Known: {', '.join(sorted(_backends))}. A backend of your own must be "
+            f"no storage backend {name!r}.{hint} Known: {', '.join(_names(_MANAGER))}. A backend of your own must be "
             f"registered in this process, too: import its module first."
         )
-    if isinstance(found, str):
-        return resolve_name(found)  # type: ignore[no-any-return]
     return found
 
 
@@ -90,7 +152,7 @@ def is_of_units(name: str) -> bool:
 
 def path_of(name: str) -> str | None:
     """``module:class`` of this backend for another process; None if no other process can import it."""
-    found = _backends[name]
+    found = _table[_MANAGER, name]
     if isinstance(found, str):
         return found
     importable = found.__module__ != "__main__" and "<locals>" not in found.__qualname__
@@ -99,7 +161,7 @@ def path_of(name: str) -> str | None:
 
 def adopt(name: str, path: str) -> None:
     """Make a backend known that another process has registered."""
-    _backends.setdefault(name, path)
+    _table.setdefault((_MANAGER, name), path)
 
 
 def section_of(backend: Mapping[str, Any]) -> Any:

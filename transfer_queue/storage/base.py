@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StorageManager: what a storage backend must offer to the client. It decides nothing about tasks."""
+"""What a storage backend must offer to the client: StorageManager, or StorageKVClient if it is a store of keys."""
 
 from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from transfer_queue.protocol import UnitRuns
-from transfer_queue.storage.wire_columns import Positions, WireColumn
+from transfer_queue.storage.wire import PlacedColumns, WireColumn
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     import msgspec
     from tensordict import TensorDict
 
-DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-
-PlacedColumns: TypeAlias = Sequence[tuple[Positions, WireColumn]]
-"""Wire columns and the rows of the batch that each one fills. Each row occurs once."""
-
+    from transfer_queue.storage.unpack import DataParser
 
 Places: TypeAlias = Mapping[str, UnitRuns | None]
 """By field, where the rows' values lie, for backends that keep them in storage units; None: in unit 0."""
@@ -46,8 +42,45 @@ class RowsOf(NamedTuple):
     units: Places | None = None
 
 
+class InFront(Protocol):
+    """The storage, where a unit shares the controller's process: a put there and a get are one message each."""
+
+    async def takes_writes(self) -> bool:
+        """Whether this client's values are best stored there."""
+        ...
+
+    async def encode_write(
+        self, call: int, columns: Any, count: int, replaced: Sequence[int], wait_s: float
+    ) -> tuple[bytes, list[Any]]:
+        """Wait up to ``wait_s`` for room, copy large columns into the arena.
+
+        Returns the write's encoded columns and frames.
+
+        ``call`` leases that memory; if the write fails, ``release`` must follow. ``replaced``: samples with values that
+        the write replaces.
+        """
+        ...
+
+    async def decode_read(
+        self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int
+    ) -> TensorDict:
+        """Return the values that arrived with a batch of ``count`` samples."""
+        ...
+
+    async def release(self, call: int) -> None:
+        """Release the memory that this call pinned or leased."""
+        ...
+
+    async def decide_mapping(self) -> bool:
+        """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
+        ...
+
+
 class StorageManager(ABC):
     """The client side of one storage backend. Subclasses write ``put_data``, ``get_data`` and ``clear_data``."""
+
+    front: InFront | None = None
+    """The way through the controller's process; None: there is none, and puts and gets go in several steps."""
 
     clears_by_field: ClassVar[bool] = True
     """``clear_data`` reads ``field_names``. A backend that knows which fields a sample has sets it to False."""
@@ -64,6 +97,7 @@ class StorageManager(ABC):
         self.storage_manager_id = f"{type(self).__name__}_{uuid.uuid4().hex[:8]}"
         self.controller_info = controller_info
         self.config = config
+        self.layout = str(config.get("layout") or "jagged")
         self.session: Session = (
             Session(self.storage_manager_id, controller_info.peer(), controller_info.key_file)
             if isinstance(controller_info, ZMQServerInfo)
@@ -159,10 +193,21 @@ class StorageManager(ABC):
         units: Places | None = None,
     ) -> TensorDict:
         """``get_data`` without metadata, in the given layout (None: the configured one)."""
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import relaid
 
         data = await self.get_data(RowsOf(indexes, sorted(set(fields)), units))
-        return batches.relaid(data, layout or self.config.get("layout", "jagged"))
+        return relaid(data, layout or self.layout)
+
+    async def in_several_units(self) -> bool:
+        """Whether the values may lie in several storage units, so that a read has to say in which ones."""
+        return False
+
+    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
+        """``get_data`` in the given layout (None: as it comes). ``units``: by field, where the rows lie."""
+        from transfer_queue.storage.unpack import relaid
+
+        data = await self.get_data(metadata)
+        return data if layout is None else relaid(data, layout)
 
     async def clear_rows(self, indexes: Sequence[int]) -> None:
         """``clear_data`` without metadata."""
@@ -173,10 +218,10 @@ class StorageManager(ABC):
         self, indexes: Sequence[int], fields: Sequence[str], units: Places | None = None
     ) -> AsyncIterator[Mapping[str, PlacedColumns]]:
         """Yield the values as stored, as wire columns by field. They are valid inside the context."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage.pack import pack
 
         data = await self.get_data(RowsOf(indexes, fields))
-        packed = columns.pack(data, bool(self.config.get("allow_pickle", False)))
+        packed = pack(data, bool(self.config.get("allow_pickle", False)))
         yield {name: [(slice(0, len(indexes)), column)] for name, column in packed.items()}
 
     async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
@@ -185,10 +230,10 @@ class StorageManager(ABC):
         Returns:
             Where the rows lie, as ``write`` does.
         """
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import unpack
 
         placed = {name: [(slice(0, len(indexes)), column)] for name, column in columns.items()}
-        data = batches.unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
+        data = unpack(placed, len(indexes), "dense", bool(self.config.get("allow_pickle", False)))
         await self.put_data(data, _metadata_of(indexes, data))
         return None
 
@@ -198,6 +243,49 @@ class StorageManager(ABC):
 
     async def close(self) -> None:
         """Release what the manager opened; stored values stay."""
+        return
+
+
+class StorageKVClient(ABC):
+    """A flat store of values by key. Its methods block; they may be called from several threads.
+
+    Values are tensors without a batch dimension, or plain objects.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """``config`` is the backend's section of the configuration."""
+        self.config = config
+
+    @abstractmethod
+    def put(self, keys: list[str], values: list[Any]) -> list[Any] | None:
+        """Store these values, replacing existing ones.
+
+        Returns:
+            None, or something plain for each key that ``get`` and ``clear`` need besides the key.
+        """
+
+    @abstractmethod
+    def get(
+        self,
+        keys: list[str],
+        shapes: list[Any] | None = None,
+        dtypes: list[Any] | None = None,
+        custom_backend_meta: list[Any] | None = None,
+    ) -> list[Any]:
+        """Return the values of these keys, in their order; None for a tensor that is not there.
+
+        Args:
+            shapes: Shape of each tensor; None for an object.
+            dtypes: ``torch.dtype`` of each tensor; None for an object.
+            custom_backend_meta: What ``put`` returned for each key.
+        """
+
+    @abstractmethod
+    def clear(self, keys: list[str], custom_backend_meta: list[Any] | None = None) -> None:
+        """Delete these keys. Some may not be there: their put was interrupted."""
+
+    def close(self) -> None:
+        """Release what the client opened; stored values stay."""
         return
 
 

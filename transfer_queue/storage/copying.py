@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies rows and spans of bytes without a Python loop over the rows; large copies with several threads."""
+"""Copies rows and spans of bytes, in client and server, without a loop over rows; large copies with several threads."""
 
 from __future__ import annotations
 

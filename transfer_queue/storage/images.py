@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PIL images as plain data: mode, size, raw pixels, and a palette with its transparency. Nothing is compressed."""
+"""PIL images as plain data, in the client: mode, size, raw pixels, a palette with its transparency; not compressed."""
 
 from __future__ import annotations
 

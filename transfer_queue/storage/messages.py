@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a client and a storage unit, and how wire columns are packed into them."""
+"""What client and server of a storage unit say to each other, and how wire columns are packed into it."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,7 +12,14 @@ import numpy as np
 
 from transfer_queue.errors import ProtocolError, from_wire
 from transfer_queue.protocol import Call, Done, Failed, Reply, Request, pack_indexes, unpack_indexes
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
+from transfer_queue.storage.wire import ByteArray, IntArray, Layout, Positions, WireColumn, as_run, select
+
+INLINE_NBYTES = 64 * 1024
+"""Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
+PAGE_NBYTES = mmap.PAGESIZE
+FILE_SUFFIX = ".file"
+"""The socket that lends the spill file has the name of that of the arena, with this."""
+_SCHEME = "ipc://"
 
 FieldColumns: TypeAlias = list[tuple[str, Positions, WireColumn]]
 """(field, which of the message's indexes its rows belong to, the rows)."""
@@ -225,6 +233,21 @@ def _decode(decoder: Any, header: bytes | memoryview) -> Any:
 
 View = Callable[[int, int], ByteArray]
 """Returns memory of the arena: (offset, nbytes)."""
+
+
+def arena_path(address: str) -> str | None:
+    """The socket that lends the arena of the server at this address; None if the server may be on another host."""
+    return address.removeprefix(_SCHEME) + ".arena" if address.startswith(_SCHEME) else None
+
+
+def least_in_arena(inline_nbytes: int) -> int:
+    """Smaller blocks stay outside the arena, which allocates whole pages only."""
+    return max(1, inline_nbytes // 4)
+
+
+def whole_pages(nbytes: int) -> int:
+    """The size of an allocation of this many bytes."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 class Packer:

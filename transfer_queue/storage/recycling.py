@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool for the memory of dropped batches, because touching fresh pages costs more than the copy."""
+"""A pool for the memory of dropped batches, in the client, because touching fresh pages costs more than the copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from transfer_queue.storage.wire_columns import ByteArray
+from transfer_queue.storage.wire import ByteArray
 
 POOLED_NBYTES = 128 * 1024
 """Smaller buffers are left to the allocator, which recycles them itself but may return larger ones to the system."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path at which programs look for the actor class of a storage unit, to change its options. Loads on first use."""
+"""The path at which programs look for the actor class of a unit's server. Names load on first use."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves bytes. The only package that uses sockets."""
+"""Moves bytes, in client and server. The only package that uses sockets."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between callers, servers and transports: calls, replies, envelopes. Uses no socket."""
+"""What callers, servers and transports know of each other, in client and server: calls, replies, envelopes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,23 @@ Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a NumPy array."""
 
 NOBODY_WAITS = 0
-"""The request id of a message that expects no answer: from ``post``, or a cancel."""
+"""The number of a message that expects no answer: from ``post``, or a cancel."""
 
 HEARTBEAT_S = 2.0
 """Between hosts: the longest interval between messages, in each direction of a connection."""
 
 LEASE_S = 15.0
 """Between hosts: how long an end of a connection may be silent before the other considers it dead."""
+
+
+class Liveness(NamedTuple):
+    """How both ends of a connection between hosts know that the other is alive."""
+
+    heartbeat_s: float = HEARTBEAT_S
+    lease_s: float = LEASE_S
+
+
+USUAL_LIVENESS = Liveness()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +39,10 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PeerCall:
     """One request to one peer: a short encoded header, and the values' buffers.
 
+    ``number`` is its own among all calls of the caller; the answer comes with it.
     ``cancel`` is the header of the message that cancels the call. It is sent on the same connection, after the call, if
     the call fails or is cancelled. Empty: only stop waiting for the answer.
     """
@@ -40,6 +51,7 @@ class Call:
     header: bytes
     frames: Sequence[Buffer] = ()
     cancel: bytes = b""
+    number: int = NOBODY_WAITS
 
 
 class RawReply(NamedTuple):
@@ -50,14 +62,14 @@ class RawReply(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """The client that sent a request, and the route of the answer. ``request_id`` is ``NOBODY_WAITS`` if none is
-    expected.
+    """The client that sent a request, and the route of the answer. ``number``: of the call; ``NOBODY_WAITS`` if
+    no answer is expected.
 
     The name is the one that the client's connection gave when it was opened.
     """
 
     client: str
-    request_id: int
+    number: int
     route: Any
 
 
@@ -106,8 +118,8 @@ class Route(Protocol):
         ...
 
 
-class Clients(Protocol):
-    """What a listener tells its server of."""
+class Arrivals(Protocol):
+    """What a listener tells its server."""
 
     def deliver(self, envelope: Envelope, header: bytes, frames: list[memoryview]) -> None:
         """A request has arrived."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calling side over sockets: a blocked thread borrows connections, the calls of an event loop share one per peer.
+"""The client's calls over sockets: a blocked thread borrows connections, those of an event loop share one per peer.
 
 A connection that a server has seen stays open until the caller is closed, whatever happens to its calls.
 When the last one closes, the server considers the client gone, and releases everything that it holds there.
@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import math
 import os
+import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, NamedTuple
 
-from transfer_queue.errors import ClosedError
-from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, NOBODY_WAITS, Call, Peer, RawReply
-from transfer_queue.transport.connections import Connection, Descriptors, LoopConnection, closed, gone, revoke, silent
-from transfer_queue.transport.modes import is_blocking, look, pause
+from transfer_queue.errors import ClosedError, QueueUnreachableError
+from transfer_queue.transport.base import NOBODY_WAITS, USUAL_LIVENESS, Liveness, Peer, PeerCall, RawReply
+from transfer_queue.transport.blocking import is_blocking, look, pause
+from transfer_queue.transport.connections import Connection, LoopConnection, closed, gone, revoke, silent
+from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, WRITE, Descriptors, Spin, longest_s
 from transfer_queue.transport.unix import UnixConnection
-from transfer_queue.transport.waiting import wait_for_some
 
 if TYPE_CHECKING:
+    from transfer_queue.transport.framing import Message
     from transfer_queue.transport.tcp import TcpLinks
 
 _LAST = (-1,)
@@ -34,7 +36,7 @@ _LAST = (-1,)
 
 class _SentCall(NamedTuple):
     connection: Connection
-    call: Call
+    call: PeerCall
 
 
 class SocketCaller:
@@ -44,21 +46,17 @@ class SocketCaller:
         self,
         client_id: str,
         server_key: str | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        lease_s: float = LEASE_S,
+        liveness: Liveness = USUAL_LIVENESS,
     ) -> None:
-        """The last three concern ``tcp://`` addresses only.
+        """The last two concern ``tcp://`` addresses only.
 
         Args:
             server_key: The public key of the queue's servers; None: no encryption.
-            heartbeat_s: The interval of messages that show this client is alive.
-            lease_s: How long a server may be silent before calls to it fail.
+            liveness: How often this client shows that it is alive, and how long a server may be silent.
         """
         self._client = client_id
         self._server_key = server_key
-        self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
-        self._ids = itertools.count(NOBODY_WAITS + 1)
+        self._liveness = liveness
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -70,7 +68,7 @@ class SocketCaller:
         self._blocked: set[object] = set()
         self._wake = Descriptors(self, *os.pipe())
 
-    async def call_many(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
+    async def call_many(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
         """Send each call as soon as it is made, then wait for all answers, up to ``timeout_s`` after the last send.
 
         Either all answers are returned, in the order of the calls, or the cancel of every sent call is sent. That
@@ -85,7 +83,7 @@ class SocketCaller:
             return await self._call_blocking(calls, timeout_s)
         return await self._call_on_loop(calls, timeout_s)
 
-    async def post(self, call: Call) -> None:
+    async def post(self, call: PeerCall) -> None:
         """Send a message that expects no answer, without waiting.
 
         The unsent rest goes before the connection's next message. An event loop sends it as soon as there is room.
@@ -155,7 +153,7 @@ class SocketCaller:
             if self._closed:
                 raise closed()
             if self._tcp is None:
-                self._tcp = TcpLinks(self._client, self._server_key, self._heartbeat_s, self._lease_s)
+                self._tcp = TcpLinks(self._client, self._server_key, self._liveness)
                 Finalize(self, self._tcp.close, exitpriority=0)  # see UnixConnection
         return self._tcp.connect(peer)
 
@@ -201,7 +199,7 @@ class SocketCaller:
                 if not self._blocked:
                     self._wake.close()
 
-    async def _call_blocking(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
+    async def _call_blocking(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
         borrowed: list[Connection] = []
         sent: dict[int, _SentCall] = {}
         replies: dict[int, RawReply] = {}
@@ -209,20 +207,20 @@ class SocketCaller:
         try:
             wake = self._add_waiter(waiter)
             for call in calls:
-                request_id, connection = next(self._ids), self._borrow(call.peer, borrowed)
-                sent[request_id] = _SentCall(connection, call)
-                connection.send(request_id, call.header, call.frames)
+                connection = self._borrow(call.peer, borrowed)
+                sent[call.number] = _SentCall(connection, call)
+                connection.send(call.number, call.header, call.frames)
             await pause()
             deadline = time.monotonic() + timeout_s
-            while late := [each.connection for request_id, each in sent.items() if request_id not in replies]:
+            while late := [each.connection for number, each in sent.items() if number not in replies]:
                 waiting = set(late)
                 arrived = wait_for_some(waiting, wake, min(deadline, time.monotonic() + look()))
-                for request_id, header, frames in arrived:
-                    if request_id in sent:
-                        replies[request_id] = RawReply(header, frames)
+                for number, header, frames in arrived:
+                    if number in sent:
+                        replies[number] = RawReply(header, frames)
                 if not arrived and time.monotonic() >= deadline:
                     raise silent(late[0].peer, timeout_s, late[0].reached)
-            return [replies[request_id] for request_id in sent]
+            return [replies[number] for number in sent]
         except BaseException:
             for connection, call in sent.values():
                 revoke(connection, call.cancel)
@@ -233,28 +231,28 @@ class SocketCaller:
 
     # ---- on an event loop ----
 
-    async def _call_on_loop(self, calls: Iterable[Call], timeout_s: float) -> list[RawReply]:
+    async def _call_on_loop(self, calls: Iterable[PeerCall], timeout_s: float) -> list[RawReply]:
         loop = asyncio.get_running_loop()
-        sent: list[tuple[LoopConnection, int, Peer]] = []
+        sent: list[tuple[LoopConnection, PeerCall]] = []
         futures: list[asyncio.Future[RawReply]] = []
         try:
             for call in calls:
-                connection, request_id = self._loop_connection(call.peer, loop), next(self._ids)
-                sent.append((connection, request_id, call.peer))
-                futures.append(connection.send(request_id, call))
+                connection = self._loop_connection(call.peer, loop)
+                sent.append((connection, call))
+                futures.append(connection.send(call))
             if futures:
                 await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             replies = [future.result() for future in futures if future.done()]  # raises the error of a failed one
             if len(replies) < len(futures):
-                late = (call for call, future in zip(sent, futures, strict=True) if not future.done())
-                connection, _, peer = next(late)
-                raise silent(peer, timeout_s, connection.reached)
+                late = (each for each, future in zip(sent, futures, strict=True) if not future.done())
+                connection, call = next(late)
+                raise silent(call.peer, timeout_s, connection.reached)
         except BaseException:
-            for connection, request_id, _ in sent:
-                connection.cancel(request_id)
+            for connection, call in sent:
+                connection.cancel(call)
             raise
-        for connection, request_id, _ in sent:
-            connection.done(request_id)
+        for connection, call in sent:
+            connection.done(call)
         return replies
 
     def _loop_connection(self, peer: Peer, loop: asyncio.AbstractEventLoop) -> LoopConnection:
@@ -283,3 +281,58 @@ class SocketCaller:
             keys = [key for key, of_loop in self._loop_connections.items() if of_loop.loop.is_closed()]
             connections = [self._loop_connections.pop(key).retire() for key in keys]
         self._return(connections)
+
+
+# ---- how a blocked thread waits ----
+
+
+class _Here(threading.local):
+    """This thread's spinning state."""
+
+    def __init__(self) -> None:
+        self.spin = Spin(longest_s())
+
+
+_here = _Here()
+
+
+def wait_for_some(connections: Collection[Connection], wake: int, deadline: float) -> list[Message]:
+    """Messages that arrived; none if there may be some now, or the deadline has passed.
+
+    Raises:
+        ClosedError: ``wake`` is readable.
+        QueueUnreachableError: a peer has ended.
+    """
+    events = _poll(connections, wake, deadline)
+    arrived: list[Message] = []
+    try:
+        for connection in connections:
+            happened = events.get(connection.descriptor, 0)
+            if happened & WRITE:
+                connection.flush()
+            if happened & ~WRITE:
+                arrived += connection.receive()
+    except QueueUnreachableError:
+        _check_closed(events, wake)  # closing the client may end the queue at the same time
+        raise
+    if not arrived:
+        _check_closed(events, wake)
+    return arrived
+
+
+def _poll(connections: Collection[Connection], wake: int, deadline: float) -> dict[int, int]:
+    left = max(0.0, min(deadline - time.monotonic(), LONGEST_WAIT_S))
+    poll = select.poll()
+    poll.register(wake, READ)
+    for connection in connections:
+        poll.register(connection.descriptor, READ | WRITE if connection.unsent else READ)
+
+    def sleep() -> list[tuple[int, int]]:
+        return poll.poll(math.ceil(left * 1000))
+
+    return dict(_here.spin.wait(poll.poll, sleep, left))
+
+
+def _check_closed(events: dict[int, int], wake: int) -> None:
+    if wake in events:
+        raise closed()

@@ -1,62 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a caller's connection; one shared by the calls of an event loop; and the errors without one."""
+"""The client's connections: their interface; one shared by the calls of an event loop; the errors without one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import os
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from transfer_queue.errors import ClosedError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Call, Peer, RawReply
+from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Peer, PeerCall, RawReply
 from transfer_queue.transport.framing import Message
-
-closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What a forked child closes. Its copy would keep a dead parent's connection open, or the contents of a file alive."""
-
-
-def _after_fork() -> None:
-    for copy in list(closed_in_children):
-        copy.close()
-    closed_in_children.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class Descriptors:
-    """Not closed when the process ends, because other threads may still use them; the kernel closes them after the last
-    thread.
-    """
-
-    def __init__(self, owner: object, *descriptors: int) -> None:
-        self._open = list(descriptors)
-        weakref.finalize(owner, _close, self._open).atexit = False
-        closed_in_children.add(self)
-
-    def at(self, position: int) -> int:
-        """One of the descriptors; -1 once they are closed."""
-        try:
-            return self._open[position]
-        except IndexError:
-            return -1
-
-    def close(self) -> None:
-        """Close all. Idempotent, in any thread."""
-        _close(self._open)
-
-
-def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        try:
-            descriptor = descriptors.pop()
-        except IndexError:  # another thread closed it
-            return
-        os.close(descriptor)
 
 
 class Connection(Protocol):
@@ -81,7 +36,7 @@ class Connection(Protocol):
         """Something waits for ``flush``."""
         ...
 
-    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+    def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         """Raises QueueUnreachableError if the peer has ended."""
         ...
 
@@ -175,16 +130,16 @@ class LoopConnection:
     def reached(self) -> bool:
         return self._connection.reached
 
-    def send(self, request_id: int, call: Call) -> asyncio.Future[RawReply]:
+    def send(self, call: PeerCall) -> asyncio.Future[RawReply]:
         """Send a call and return its future reply. ``done`` or ``cancel`` must follow in every case."""
         if not self._asked:
             self.loop.add_reader(self._connection.descriptor, self._receive)
         future = self.loop.create_future()
-        self._asked[request_id] = _WaitingCall(future, call.cancel)
-        self._try(lambda: self._connection.send(request_id, call.header, call.frames))
+        self._asked[call.number] = _WaitingCall(future, call.cancel)
+        self._try(lambda: self._connection.send(call.number, call.header, call.frames))
         return future
 
-    def post(self, call: Call) -> None:
+    def post(self, call: PeerCall) -> None:
         """Send without expecting an answer. Raises QueueUnreachableError if the peer has ended."""
         try:
             self._connection.send(NOBODY_WAITS, call.header, call.frames)
@@ -192,9 +147,9 @@ class LoopConnection:
         finally:
             self._write()
 
-    def done(self, request_id: int) -> None:
+    def done(self, call: PeerCall) -> None:
         """Stop waiting for the reply."""
-        asked = self._asked.pop(request_id, None)
+        asked = self._asked.pop(call.number, None)
         if asked is None:
             return
         if asked.future.done() and not asked.future.cancelled():
@@ -202,13 +157,12 @@ class LoopConnection:
         if not self._asked and not self._closed:
             self.loop.remove_reader(self._connection.descriptor)
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, call: PeerCall) -> None:
         """The call has failed: send its cancel after it, and stop waiting for its reply."""
-        asked = self._asked.get(request_id)
-        if asked is not None and not self._closed:
-            revoke(self._connection, asked.cancel)
+        if call.number in self._asked and not self._closed:
+            revoke(self._connection, call.cancel)
             self._write()
-        self.done(request_id)
+        self.done(call)
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
@@ -232,8 +186,8 @@ class LoopConnection:
             self._try(self._take)
 
     def _take(self) -> None:
-        for request_id, header, frames in self._connection.receive():
-            asked = self._asked.get(request_id)
+        for number, header, frames in self._connection.receive():
+            asked = self._asked.get(number)
             if asked is not None and not asked.future.done():
                 asked.future.set_result(RawReply(header, frames))
 

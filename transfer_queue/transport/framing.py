@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on a byte stream. Uses only three methods of a socket.
+"""Messages on a byte stream, in client and server. Uses only three methods of a socket.
 
-    head:    a mark, the header's size, the request id, the number of frames and their sizes
+    head:    a mark, the header's size, the number of the call, the number of frames and their sizes
     header:  a short encoded message
     frames:  buffers of values, unchanged and uncopied
 
@@ -22,7 +22,7 @@ from transfer_queue.transport.base import Buffer
 
 # Both ends have the same version and byte order. The mark changes with the format.
 _MARK = b"TQL1"
-_PREFIX = struct.Struct("=4sIQQ")  # mark, size of the header, request id, number of frames; their sizes follow
+_PREFIX = struct.Struct("=4sIQQ")  # mark, size of the header, number of the call, number of frames; their sizes follow
 _SIZE = 8
 _MAX_HEADER = 1 << 31
 _MAX_FRAMES = 1 << 24
@@ -40,7 +40,7 @@ class FramingError(Exception):
 class Message(NamedTuple):
     """The frames are read-only views. None of them shares memory with another message's frames."""
 
-    request_id: int
+    number: int
     header: bytes
     frames: list[memoryview]
 
@@ -59,13 +59,13 @@ class ByteSink(Protocol):
     def sendmsg(self, buffers: Iterable[Any], /) -> int: ...
 
 
-def encode(request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> list[Buffer]:
+def encode(number: int, header: bytes, frames: Sequence[Buffer] = ()) -> list[Buffer]:
     """The buffers to send in order; frames are not copied."""
     if not frames:
-        return [_PREFIX.pack(_MARK, len(header), request_id, 0) + header]
+        return [_PREFIX.pack(_MARK, len(header), number, 0) + header]
     flat = [memoryview(frame) for frame in frames]
     sizes = array("Q", [view.nbytes for view in flat]).tobytes()
-    head = _PREFIX.pack(_MARK, len(header), request_id, len(flat)) + sizes + header
+    head = _PREFIX.pack(_MARK, len(header), number, len(flat)) + sizes + header
     return [head, *(view.cast("B") for view in flat if view.nbytes)]
 
 
@@ -205,27 +205,27 @@ class Inbound:
         body = None
         at, self._need = 0, 1
         while at < len(data) and (head := self._head(data, at)) is not None:
-            request_id, header, sizes, body_at = head
+            number, header, sizes, body_at = head
             end = body_at + sum(sizes)
             if end <= len(data):
                 own, begin = (data, body_at) if at == 0 and end == len(data) else (data[body_at:end], 0)
-                messages.append(Message(request_id, header, _views(memoryview(own), begin, sizes)))
+                messages.append(Message(number, header, _views(memoryview(own), begin, sizes)))
                 at = end
             else:
-                body = _Body(request_id, header, sizes, memoryview(data)[body_at:])
+                body = _Body(number, header, sizes, memoryview(data)[body_at:])
                 at = len(data)
         self._state = ([data[at:]] if at < len(data) else [], (0, 0), body)
         return messages
 
     def _head(self, data: bytes, at: int) -> tuple[int, bytes, Sequence[int], int] | None:
-        """Request id, header, sizes of the frames and their offset; None if more must be read first."""
+        """Number of the call, header, sizes of the frames and their offset; None if more must be read first."""
         left = len(data) - at
         if not data.startswith(_MARK[:left], at):
             raise FramingError(f"not a message of this version: {data[at : at + _PREFIX.size]!r}")
         if left < _PREFIX.size:
             self._need = _PREFIX.size
             return None
-        _, header_size, request_id, num_frames = _PREFIX.unpack_from(data, at)
+        _, header_size, number, num_frames = _PREFIX.unpack_from(data, at)
         if header_size > _MAX_HEADER or num_frames > _MAX_FRAMES:
             raise FramingError(f"a message with a header of {header_size} bytes and {num_frames} frames.")
         sizes_at = at + _PREFIX.size
@@ -235,7 +235,7 @@ class Inbound:
             self._need = body_at - at
             return None
         sizes = memoryview(data)[sizes_at:header_at].cast("Q").tolist() if num_frames else ()
-        return request_id, data[header_at:body_at], sizes, body_at
+        return number, data[header_at:body_at], sizes, body_at
 
 
 def _whole(chunk: bytes) -> Message | None:
@@ -245,18 +245,18 @@ def _whole(chunk: bytes) -> Message | None:
     """
     if len(chunk) < _PREFIX.size:
         return None
-    mark, header_size, request_id, num_frames = _PREFIX.unpack_from(chunk)
+    mark, header_size, number, num_frames = _PREFIX.unpack_from(chunk)
     header_at = _PREFIX.size + num_frames * _SIZE
     body_at = header_at + header_size
     if mark != _MARK or len(chunk) < body_at:
         return None
     if not num_frames:
-        return Message(request_id, chunk[header_at:], []) if len(chunk) == body_at else None
+        return Message(number, chunk[header_at:], []) if len(chunk) == body_at else None
     memory = memoryview(chunk)
     sizes = memory[_PREFIX.size : header_at].cast("Q").tolist()
     if len(chunk) != body_at + sum(sizes):
         return None
-    return Message(request_id, chunk[header_at:body_at], _views(memory, body_at, sizes))
+    return Message(number, chunk[header_at:body_at], _views(memory, body_at, sizes))
 
 
 def _views(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview]:
@@ -270,7 +270,7 @@ def _views(memory: memoryview, at: int, sizes: Sequence[int]) -> list[memoryview
 class _Body:
     """The frames of one message, received into memory of their own without a further copy."""
 
-    def __init__(self, request_id: int, header: bytes, sizes: Sequence[int], received: memoryview) -> None:
+    def __init__(self, number: int, header: bytes, sizes: Sequence[int], received: memoryview) -> None:
         """``received``: the first bytes of the frames, which came with the head."""
         if max(sizes) > _MAX_FRAME:
             raise FramingError(f"a frame of {max(sizes)} bytes.")
@@ -284,7 +284,7 @@ class _Body:
             frames += _views(memory, 0, run)
             if memory.nbytes:
                 missing.append(memory)
-        self._message = Message(request_id, header, [frame.toreadonly() for frame in frames])
+        self._message = Message(number, header, [frame.toreadonly() for frame in frames])
         self._missing = _Buffers(_after_filling(missing, received))
 
     def receive(self, source: ByteSource) -> Message | None:

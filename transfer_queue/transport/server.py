@@ -1,90 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The serving side: one thread's loop, and its servers, each a handler behind a listener with its clients."""
+"""A server behind its listener: it knows its clients, hands their requests to the handler, and sends the answers."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from transfer_queue.transport.base import HEARTBEAT_S, LEASE_S, Envelope, Handler, Listener, Outgoing, Ready, Route
+from transfer_queue.errors import ConfigError
+from transfer_queue.transport.base import USUAL_LIVENESS, Envelope, Handler, Listener, Liveness, Outgoing, Ready, Route
+from transfer_queue.transport.loop import ServingLoop, guarded
 from transfer_queue.transport.unix import UnixListener
-from transfer_queue.transport.waiting import Readiness, guarded
 from transfer_queue.utils.machine import close_descriptor, open_process
 
 if TYPE_CHECKING:
     from transfer_queue.transport.tcp_wire import ServerKeys
-
-
-class ServingLoop:
-    """Runs several servers in one thread, one step at a time."""
-
-    def __init__(self) -> None:
-        self.readiness = Readiness()
-        self.turned: Callable[[float], None] = _nothing
-        """Called after each turn with the seconds that it took."""
-        self._servers: list[SocketServer] = []
-        self._stopping = False
-        self._closed = False
-        self._lock = threading.RLock()
-        self._wake_read, self._wake_write = os.pipe()
-        self.readiness.add(self._wake_read, _nothing)
-
-    def add(self, server: SocketServer) -> None:
-        """Add a server; before ``run``."""
-        self._servers.append(server)
-
-    def stop(self) -> None:
-        """Make ``run`` return; from any thread, or a signal handler."""
-        self._stopping = True
-        with self._lock:  # otherwise the serving thread might close the pipe in between
-            if not self._closed:
-                os.write(self._wake_write, b"x")
-
-    def run(self) -> None:
-        """Serve until ``stop``, then close everything."""
-        try:
-            while not self._stopping:
-                self._turn()
-        finally:
-            self.close()
-
-    def _turn(self) -> None:
-        due = [(at, server) for server in self._servers if (at := server.next_deadline()) is not None]
-        earliest = min(due, key=_time)[0] if due else None
-        began = None
-        for act, ready in self.readiness.wait(None if earliest is None else max(0.0, earliest - time.monotonic())):
-            began = began or time.monotonic()
-            guarded(act, ready)
-        if earliest is not None and earliest <= (now := time.monotonic()):
-            for at, server in due:
-                if at <= now:
-                    guarded(server.expire, now)
-            began = began or now
-        if began is not None:
-            self.turned(time.monotonic() - began)
-
-    def close(self) -> None:
-        """Close everything, in the serving thread or if it never served. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        for server in self._servers:
-            server.release()
-        self.readiness.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
-
-
-def _time(due: tuple[float, SocketServer]) -> float:
-    return due[0]
-
-
-def _nothing(_: float) -> None:
-    """Waking up is enough."""
 
 
 class SocketServer:
@@ -96,18 +26,16 @@ class SocketServer:
         loop: ServingLoop | None = None,
         keys: ServerKeys | None = None,
         insecure: bool = False,
-        heartbeat_s: float = HEARTBEAT_S,
-        lease_s: float = LEASE_S,
+        liveness: Liveness = USUAL_LIVENESS,
     ) -> None:
-        """The last four concern ``tcp://`` addresses only.
+        """The last three concern ``tcp://`` addresses only.
 
         Args:
             address: ``ipc://PATH``, a Unix socket of this host, or ``tcp://HOST:PORT`` for other hosts.
             loop: The loop that serves it, shared with other servers; None: one of its own.
             keys: Clients must know the public one; all traffic is encrypted.
             insecure: Listen without keys: any process that can reach the address can read and change all values.
-            heartbeat_s: The interval in which silent clients are counted.
-            lease_s: How long a client may be silent before it counts as gone.
+            liveness: How long a client may be silent before it counts as gone.
         Raises:
             OSError: the address can't be bound.
             ConfigError: it is no address, or keys are missing.
@@ -122,9 +50,13 @@ class SocketServer:
         try:
             self._listener: Listener
             if address.startswith("tcp://"):
+                if keys is None and not insecure:
+                    raise ConfigError(
+                        f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True."
+                    )
                 from transfer_queue.transport.tcp_listener import TcpListener
 
-                self._listener = TcpListener(address, self._readiness, self, keys, insecure, heartbeat_s, lease_s)
+                self._listener = TcpListener(address, self._readiness, self, keys, liveness)
             else:
                 self._listener = UnixListener(address, self._readiness, self)
         except BaseException:
@@ -229,7 +161,7 @@ class SocketServer:
         for answer in answers:
             guarded(answer.envelope.route.send, answer)
 
-    # ---- clients; the listener calls the last three methods ----
+    # ---- clients; the last three methods: see ``Arrivals`` ----
 
     def clients(self) -> dict[str, int]:
         """The number of connections of each client."""

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from transfer_queue import protocol as p
+from transfer_queue.config import FullConfig, typed
 from transfer_queue.errors import ClosedError, ProtocolError, QueueUnreachableError, TransferQueueError, from_wire
-from transfer_queue.transport.base import Buffer, Call, Peer, RawReply
+from transfer_queue.transport.base import Buffer, Peer, PeerCall, RawReply
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.caller import SocketCaller
-from transfer_queue.transport.modes import run_blocking
 from transfer_queue.utils.machine import pid_namespace
 
 R = TypeVar("R", bound=p.Reply)
@@ -55,7 +56,8 @@ class Session:
         self.timeout_s = 30.0
         self._numbers = itertools.count(1)
         self._pid = os.getpid()
-        self._config: dict[str, Any] = {}
+        self._welcome = b""
+        self._config: FullConfig | None = None
         self._at_exit: Finalize | None = None
         self._start()
 
@@ -87,7 +89,7 @@ class Session:
         """
         told = {peer.address: self._to_tell(peer) for peer, _, _ in asks}
         calls = [
-            Call(peer, p.encode_request(request, *told[peer.address]), frames, self._cancel_of(request))
+            PeerCall(peer, p.encode_request(request, *told[peer.address]), frames, self._cancel_of(request), request.id)
             for peer, request, frames in asks
         ]
         replies = await self.caller.call_many(calls, timeout_s)
@@ -119,12 +121,12 @@ class Session:
         """As ``done`` for the controller, but sent now, because others may wait for it. Nothing is left to cancel."""
         with contextlib.suppress(TransferQueueError):
             message = p.encode_request(p.Cancel(self.number(), calls[-1]), calls)
-            await self.caller.post(Call(self.controller, message))
+            await self.caller.post(PeerCall(self.controller, message))
 
     async def post(self, peer: Peer, request: p.Request) -> None:
         """Send without waiting for an answer; a server that has ended raises nothing."""
         with contextlib.suppress(TransferQueueError):
-            await self.caller.post(Call(peer, p.encode_request(request)))
+            await self.caller.post(PeerCall(peer, p.encode_request(request)))
 
     async def cancel(self, call: int) -> None:
         """Cancel a call that the controller has answered and keeps."""
@@ -132,16 +134,22 @@ class Session:
 
     # ---- the controller ----
 
-    async def config(self) -> dict[str, Any]:
+    async def config(self) -> FullConfig:
         """The running queue's configuration.
 
         Raises:
             QueueUnreachableError: no server answers at the address.
         """
         self.follow_fork()
-        if not self._config:
-            await self._greet()
+        if self._config is None:
+            self._config = await self._greet()
         return self._config
+
+    async def plain_config(self) -> dict[str, Any]:
+        """The same for users, with sections that are not ours."""
+        await self.config()
+        plain: dict[str, Any] = json.loads(self._welcome)
+        return plain
 
     def follow_fork(self) -> None:
         """In a forked child, start a new session and leave the parent's sockets alone."""
@@ -150,7 +158,7 @@ class Session:
         with _fork_lock():
             if self._pid != os.getpid():
                 self._start()
-                self._config, self._at_exit = {}, None
+                self._config, self._at_exit = None, None
                 self._pid = os.getpid()
 
     def renew(self, ended: SocketCaller) -> None:
@@ -161,9 +169,9 @@ class Session:
         with _fork_lock():
             if self.caller is ended and not self._closed:
                 self._start()
-                self._config = {}
+                self._config = None
 
-    async def _greet(self) -> None:
+    async def _greet(self) -> FullConfig:
         if self._closed:
             raise ClosedError("this client was closed; make a new one, or call init() again.")
         _check_socket(self.controller.address)
@@ -172,9 +180,10 @@ class Session:
             self._at_exit = Finalize(None, _close_at_exit, args=(weakref.ref(self),), exitpriority=_BEFORE_THE_SERVERS)
         hello = p.Hello(self.number(), os.getpid(), p.PROTOCOL_VERSION, pid_namespace())
         reply = (await self.call_many([(self.controller, hello, ())], _HELLO_TIMEOUT_S))[0]
-        config = json.loads(self.read(reply.header, hello, p.Welcome).config)
-        self.timeout_s = float(config["client"]["timeout_s"])
-        self._config = config
+        self._welcome = self.read(reply.header, hello, p.Welcome).config
+        config = typed(json.loads(self._welcome))
+        self.timeout_s = config.client.timeout_s
+        return config
 
     async def ask(self, request: type[p.Request], expected: type[R], *args: Any, wait_s: float = 0.0) -> R:
         """Send one request to the controller and return its reply, which must be ``expected``.
@@ -248,7 +257,7 @@ class Session:
 
     def close(self) -> None:
         """Say goodbye if the controller is there, then close every socket. Idempotent, never raises."""
-        known, self._config = bool(self._config), {}
+        known, self._config = self._config is not None, None
         if self._at_exit is not None:
             self._at_exit.cancel()
             self._at_exit = None

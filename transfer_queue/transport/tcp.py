@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A caller's connections to other hosts, over ZMQ with CURVE. Imported only if needed.
+"""The client's connections to other hosts, over ZMQ with CURVE. Imported only if needed.
 
 A ``TcpConnection`` is what a caller borrows. All those to one peer share a ``_Link``, which has one ZMQ socket.
 One thread per caller uses these sockets. So no call waits for ZMQ, and servers see that the client is alive.
@@ -25,8 +25,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from transfer_queue.errors import QueueUnreachableError
-from transfer_queue.transport.base import Buffer, Peer
-from transfer_queue.transport.connections import Descriptors, absent, gone, no_address, unconnected
+from transfer_queue.transport.base import Buffer, Liveness, Peer
+from transfer_queue.transport.connections import absent, gone, no_address, unconnected
+from transfer_queue.transport.descriptors import Descriptors
 from transfer_queue.transport.framing import FramingError, Message
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, pack
 
@@ -66,10 +67,10 @@ class TcpConnection:
     def reached(self) -> bool:
         return self._link.is_welcome
 
-    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+    def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
         if self._link.error is not None:
             raise self._broken(self._link.error)
-        number = request_id and self._number << _ID_BITS | request_id
+        number = number and self._number << _ID_BITS | number
         if sum(memoryview(frame).nbytes for frame in frames) <= AT_ONCE_NBYTES:
             self._link.outbox.extend(list(pack(number, header, frames)))  # one step: the parts stay together
         else:
@@ -198,9 +199,9 @@ class _Link:
             self.fail(f"{self.peer.name} at {self.peer.address} sent {error}")
             return
         for message in messages:
-            connection = self.connections.get(message.request_id >> _ID_BITS)
+            connection = self.connections.get(message.number >> _ID_BITS)
             if connection is not None:
-                connection.deliver(message._replace(request_id=message.request_id & _ID_MASK))
+                connection.deliver(message._replace(number=message.number & _ID_MASK))
 
     def _handle_event(self, event: int) -> None:
         if event == zmq.EVENT_CLOSED:
@@ -213,8 +214,9 @@ class _Link:
                 f"has ended just now. The public key is in the key file of the queue; without encryption there is none."
             )
 
-    def count_beat(self, heartbeat_s: float, lease_s: float) -> None:
+    def count_beat(self, liveness: Liveness) -> None:
         """Fail once the peer has been silent for a lease. ``receive`` resets the count."""
+        heartbeat_s, lease_s = liveness
         # Beats are counted, not seconds: after a pause of this process, the peer may still be well.
         if self.error is None and self._silent_beats * heartbeat_s >= lease_s:
             self.fail(
@@ -256,11 +258,10 @@ def _dealer(context: zmq.Context[Any], server_key: str | None) -> Any:
 class TcpLinks:
     """All TCP connections of one caller, and the thread that serves them."""
 
-    def __init__(self, client: str, server_key: str | None, heartbeat_s: float, lease_s: float) -> None:
+    def __init__(self, client: str, server_key: str | None, liveness: Liveness) -> None:
         self._client = client
         self._server_key = server_key
-        self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
+        self._liveness = liveness
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}
@@ -313,7 +314,7 @@ class TcpLinks:
         links: list[_Link] = []
         poller = zmq.Poller()
         poller.register(self._wake.at(0), zmq.POLLIN)
-        beat_at = time.monotonic() + self._heartbeat_s
+        beat_at = time.monotonic() + self._liveness.heartbeat_s
         while not self._closed:
             poller.poll(math.ceil(max(0.0, beat_at - time.monotonic()) * 1000))
             with contextlib.suppress(BlockingIOError):
@@ -324,7 +325,7 @@ class TcpLinks:
                 poller.register(links[-1].monitor, zmq.POLLIN)
             is_due = time.monotonic() >= beat_at
             if is_due:
-                beat_at = time.monotonic() + self._heartbeat_s
+                beat_at = time.monotonic() + self._liveness.heartbeat_s
             for link in links:
                 self._serve(link, is_due)
             for link in [link for link in links if link.error is not None]:
@@ -344,7 +345,7 @@ class TcpLinks:
         link.send()
         link.receive()
         if is_due:
-            link.count_beat(self._heartbeat_s, self._lease_s)
+            link.count_beat(self._liveness)
 
 
 _all: weakref.WeakSet[TcpLinks] = weakref.WeakSet()

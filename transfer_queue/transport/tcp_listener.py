@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepts clients of other hosts: one encrypted ZMQ socket, and a lease for each client."""
+"""Accepts clients of other hosts, in the server: one encrypted ZMQ socket, and a lease for each client."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import zmq
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.base import NOBODY_WAITS, Clients, Envelope, Outgoing
+from transfer_queue.transport.base import NOBODY_WAITS, Arrivals, Envelope, Liveness, Outgoing
 from transfer_queue.transport.framing import FramingError
+from transfer_queue.transport.loop import Readiness, guarded
 from transfer_queue.transport.tcp_wire import BEAT, BYE, CALL, HELLO, LINGER_MS, VERSION, PartsReader, ServerKeys, pack
-from transfer_queue.transport.waiting import Readiness, guarded
 from transfer_queue.utils.logging_utils import get_logger
 
 _log = get_logger(__name__)
@@ -36,9 +36,9 @@ class TcpRoute:
         self._is_leaving = False
 
     def send(self, answer: Outgoing) -> None:
-        if answer.envelope.request_id != NOBODY_WAITS and not self._is_leaving:
+        if answer.envelope.number != NOBODY_WAITS and not self._is_leaving:
             # Stored values never change, and their memory is not reused while ZMQ refers to it.
-            for message in pack(answer.envelope.request_id, answer.header, answer.frames, copy=False):
+            for message in pack(answer.envelope.number, answer.header, answer.frames, copy=False):
                 self._listener.send(self.address, message)
 
     def disconnect(self) -> None:
@@ -56,22 +56,17 @@ class TcpListener:
         self,
         address: str,
         readiness: Readiness,
-        server: Clients,
+        server: Arrivals,
         keys: ServerKeys | None,
-        insecure: bool,
-        heartbeat_s: float,
-        lease_s: float,
+        liveness: Liveness,
     ) -> None:
-        """Raises OSError: the address can't be bound. ConfigError: there are no keys, and ``insecure`` is False."""
-        if keys is None and not insecure:
-            raise ConfigError(f"a server at {address} needs keys: write_keys() makes some. Or pass insecure=True.")
+        """Raises OSError: the address can't be bound. ConfigError: it is none of this host."""
         if keys is None:
             _log.warning("%s is open to every process that can reach it: there is no encryption and no key", address)
         self._readiness = readiness
         self._server = server
-        self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
-        self._beat_at = time.monotonic() + heartbeat_s
+        self._heartbeat_s, self._lease_s = liveness
+        self._beat_at = time.monotonic() + self._heartbeat_s
         self._routes: dict[bytes, TcpRoute] = {}
         self._leaving: list[TcpRoute] = []
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
@@ -126,8 +121,8 @@ class TcpListener:
         except FramingError:  # it never was a client
             self._end(route)
             return
-        for request_id, header, frames in messages:
-            self._server.deliver(Envelope(route.client, request_id, route), header, frames)
+        for number, header, frames in messages:
+            self._server.deliver(Envelope(route.client, number, route), header, frames)
 
     def _welcome(self, address: bytes, kind: bytes, parts: Sequence[zmq.Frame]) -> None:
         if kind == HELLO and len(parts) == 4 and parts[2].bytes == VERSION:

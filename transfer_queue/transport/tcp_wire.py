@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both ends of a connection between hosts agree on: the keys, the kinds of message, and calls as ZMQ messages."""
+"""What client and server agree on between hosts: the keys, the kinds of message, and calls as ZMQ messages."""
 
 from __future__ import annotations
 

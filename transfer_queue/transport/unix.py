@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unix stream sockets of one host: a caller's connections, and a server's listener with its routes.
+"""Unix stream sockets of one host, in client and server: a caller's connections, a listener with its routes.
 
 No thread lies between the two processes. The end of a connection means that the other process has ended.
 Both ends never wait: what the kernel does not take now stays in ``Outbound`` until the socket is writable again.
@@ -16,12 +16,16 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING
 
 from transfer_queue.errors import ConfigError, QueueUnreachableError
-from transfer_queue.transport.base import NOBODY_WAITS, Buffer, Clients, Envelope, Outgoing, Peer
-from transfer_queue.transport.connections import closed_in_children, gone, no_address, unconnected
+from transfer_queue.transport.base import NOBODY_WAITS, Arrivals, Buffer, Envelope, Outgoing, Peer
+from transfer_queue.transport.connections import gone, no_address, unconnected
+from transfer_queue.transport.descriptors import READ, WRITE, closed_in_children
 from transfer_queue.transport.framing import FramingError, Inbound, Message, Outbound, encode
-from transfer_queue.transport.waiting import READ, WRITE, Readiness
+
+if TYPE_CHECKING:
+    from transfer_queue.transport.loop import Readiness
 
 SCHEME = "ipc://"
 _BUFFER_NBYTES = 1 << 20  # the kernel gives less if its limit is lower
@@ -59,8 +63,8 @@ class UnixConnection:
     def unsent(self) -> bool:
         return bool(self._outbound)
 
-    def send(self, request_id: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
-        parts = encode(request_id, header, frames)
+    def send(self, number: int, header: bytes, frames: Sequence[Buffer] = ()) -> None:
+        parts = encode(number, header, frames)
         if self._greeting:
             parts = [*self._greeting, *parts]
         try:
@@ -127,17 +131,17 @@ class UnixRoute:
 
     def _take(self, messages: list[Message]) -> None:
         server = self._listener.server
-        for request_id, header, frames in messages:
+        for number, header, frames in messages:
             if self._client is None:
                 self._client = header.decode(errors="replace")
                 server.joined(self._client, self)
             else:
-                server.deliver(Envelope(self._client, request_id, self), header, frames)
+                server.deliver(Envelope(self._client, number, self), header, frames)
 
     def send(self, answer: Outgoing) -> None:
-        if answer.envelope.request_id == NOBODY_WAITS or self._socket.fileno() < 0:
+        if answer.envelope.number == NOBODY_WAITS or self._socket.fileno() < 0:
             return
-        parts = encode(answer.envelope.request_id, answer.header, answer.frames)
+        parts = encode(answer.envelope.number, answer.header, answer.frames)
         try:
             self._outbound.send(self._socket, parts)
         except OSError:  # the client has closed its end; what it sent before is still read
@@ -177,7 +181,7 @@ class UnixRoute:
 class UnixListener:
     """See ``Listener``."""
 
-    def __init__(self, address: str, readiness: Readiness, server: Clients) -> None:
+    def __init__(self, address: str, readiness: Readiness, server: Arrivals) -> None:
         """Raises OSError: the path can't be bound. ConfigError: there is no path."""
         if not address.removeprefix(SCHEME) or not address.startswith(SCHEME):
             raise ConfigError(f"{address!r} is no address: ipc://PATH or tcp://HOST:PORT.")

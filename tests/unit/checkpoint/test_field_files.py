@@ -15,7 +15,7 @@ from transfer_queue.checkpoint import field_files
 from transfer_queue.checkpoint.field_files import BlockReader, FieldWriter
 from transfer_queue.checkpoint.files import BlockFiles, FieldFiles
 from transfer_queue.errors import CheckpointError
-from transfer_queue.storage.wire_columns import OBJECTS, IntArray, Layout, WireColumn, dense_layout, ragged_layout
+from transfer_queue.storage.wire import OBJECTS, IntArray, Layout, WireColumn, dense_layout, ragged_layout
 
 Row = tuple[str, tuple[int, ...], bytes]
 """(dtype or "objects", shape, bytes)"""

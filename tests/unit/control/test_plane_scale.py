@@ -35,7 +35,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue import protocol as p
-from transfer_queue.control import fetching, writing
+from transfer_queue.control import fetches, writing
 from transfer_queue.control.plane import ControlPlane, To
 from transfer_queue.control.serving import ServedFetch
 from transfer_queue.control.state import PlaneConfig
@@ -68,7 +68,7 @@ class CountedFetch(ServedFetch):
 
 @pytest.fixture(autouse=True)
 def count_looks(monkeypatch):
-    monkeypatch.setattr(fetching, "ServedFetch", CountedFetch)
+    monkeypatch.setattr(fetches, "ServedFetch", CountedFetch)
 
 
 class OneByOne(RankAwareSampler):

@@ -13,7 +13,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from transfer_queue import BatchMeta
 from transfer_queue.dataloader.bundle import Bundle
-from transfer_queue.storage.assembling import Jagged
+from transfer_queue.storage.unpack_fast import Jagged
 
 LARGE = 20_000
 

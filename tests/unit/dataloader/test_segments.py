@@ -17,7 +17,7 @@ import torch
 
 from transfer_queue.dataloader import segments as module
 from transfer_queue.dataloader.segments import LEAST_NBYTES, Lent, Segments, receive, unmap, unmap_owners
-from transfer_queue.storage.tensors import from_bytes
+from transfer_queue.storage.pack import from_bytes
 
 MIB = 1024 * 1024
 

@@ -17,6 +17,7 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 from transfer_queue.server.front import Front
 from transfer_queue.storage.messages import (
+    PAGE_NBYTES,
     ColumnHeader,
     Columns,
     Lease,
@@ -28,10 +29,10 @@ from transfer_queue.storage.messages import (
     encode_columns,
     unpack_columns,
 )
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.session_memory import Memory
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.storage.wire_columns import dense_layout
+from transfer_queue.storage.wire import dense_layout
 from transfer_queue.transport.base import NOBODY_WAITS, Envelope, Outgoing
 
 PAGE = PAGE_NBYTES
@@ -68,7 +69,6 @@ class Client:
     def __init__(self, front: Front, name: str) -> None:
         self.front, self.name = front, name
         self._numbers = itertools.count(1)
-        self._request_ids = itertools.count(NOBODY_WAITS + 1)
 
     def number(self) -> int:
         return next(self._numbers)
@@ -77,11 +77,11 @@ class Client:
         self, request: p.Request, frames: Sequence[Any] = (), received: Sequence[int] = (), now: float = 0.0
     ) -> list[Got]:
         """All answers that this brings about, its own first."""
-        answers = self.send_raw(p.encode_request(request, received), frames, now)
+        answers = self.send_raw(p.encode_request(request, received), frames, now, request.id)
         return sorted(answers, key=lambda answer: (answer.client, answer.reply.id) != (self.name, request.id))
 
-    def send_raw(self, header: bytes, frames: Sequence[Any] = (), now: float = 0.0) -> list[Got]:
-        envelope = Envelope(self.name, next(self._request_ids), "route")
+    def send_raw(self, header: bytes, frames: Sequence[Any] = (), now: float = 0.0, number: int = 1) -> list[Got]:
+        envelope = Envelope(self.name, number, "route")
         views = [memoryview(frame).cast("B") for frame in frames]
         return got(self.front.handle(envelope, header, views, now))
 

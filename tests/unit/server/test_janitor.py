@@ -20,7 +20,7 @@ from transfer_queue.server.janitor import Janitor
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.messages import AskUnitStats, ColumnHeader, Columns, Write, Written
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.storage.wire_columns import dense_layout
+from transfer_queue.storage.wire import dense_layout
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 

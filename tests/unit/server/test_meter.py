@@ -11,7 +11,7 @@ from tests.unit.server.front_kit import NBYTES, PAGE, Client, failed, front_of
 from transfer_queue import protocol as p
 from transfer_queue.server.meter import AGE_BOUNDS_S, BOUNDS, REQUEST_BOUNDS_S, VERSION_BOUNDS, Meter
 from transfer_queue.storage.messages import Abort, AskUnitStats, ColumnHeader, Columns, Commit, Rows, Write
-from transfer_queue.storage.wire_columns import dense_layout, ragged_layout
+from transfer_queue.storage.wire import dense_layout, ragged_layout
 
 
 class Clock:

@@ -11,6 +11,7 @@ import numpy as np
 
 from transfer_queue.protocol import Failed, Reply, Request, pack_indexes
 from transfer_queue.storage.messages import (
+    PAGE_NBYTES,
     ColumnHeader,
     Columns,
     Commit,
@@ -23,10 +24,11 @@ from transfer_queue.storage.messages import (
     Write,
     Written,
     unpack_columns,
+    whole_pages,
 )
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
-from transfer_queue.storage.wire_columns import ByteArray, Layout, WireColumn, dense_layout
+from transfer_queue.storage.wire import ByteArray, Layout, WireColumn, dense_layout
 
 PAGE = PAGE_NBYTES
 

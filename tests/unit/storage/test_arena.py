@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transfer_queue.storage.unit.arena import IDLE_S, PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.messages import PAGE_NBYTES, whole_pages
+from transfer_queue.storage.unit.arena import IDLE_S, Arena
 
 PAGE = PAGE_NBYTES
 

@@ -87,7 +87,7 @@ def test_a_section_may_be_null():
 
 
 def test_a_provider_is_found_by_the_backend_s_name(monkeypatch):
-    monkeypatch.setattr(StorageBootstrapProvider, "_providers", {})
+    monkeypatch.setattr(backends, "_table", dict(backends._table))
     assert StorageBootstrapProvider.get_provider("Mine") is None
     provider = StorageBootstrapProvider.register_provider("Mine")(lambda conf: None)
     assert StorageBootstrapProvider.get_provider("Mine") is provider
@@ -119,7 +119,7 @@ async def _notify(manager: StorageManager, meta: Any) -> None:
 
 
 def test_backend_metadata_that_nobody_keeps_is_refused():
-    from transfer_queue.transport.modes import run_blocking
+    from transfer_queue.transport.blocking import run_blocking
 
     manager = Bare(INFO, {})
     run_blocking(_notify(manager, None))

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.batches import relaid, unpack
-from transfer_queue.storage.columns import pack
+from transfer_queue.storage.pack import pack
+from transfer_queue.storage.unpack import relaid, unpack
 
 
 def wire_of(column, count: int):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.unit.block_store import BlockStore
-from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
+from transfer_queue.storage.wire import WireColumn, dense_layout, ragged_layout
 
 ROW = 1000
 

@@ -23,7 +23,7 @@ from transfer_queue.storage.messages import (
     Written,
 )
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.storage.wire_columns import dense_layout
+from transfer_queue.storage.wire import dense_layout
 
 WRITER = "writer"
 WRITE = 7  # the call that writes

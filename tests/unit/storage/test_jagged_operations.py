@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.unit.storage.test_assembling import OLD
-from transfer_queue.storage import assembling
+from tests.unit.storage.test_unpack_fast import OLD
+from transfer_queue.storage import unpack_fast
+from transfer_queue.storage.pack import is_simple_jagged
 
 SAMPLES = 1
 CRASHES = {"split_with_sizes"}  # torch 2.13 itself does, with its own tensors, in the backward pass
@@ -29,9 +30,9 @@ def short_twin(value: Any) -> Any:
     nested: Any = value
     offsets = nested._offsets.numpy()
     sizes = np.diff(offsets)
-    rows = assembling._parts_of_jagged().rows_of(nested._offsets)
-    known = assembling._Offsets(offsets, nested._offsets, rows, int(sizes.min()), int(sizes.max()))
-    made: Any = assembling._short_jagged(nested._values.detach(), known)
+    rows = unpack_fast._parts_of_jagged().rows_of(nested._offsets)
+    known = unpack_fast._Offsets(offsets, nested._offsets, rows, int(sizes.min()), int(sizes.max()))
+    made: Any = unpack_fast._short_jagged(nested._values.detach(), known)
     for name in set(made._metadata_cache) - set(nested._metadata_cache):
         del made._metadata_cache[name]
     return made.requires_grad_(value.requires_grad)
@@ -39,7 +40,7 @@ def short_twin(value: Any) -> Any:
 
 def is_short(value: Any) -> bool:
     """Does the short way make tensors like this one?"""
-    return not (isinstance(value, torch.Tensor) and value.is_nested) or assembling.is_simple_jagged(value)
+    return not (isinstance(value, torch.Tensor) and value.is_nested) or is_simple_jagged(value)
 
 
 def plain(tensor: torch.Tensor | None) -> Any:
@@ -82,7 +83,7 @@ def samples() -> Iterator[tuple[Any, Any]]:
 @pytest.mark.skipif(OLD, reason="an older torch")
 @pytest.mark.filterwarnings("ignore")
 def test_every_operation_gives_the_same():
-    assert assembling._make_jagged() is assembling._short_jagged
+    assert unpack_fast._make_jagged() is unpack_fast._short_jagged
     compared, different = Counter[bool](), []
     for operation, sample in samples():
         arguments = (sample.input, sample.args, sample.kwargs)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from transfer_queue.storage.columns import BytesColumn, Column, RowsColumn, TensorColumn, prepare
-from transfer_queue.storage.wire_columns import Positions, WireColumn, as_run, gather
+from transfer_queue.storage.pack import BytesColumn, Column, RowsColumn, TensorColumn, prepare
+from transfer_queue.storage.wire import Positions, WireColumn, as_run, gather
 
 ROWS = 12
 

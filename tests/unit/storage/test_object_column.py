@@ -12,9 +12,9 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from tests.unit.storage.test_assembling import OLD
-from transfer_queue.storage import assembling as module
-from transfer_queue.storage.assembling import object_column
+from tests.unit.storage.test_unpack_fast import OLD
+from transfer_queue.storage import unpack_fast as module
+from transfer_queue.storage.unpack_fast import object_column
 
 VALUES = ["a", 1, None, {"k": [1]}, [1, 2]]
 

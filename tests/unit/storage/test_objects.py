@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue.errors import ProtocolError, UnsupportedValueError
-from transfer_queue.storage.objects import decode_rows, encode_rows
-from transfer_queue.storage.wire_columns import OBJECTS, WireColumn
+from transfer_queue.storage.pack import encode_rows
+from transfer_queue.storage.unpack import decode_rows
+from transfer_queue.storage.wire import OBJECTS, WireColumn
 
 
 def back(value, allow_pickle=False):

@@ -31,10 +31,11 @@ from transfer_queue.storage.messages import (
     Written,
     decode_columns,
 )
-from transfer_queue.storage.shm.manager import SharedMemoryManager, shares_of
+from transfer_queue.storage.shm.read import shares_of
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Peer, RawReply
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 
 CONTROLLER = Peer("controller", "local://controller")
@@ -187,10 +188,10 @@ def test_what_a_read_pinned_is_released():
 
 
 def test_it_is_in_front_where_its_only_unit_has_the_controller_s_address():
-    assert SharedMemoryManager(NotedSession(Written(0)), FRONT).is_in_front
-    assert not SharedMemoryManager(NotedSession(Written(0)), config(1)).is_in_front
+    assert SharedMemoryManager(NotedSession(Written(0)), FRONT).front is not None
+    assert SharedMemoryManager(NotedSession(Written(0)), config(1)).front is None
     both = {"units": [*FRONT["units"], *config(1)["units"]]}
-    assert not SharedMemoryManager(NotedSession(Written(0)), both).is_in_front
+    assert SharedMemoryManager(NotedSession(Written(0)), both).front is None
 
 
 def test_an_encoded_write_is_the_message_s_part_about_values_and_asks_nobody_where_frames_carry_them():

@@ -22,6 +22,7 @@ from transfer_queue.calls import Turn
 from transfer_queue.errors import ConfigError
 from transfer_queue.protocol import Failed, pack_indexes
 from transfer_queue.storage.messages import (
+    PAGE_NBYTES,
     Columns,
     Commit,
     Delete,
@@ -32,11 +33,11 @@ from transfer_queue.storage.messages import (
     Written,
     unpack_columns,
 )
-from transfer_queue.storage.objects import encode_rows
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
+from transfer_queue.storage.pack import encode_rows
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.spill import FOLDER, SPILL_STEP_NBYTES, SpillFile
 from transfer_queue.storage.unit.unit import StorageUnit
-from transfer_queue.storage.wire_columns import WireColumn, dense_layout
+from transfer_queue.storage.wire import WireColumn, dense_layout
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -15,9 +15,9 @@ from tensordict import TensorDict
 import transfer_queue.storage as storage
 from transfer_queue.errors import ConfigError
 from transfer_queue.storage import backends
-from transfer_queue.storage.shm.manager import SharedMemoryManager
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 from transfer_queue.transport.base import Peer
-from transfer_queue.transport.modes import run_blocking
+from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.session import Session
 
 UNITS = {"units": [{"name": "u0", "address": "local://u0"}]}
@@ -32,21 +32,21 @@ def session() -> Iterator[Session]:
 
 @pytest.mark.parametrize("name", ["SimpleStorage", "AsyncSimpleStorageManager"])
 def test_both_names_of_the_default_backend_make_it(name, session):
-    assert type(backends.create(name, session, UNITS)) is SharedMemoryManager
+    assert type(backends.StorageManagerFactory.create(name, session, UNITS)) is SharedMemoryManager
 
 
 def test_an_unknown_name_is_told_the_nearest_known_one(session):
     with pytest.raises(
         ConfigError, match=r"no storage backend 'SimpelStorage'. Did you mean 'SimpleStorage'\? Known: "
     ):
-        backends.create("SimpelStorage", session, UNITS)
+        backends.StorageManagerFactory.create("SimpelStorage", session, UNITS)
 
 
 @pytest.fixture
 def own(monkeypatch):
-    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
+    monkeypatch.setattr(backends, "_table", dict(backends._table))
 
-    @backends.register("Own")
+    @backends.StorageManagerFactory.register("Own")
     class Own(storage.StorageManager):
         async def put_data(self, data, metadata, data_parser=None):
             self.kept = data
@@ -62,7 +62,7 @@ def own(monkeypatch):
 
 
 def test_a_registered_backend_needs_only_put_get_and_clear(own, session):
-    manager = backends.create("Own", session, {"layout": "jagged"})
+    manager = backends.StorageManagerFactory.create("Own", session, {"layout": "jagged"})
     assert type(manager) is own
     data = TensorDict({"b": torch.arange(4).view(2, 2), "a": ["x", "y"]}, batch_size=[2])
     meta = SimpleNamespace(global_indexes=[3, 4], field_names=["a", "b"])
@@ -85,10 +85,10 @@ def test_such_a_backend_stores_at_once_what_is_written_in_steps(own, session):
 
 def test_a_class_that_is_no_manager_can_not_be_registered():
     with pytest.raises(TypeError, match="no StorageManager subclass"):
-        backends.register("Bad")(dict)
+        backends.StorageManagerFactory.register("Bad")(dict)
 
 
-@pytest.mark.parametrize("module", ["transfer_queue.storage.unit.unit", "transfer_queue.storage.shm.manager"])
+@pytest.mark.parametrize("module", ["transfer_queue.storage.unit.unit", "transfer_queue.storage.shm.shared_memory"])
 def test_servers_import_neither_torch_nor_tensordict(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'tensordict', 'ray', 'lightning') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -27,7 +27,7 @@ from transfer_queue.storage.messages import (
     encode_columns,
     unpack_columns,
 )
-from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
+from transfer_queue.storage.wire import WireColumn, dense_layout, ragged_layout
 
 INT = dense_layout("int64", 8, ())
 

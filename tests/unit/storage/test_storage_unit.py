@@ -27,7 +27,7 @@ from transfer_queue.storage.messages import (
 )
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES
 from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
-from transfer_queue.storage.wire_columns import WireColumn, dense_layout, ragged_layout
+from transfer_queue.storage.wire import WireColumn, dense_layout, ragged_layout
 
 KIB = 1024
 

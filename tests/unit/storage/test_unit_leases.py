@@ -10,7 +10,7 @@ from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_o
 from transfer_queue.protocol import pack_indexes
 from transfer_queue.storage.messages import ColumnHeader, Columns, Deleted, Leased, Write, Written
 from transfer_queue.storage.unit.unit import StorageUnit, UnitReply
-from transfer_queue.storage.wire_columns import ragged_layout
+from transfer_queue.storage.wire import ragged_layout
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit.storage.arena_kit import PAGE, ArenaClient, ArenaUnit, indexes_of, of_arena
 from transfer_queue.storage.messages import EndSession, Leased, Read, Written
-from transfer_queue.storage.wire_columns import WireColumn
+from transfer_queue.storage.wire import WireColumn
 
 
 @pytest.fixture

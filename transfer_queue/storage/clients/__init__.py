@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of key-value stores. Names load on first use."""
+"""Key-value stores, as a queue's clients reach them. Names load on first use."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 _HOME = {
-    "StorageKVClient": "base",
-    "StorageClientFactory": "base",
-    "RayStorageClient": "ray_client",
-    "MooncakeStoreClient": "mooncake_client",
-    "YuanrongStorageClient": "yuanrong_client",
+    "StorageKVClient": "transfer_queue.storage.base",
+    "StorageClientFactory": "transfer_queue.storage.backends",
+    "RayStorageClient": "transfer_queue.storage.clients.ray_client",
+    "MooncakeStoreClient": "transfer_queue.storage.clients.mooncake_client",
+    "YuanrongStorageClient": "transfer_queue.storage.clients.yuanrong_client",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return resolve_name(f"{_HOME[name]}:{name}")
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MooncakeStoreClient: values in the memory that the processes of a Mooncake store contribute."""
+"""MooncakeStoreClient, in the client: values in the memory that the processes of a Mooncake store contribute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from transfer_queue.config import MooncakeConfig, typed
 from transfer_queue.errors import BackendUnavailableError, LaunchError, QueueUnreachableError, StorageFullError
-from transfer_queue.storage.clients.base import StorageKVClient
+from transfer_queue.storage.base import StorageKVClient
 
 _FULL = -200, -600
 """Codes for no room: in the store's memory, or in this process' own buffer."""
@@ -44,7 +44,7 @@ class MooncakeStoreClient(StorageKVClient):
         self._buffer = int(config.get("local_buffer_size") or 1 << 30)
 
     def put(self, keys: list[str], values: list[Any]) -> None:
-        from transfer_queue.storage.objects import encode_rows
+        from transfer_queue.storage.pack import encode_rows
 
         column = encode_rows(values, "values", bool(self.config.get("allow_pickle", False)))
         replicas, store, bounds = self._mooncake.ReplicateConfig(), self._store(), column.bounds.tolist()
@@ -70,8 +70,8 @@ class MooncakeStoreClient(StorageKVClient):
 
         import numpy as np
 
-        from transfer_queue.storage.objects import decode_rows
-        from transfer_queue.storage.wire_columns import OBJECTS, WireColumn
+        from transfer_queue.storage.unpack import decode_rows
+        from transfer_queue.storage.wire import OBJECTS, WireColumn
 
         known = zip(shapes or [None] * len(keys), dtypes or [None] * len(keys), strict=True)
         sizes = [0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize for shape, dtype in known]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that a queue starts for Mooncake: it runs the master, contributes the memory, and ends with the queue.
+"""A server of its own, which a queue starts for Mooncake: runs the master, contributes the memory, ends with the queue.
 
 It is run as a script, with one line of JSON as its orders. It answers with a line, and ends when its input does, or its
 parent.

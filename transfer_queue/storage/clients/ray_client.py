@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RayStorageClient: values as objects of Ray's object store, which one actor owns until they are cleared."""
+"""RayStorageClient, in the client: values as objects of Ray's store, which one actor owns until they are cleared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from transfer_queue.errors import BackendUnavailableError, QueueUnreachableError
-from transfer_queue.storage.clients.base import StorageKVClient
+from transfer_queue.storage.base import StorageKVClient
 
 NAMESPACE = "transfer_queue"
 _OBJECT_NBYTES = 1024 * 1024
@@ -36,7 +36,7 @@ class RayStorageClient(StorageKVClient):
     def put(self, keys: list[str], values: list[Any]) -> None:
         import numpy as np
 
-        from transfer_queue.storage.objects import encode_rows
+        from transfer_queue.storage.pack import encode_rows
 
         column = encode_rows(values, "values", bool(self.config.get("allow_pickle", False)))
         bounds = column.bounds
@@ -55,8 +55,8 @@ class RayStorageClient(StorageKVClient):
         dtypes: list[Any] | None = None,
         custom_backend_meta: list[Any] | None = None,
     ) -> list[Any]:
-        from transfer_queue.storage.objects import decode_rows
-        from transfer_queue.storage.wire_columns import OBJECTS, WireColumn
+        from transfer_queue.storage.unpack import decode_rows
+        from transfer_queue.storage.wire import OBJECTS, WireColumn
 
         values: list[Any] = [None] * len(keys)
         with self._calls() as owner:

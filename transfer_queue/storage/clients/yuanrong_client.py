@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YuanrongStorageClient: a name that configurations may have, for a store that this package does not reach."""
+"""YuanrongStorageClient: a name that a client's configuration may have, for a store that this package can't reach."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from transfer_queue.errors import BackendUnavailableError
-from transfer_queue.storage.clients.base import StorageKVClient
+from transfer_queue.storage.base import StorageKVClient
 
 
 class YuanrongStorageClient(StorageKVClient):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage managers, under the import path that users of TransferQueue 0.1 know. Names load on first use."""
+"""Storage managers of clients, under the import path that users of TransferQueue 0.1 know. Names load on first use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVStorageManager: keeps values in a key-value store, and the queue's own units say which there are."""
+"""KVStorageManager, in the client: values lie in a key-value store, and the queue's units say which there are."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, StorageKeyNotFoundError, UnsupportedValueError
-from transfer_queue.storage.backends import StorageManagerFactory
-from transfer_queue.storage.base import DataParser, HasRows, Places, StorageManager
-from transfer_queue.storage.clients.base import StorageClientFactory
-from transfer_queue.storage.shm.manager import SharedMemoryManager
-from transfer_queue.storage.wire_columns import IntArray
-from transfer_queue.transport.modes import off_loop
+from transfer_queue.storage.backends import StorageClientFactory, StorageManagerFactory
+from transfer_queue.storage.base import HasRows, Places, StorageManager
+from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
+from transfer_queue.storage.wire import IntArray
+from transfer_queue.transport.blocking import off_loop
 
 if TYPE_CHECKING:
     import msgspec
     import torch
     from tensordict import TensorDict
+
+    from transfer_queue.storage.unpack import DataParser
 
 __all__ = ["KVStorageManager", "StorageManager", "StorageManagerFactory"]
 
@@ -60,11 +61,12 @@ class KVStorageManager(StorageManager):
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage.pack import check_rows
+        from transfer_queue.storage.unpack import parsed_rows
 
-        data = await columns.parsed_rows(data, data_parser)
+        data = await parsed_rows(data, data_parser)
         indexes = list(metadata.global_indexes)
-        columns.check_rows(data, indexes)
+        check_rows(data, indexes)
         by_field = _rows_by_field(data)
         if not indexes or not by_field:
             return data
@@ -87,14 +89,14 @@ class KVStorageManager(StorageManager):
         layout: str | None = None,
         units: Places | None = None,
     ) -> TensorDict:
-        from transfer_queue.storage import batches
-        from transfer_queue.storage.tensors import dtype_of
+        from transfer_queue.storage.pack import dtype_of
+        from transfer_queue.storage.unpack import check_layout, from_rows, unpack
 
         layout = layout or str(self.config.get("layout") or "jagged")
-        batches.check_layout(layout)
+        check_layout(layout)
         names, count = sorted(set(fields)), len(indexes)
         if not names or not count:
-            return batches.unpack({}, count, layout)
+            return unpack({}, count, layout)
         found = await self._referred(indexes, names)
         references = [reference for name in names for reference in found[name]]
         keys = [key for name in names for key in _keys(indexes, name)]
@@ -103,9 +105,7 @@ class KVStorageManager(StorageManager):
         metas = [each.backend_meta for each in references]
         values = await off_loop(self.storage_client.get, keys, shapes=shapes, dtypes=dtypes, custom_backend_meta=metas)
         _check_found(keys, values, dtypes)
-        return batches.from_rows(
-            {name: values[at * count : (at + 1) * count] for at, name in enumerate(names)}, count, layout
-        )
+        return from_rows({name: values[at * count : (at + 1) * count] for at, name in enumerate(names)}, count, layout)
 
     async def clear_data(self, metadata: HasRows) -> None:
         await self.clear_rows(metadata.global_indexes)
@@ -137,14 +137,14 @@ class KVStorageManager(StorageManager):
     # ---- references ----
 
     async def _refer(self, indexes: Sequence[int], references: Mapping[str, Sequence[_Reference]]) -> None:
-        from transfer_queue.storage.objects import encode_rows
+        from transfer_queue.storage.pack import encode_rows
 
         columns = {name: encode_rows([list(each) for each in own], name) for name, own in references.items()}
         await self._references.store(indexes, columns)
 
     async def _referred(self, indexes: Sequence[int] | IntArray, names: Sequence[str]) -> dict[str, list[_Reference]]:
         """Raises StorageKeyNotFoundError for a value that was cleared or never put."""
-        from transfer_queue.storage.objects import decode_rows
+        from transfer_queue.storage.unpack import decode_rows
 
         found: dict[str, list[Any]] = {name: [None] * len(indexes) for name in names}
         async with self._references.stored(indexes, names) as stored:  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def _rows_by_field(data: Any) -> dict[str, list[Any]]:
     import torch
     from tensordict import is_non_tensor, is_tensor_collection
 
-    from transfer_queue.storage.columns import named_columns, num_rows, values_of
+    from transfer_queue.storage.pack import named_columns, num_rows, values_of
 
     count, found = num_rows(data), dict[str, list[Any]]()
     for name, column in sorted(named_columns(data)):
@@ -183,7 +183,7 @@ def _rows_by_field(data: Any) -> dict[str, list[Any]]:
 def _reference(value: torch.Tensor | Any) -> _Reference:
     import torch
 
-    from transfer_queue.storage.tensors import dtype_name
+    from transfer_queue.storage.pack import dtype_name
 
     if not isinstance(value, torch.Tensor) or value.is_nested:
         return _Reference(None, None)

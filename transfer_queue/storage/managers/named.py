@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value backends of this package: which client each of them uses."""
+"""The key-value backends of this package, in the client: which StorageKVClient each of them uses."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimpleStorage keeps values in the memory of storage unit processes."""
+"""The client side of SimpleStorage, which keeps values in the memory of storage unit processes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena of a storage unit: anonymous shared memory that processes of this host map, gone with the last of them."""
+"""The arena of a unit, in the server: anonymous shared memory that this host's processes map, gone with the last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.storage.wire_columns import ByteArray
+from transfer_queue.storage.messages import whole_pages
+from transfer_queue.storage.wire import ByteArray
 
 
 class FreeList:
@@ -81,7 +82,6 @@ class FreeList:
         return size
 
 
-PAGE_NBYTES = mmap.PAGESIZE
 IDLE_S = 30.0
 """Pages that were free for this long are returned to the kernel. Until then they are recycled as they are, because
 first touching a page costs several times as much as copying into it.
@@ -90,11 +90,6 @@ first touching a page costs several times as much as copying into it.
 _TRIMMED_NBYTES = 32 * 1024 * 1024
 """The most bytes to return in one go, which takes some ten milliseconds."""
 _SPARSE_FACTOR = 4  # addresses are free and pages come with use: enough that fragmentation never matters
-
-
-def whole_pages(nbytes: int) -> int:
-    """The size of an allocation of this many bytes."""
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def _anonymous_memory() -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one storage unit holds: blocks of columns by (index, field). It has no socket and no clock."""
+"""What one storage unit holds, in the server: blocks of columns by (index, field). It has no socket and no clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transfer_queue.errors import StorageKeyNotFoundError
 from transfer_queue.storage.messages import FieldColumns, Located
 from transfer_queue.storage.unit.field_blocks import STEP_NBYTES, Block, FieldBlocks
 from transfer_queue.storage.unit.spill import SpillFile, Spilling, Warming, spans_of
-from transfer_queue.storage.wire_columns import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
+from transfer_queue.storage.wire import Allocate, IntArray, Positions, WireColumn, as_run, distinct, heap
 
 
 class BlockStore:

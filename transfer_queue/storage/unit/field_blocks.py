@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of one field in a unit: which row of which block holds the value of a slot."""
+"""The blocks of one field in a unit, in the server: which row of which block holds the value of a slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.storage.unit.spill import SPILL_STEP_NBYTES, SpillFile
-from transfer_queue.storage.wire_columns import (
+from transfer_queue.storage.wire import (
     Allocate,
     ByteArray,
     IntArray,

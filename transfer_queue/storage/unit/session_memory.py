@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls hold of a storage unit (in its server): leases to write, pins to read, writes that aren't committed."""
+"""What calls hold of a storage unit, in the server: leases to write, pins to read, writes that aren't committed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transfer_queue.calls import Holding, Until
 from transfer_queue.storage.messages import FieldColumns
 from transfer_queue.storage.unit.arena import Arena
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn, as_run, cut
+from transfer_queue.storage.wire import ByteArray, IntArray, Positions, WireColumn, as_run, cut
 
 
 class Memory(Holding):

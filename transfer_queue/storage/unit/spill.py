@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks on disk: an unlinked file that is mapped like the arena, and the steps in which bytes go there and back."""
+"""Blocks on disk, in the server: an unlinked file that is mapped like the arena, and the steps in which bytes move."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, Positions, WireColumn
+from transfer_queue.storage.messages import PAGE_NBYTES
+from transfer_queue.storage.unit.arena import Arena
+from transfer_queue.storage.wire import ByteArray, IntArray, Positions, WireColumn
 
 SPILL_STEP_NBYTES = 512 * 1024
 """Bytes written or read per step. A slow disk takes some milliseconds for them, during which no request is served."""

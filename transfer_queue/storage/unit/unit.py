@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One storage unit (in its server): leases, writes, reads and deletes on a block store. A write may wait for room."""
+"""One storage unit, in the server: leases, writes, reads, deletes on a block store. A write that doesn't fit waits."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from transfer_queue.errors import (
 )
 from transfer_queue.protocol import Done, Failed, Reply, Request, pack_indexes, unpack_indexes
 from transfer_queue.storage.messages import (
+    INLINE_NBYTES,
+    PAGE_NBYTES,
     Abort,
     AskHeld,
     AskUnitStats,
@@ -40,9 +42,11 @@ from transfer_queue.storage.messages import (
     Written,
     answer_in_frames,
     answer_in_place,
+    least_in_arena,
     unpack_columns,
+    whole_pages,
 )
-from transfer_queue.storage.unit.arena import PAGE_NBYTES, Arena, whole_pages
+from transfer_queue.storage.unit.arena import Arena
 from transfer_queue.storage.unit.block_store import BlockStore
 from transfer_queue.storage.unit.session_memory import (
     Memory,
@@ -53,17 +57,10 @@ from transfer_queue.storage.unit.session_memory import (
     UncommittedWrite,
 )
 from transfer_queue.storage.unit.spill import SpillFile, Warming
-from transfer_queue.storage.wire_columns import ByteArray, IntArray, heap
+from transfer_queue.storage.wire import ByteArray, IntArray, heap
 
-INLINE_NBYTES = 64 * 1024
-"""Values up to this size travel in the message, which is cheaper than leasing or pinning memory."""
 _MEMORY = ("memory",)
 """Wait queue of leases and writes that need room."""
-
-
-def least_in_arena(inline_nbytes: int) -> int:
-    """Smaller blocks stay outside the arena, which allocates whole pages only."""
-    return max(1, inline_nbytes // 4)
 
 
 class UnitReply(NamedTuple):

@@ -16,12 +16,12 @@ from transfer_queue.protocol import (
     Request,
     UnitRuns,
     as_indexes,
-    by_row,
     pack_indexes,
     unpack_indexes,
 )
-from transfer_queue.storage.base import DataParser, HasRows, PlacedColumns, Places, StorageManager
+from transfer_queue.storage.base import HasRows, Places, StorageManager
 from transfer_queue.storage.messages import (
+    INLINE_NBYTES,
     AskHeld,
     AskUnitStats,
     Commit,
@@ -31,31 +31,25 @@ from transfer_queue.storage.messages import (
     EndWrite,
     Expected,
     Held,
-    Read,
     Release,
     Rows,
     UnitStats,
     decode_answer,
     encode_columns,
 )
-from transfer_queue.storage.shm.unit_client import (
-    MemoryColumns,
-    ReadResult,
-    SeenStats,
-    UnitConnection,
-    UnitWrite,
-    decide_paths,
-)
-from transfer_queue.storage.shm.unit_directory import UnitDirectory, values_lost
-from transfer_queue.storage.shm.writer import UnitWriter
-from transfer_queue.storage.unit.unit import INLINE_NBYTES
-from transfer_queue.storage.wire_columns import IntArray, Positions, WireColumn, groups
+from transfer_queue.storage.shm.choose import UnitDirectory
+from transfer_queue.storage.shm.connect import SeenStats, UnitConnection, decide_paths
+from transfer_queue.storage.shm.read import ReadResult
+from transfer_queue.storage.shm.write import MemoryColumns, UnitWrite, UnitWriter
+from transfer_queue.storage.wire import IntArray, PlacedColumns, WireColumn
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+    from transfer_queue.storage.unpack import DataParser
 
 
 class SharedMemoryManager(StorageManager):
@@ -78,63 +72,47 @@ class SharedMemoryManager(StorageManager):
         peers = [Peer(unit["name"], unit["address"]) for unit in config["units"]]
         self._units = UnitDirectory(self.session, peers, bool(config.get("arena", True)))
         self._allow_pickle = bool(config.get("allow_pickle", False))
-        self._layout = str(config.get("layout") or "jagged")
         self._put_timeout_s = min(float(config.get("put_timeout_s", 60.0)), LONGEST_WAIT_S)
         self._timeout_s = float(config.get("timeout_s", 30.0))
         self._inline_nbytes = int(config.get("inline_nbytes", INLINE_NBYTES))
         self._writer = UnitWriter(self.session, self._units, self._timeout_s, self._inline_nbytes)
+        if self._units.own is not None:
+            self._own, self.front = self._units.own, self
 
-    @property
-    def is_in_front(self) -> bool:
-        """Whether a unit shares the controller's process: a put there and a get are then one message each."""
-        return self._units.front is not None
-
-    @property
-    def _front(self) -> UnitConnection:
-        assert self._units.front is not None, "no unit shares the controller's process"
-        return self._units.front
-
-    async def others(self) -> bool:
-        """Whether there are other units than the one in the controller's process."""
+    async def in_several_units(self) -> bool:
+        if self.front is None:
+            return True
+        if (await self.session.config()).listen is None:  # no unit can join
+            return False
         return len(await self._units.all(fresh=False)) > 1
-
-    async def writes_in_front(self) -> bool:
-        """Whether this client's values are best stored in the controller's process, where a unit is."""
-        return self.session.controller.address.startswith("ipc://") or not await self._units.has_near()
-
-    # ---- one message to the front ----
 
     def prepare(self, data: TensorDict) -> MemoryColumns:
         """Return every column, ready to be written; nothing is copied yet. Raises ValueError for unsupported values."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage.pack import prepare
 
-        return columns.prepare(data, self._allow_pickle)
+        return prepare(data, self._allow_pickle)
+
+    # ---- one message to the front ----
+
+    async def takes_writes(self) -> bool:
+        return self.session.controller.address.startswith("ipc://") or not await self._units.has_near()
 
     async def encode_write(
         self, call: int, columns: MemoryColumns, count: int, replaced: Sequence[int], wait_s: float
     ) -> tuple[bytes, list[Any]]:
-        """Wait up to ``wait_s`` for room, copy large columns into the arena.
-
-        Returns the write's encoded columns and frames.
-
-        ``call`` leases that memory; if the write fails, ``release`` must follow. ``replaced``: samples with values that
-        the write replaces.
-        """
-        await decide_paths([self._front])
-        write = UnitWrite(self._front, slice(0, count), count, columns, self._inline_nbytes)
-        packed = pack_indexes(as_indexes(replaced)) if len(replaced) else b""
-        await self._writer.lease(call, write, packed, wait_s)
-        packed_columns, frames = self._writer.packed(write)
-        return encode_columns(packed_columns), frames
+        await decide_paths([self._own])
+        write = UnitWrite(self._own, slice(0, count), columns, self._inline_nbytes)
+        await self._writer.lease(call, write, pack_indexes(as_indexes(replaced)) if len(replaced) else b"", wait_s)
+        packed, frames = self._writer.packed(write)
+        return encode_columns(packed), frames
 
     async def decode_read(
         self, header: Any, frames: Sequence[memoryview], fields: Sequence[str], count: int
     ) -> TensorDict:
-        """Return the values that arrived with a batch of ``count`` samples."""
         result = ReadResult(self.session, sorted(set(fields)))
         try:
-            result.add(self._front, slice(0, count), decode_answer(header, Rows), frames)
-            values = self._unpacked(result, count, self._layout)
+            result.add(self._own, slice(0, count), decode_answer(header, Rows), frames)
+            values = self._unpacked(result, count, self.layout)
             await result.close()
         except BaseException:
             await result.close()
@@ -142,13 +120,11 @@ class SharedMemoryManager(StorageManager):
         return values
 
     async def release(self, call: int) -> None:
-        """Release the memory that this call pinned or leased."""
-        await self.session.post(self._front.peer, Release(self.session.number(), [call]))
+        await self.session.post(self._own.peer, Release(self.session.number(), [call]))
 
     async def decide_mapping(self) -> bool:
-        """Return whether this process has mapped the arena, so answers may point into it. Decided once."""
-        await decide_paths([self._front])
-        return self._front.arena is not None
+        await decide_paths([self._own])
+        return self._own.arena is not None
 
     # ---- several steps ----
 
@@ -179,11 +155,12 @@ class SharedMemoryManager(StorageManager):
 
     async def put_data(self, data: TensorDict, metadata: HasRows, data_parser: DataParser | None = None) -> TensorDict:
         """See ``StorageManager.put_data``; readers see the values at once. The queue must have a single unit."""
-        from transfer_queue.storage import columns
+        from transfer_queue.storage.pack import check_rows
+        from transfer_queue.storage.unpack import parsed_rows
 
-        data = await columns.parsed_rows(data, data_parser)
+        data = await parsed_rows(data, data_parser)
         indexes = as_indexes(metadata.global_indexes)
-        columns.check_rows(data, indexes)
+        check_rows(data, indexes)
         if await self._store(indexes, self.prepare(data), fresh=False) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
@@ -192,12 +169,15 @@ class SharedMemoryManager(StorageManager):
 
     async def get_data(self, metadata: HasRows) -> TensorDict:
         units = getattr(metadata, "units", None)
-        if units is None and not (self.is_in_front or self._units.is_fixed):
+        if units is None and self.front is None and not self._units.is_fixed:
             raise InvalidRequestError(
                 "the queue has several storage units, and this metadata does not say which of them hold the values: "
                 "use the client's get_data()."
             )
-        return await self.get_rows(metadata.global_indexes, metadata.field_names, None, units)
+        return await self.read(metadata, units, None)
+
+    async def read(self, metadata: HasRows, units: Places | None, layout: str | None) -> TensorDict:
+        return await self.get_rows(metadata.global_indexes, metadata.field_names, layout, units)
 
     async def clear_data(self, metadata: HasRows) -> None:
         await self.clear_rows(metadata.global_indexes)
@@ -210,16 +190,16 @@ class SharedMemoryManager(StorageManager):
         units: Places | None = None,
     ) -> TensorDict:
         """See ``StorageManager.get_rows``. ``units``: by field, where the rows lie; None: all in unit 0."""
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import check_layout, unpack
 
-        layout = layout or self._layout
-        batches.check_layout(layout)
+        layout = layout or self.layout
+        check_layout(layout)
         wanted, names = as_indexes(indexes), sorted(set(fields))
         if not len(wanted) or not names:
-            return batches.unpack({}, len(wanted), layout, self._allow_pickle)
+            return unpack({}, len(wanted), layout, self._allow_pickle)
         result = ReadResult(self.session, names)
         try:
-            await self._read(wanted, names, units or {}, result)
+            await result.read(self._units, wanted, units or {}, self._timeout_s)
             values = self._unpacked(result, len(wanted), layout)
             await result.close()
         except BaseException:  # not "finally", which a Ctrl-C would end before its work is done
@@ -228,25 +208,24 @@ class SharedMemoryManager(StorageManager):
         return values
 
     def _unpacked(self, result: ReadResult, count: int, layout: str) -> TensorDict:
-        from transfer_queue.storage import batches
+        from transfer_queue.storage.unpack import unpack
 
         with self.session.using_memory():
-            return batches.unpack(result.columns, count, layout, self._allow_pickle)
+            return unpack(result.columns, count, layout, self._allow_pickle)
 
     @asynccontextmanager
     async def stored(
         self, indexes: Sequence[int], fields: Sequence[str], units: Places | None = None
     ) -> AsyncIterator[Mapping[str, PlacedColumns]]:
-        names = sorted(set(fields))
-        result = ReadResult(self.session, names)
+        result = ReadResult(self.session, sorted(set(fields)))
         try:
-            await self._read(as_indexes(indexes), names, units or {}, result)
+            await result.read(self._units, as_indexes(indexes), units or {}, self._timeout_s)
             yield result.columns
         finally:
             await result.close()
 
     async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
-        from transfer_queue.storage.columns import BytesColumn
+        from transfer_queue.storage.pack import BytesColumn
 
         return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()}, fresh=True)
 
@@ -338,51 +317,3 @@ class SharedMemoryManager(StorageManager):
         asks = [(unit.peer, request(), ()) for unit in units]
         answers = await self.session.call_many(asks, self._timeout_s) if asks else []
         return [decode_answer(answer.header, kind) for answer in answers]
-
-    # ---- reads ----
-
-    async def _read(self, wanted: IntArray, names: list[str], units: Places, result: ReadResult) -> None:
-        shares = shares_of(len(wanted), names, units)
-        try:
-            await self._read_shares(wanted, shares, result)
-        except QueueUnreachableError:
-            lost = await self._units.lost_among(number for number, _, _ in shares)
-            if not lost:
-                raise
-            values: dict[str, list[int]] = {}
-            for number, at, fields in shares:
-                for name in fields if number in lost else ():
-                    values.setdefault(name, []).extend(wanted[at].tolist())
-            raise values_lost(values) from None
-
-    async def _read_shares(
-        self, wanted: IntArray, by_number: Sequence[tuple[int, Positions, list[str]]], result: ReadResult
-    ) -> None:
-        shares = [(await self._units.connection(number), at, fields) for number, at, fields in by_number]
-        await decide_paths(unit for unit, _, _ in shares)
-        calls = []
-        for unit, at, fields in shares:
-            read = Read(self.session.number(), pack_indexes(wanted[at]), fields, unit.arena is not None)
-            calls.append((unit.peer, read, ()))
-        try:
-            answers = await self.session.call_many(calls, self._timeout_s)
-            for (unit, at, _), answer in zip(shares, answers, strict=True):
-                result.add(unit, at, decode_answer(answer.header, Rows), answer.frames)
-        except BaseException:  # unread answers may have pinned memory, too
-            for peer, read, _ in calls:
-                await self.session.post(peer, Release(self.session.number(), [read.id]))
-            raise
-
-
-def shares_of(count: int, names: Sequence[str], units: Places) -> list[tuple[int, Positions, list[str]]]:
-    """What to read from which unit: (unit, positions of the rows, fields). A slice if one unit has all of them."""
-    together: dict[tuple[tuple[int, int], ...], list[str]] = {}
-    for name in names:
-        together.setdefault(tuple(units.get(name) or [(0, count)]), []).append(name)
-    shares: list[tuple[int, Positions, list[str]]] = []
-    for runs, fields in together.items():
-        if len(runs) == 1:
-            shares.append((runs[0][0], slice(0, count), fields))
-            continue
-        shares += [(unit, at, fields) for unit, at in groups(by_row(list(runs)))]
-    return shares

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a coroutine of the client waits: by blocking this thread, or on the running event loop.
+"""How a coroutine of the client waits: it blocks this thread, or suspends on the running event loop.
 
 Every verb is written once, as a coroutine. Its blocking twin drives that coroutine in the calling thread.
 All it awaits are transport calls, which then block instead of suspending. So it needs no event loop and no second

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.transport.waiting import LONGEST_S, Spin, longest_s
+from transfer_queue.transport.descriptors import LONGEST_S, Spin, longest_s
 
 LOOK_S = 4e-6
 

@@ -1,34 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds batches: from the wire columns of a read, or from what a put's data_parser returns. Runs in clients only."""
+"""Bytes to batches, in the client: from the wire columns of a read, or from what a put's data_parser returns."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
+import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 
-from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError
+from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
-from transfer_queue.storage.assembling import Jagged, batch, object_column
-from transfer_queue.storage.base import DataParser, PlacedColumns
-from transfer_queue.storage.columns import named_columns, num_rows, prepare_column, values_of
 from transfer_queue.storage.copying import AT_ONCE, Copies, Copy, copy_rows, copy_spans
-from transfer_queue.storage.objects import decode_rows
-from transfer_queue.storage.tensors import (
+from transfer_queue.storage.images import image_of
+from transfer_queue.storage.pack import (
     are_alike,
     dtype_of,
     from_bytes,
     join_rows,
-    rows_of,
+    named_columns,
+    num_rows,
+    prepare_column,
+    values_of,
 )
-from transfer_queue.storage.wire_columns import OBJECTS, ByteArray, IntArray, WireColumn, running_sum
+from transfer_queue.storage.unpack_fast import Jagged, batch, object_column
+from transfer_queue.storage.wire import (
+    OBJECTS,
+    PICKLE_SWITCH,
+    ByteArray,
+    Code,
+    IntArray,
+    PlacedColumns,
+    WireColumn,
+    running_sum,
+)
+from transfer_queue.transport.blocking import is_blocking
+
+DataParser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+
+_TOGETHER_NBYTES = 1024 * 1024
+"""Up to this size, all rows are copied and decoded in one call."""
 
 LAYOUTS = ("jagged", "dense")
 
@@ -216,6 +235,31 @@ def _warn_of_nested_tensors_once() -> None:
         torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.strided)
 
 
+def rows_of(column: WireColumn) -> list[torch.Tensor]:
+    """Return one tensor per row of a dense or ragged wire column, each in memory of its own."""
+    ragged, dtype = column.as_ragged(), dtype_of(column.layout.dtype)
+    if not column.layout.shape:
+        numbers = from_bytes(column.data.copy(), dtype, (-1,))
+        return list((numbers if column.selection is None else numbers[torch.from_numpy(column.selection)]).unbind())
+    assert ragged.row_meta is not None
+    starts, shapes = ragged.starts, ragged.row_meta
+    stops = starts + shapes.prod(axis=1) * column.layout.itemsize
+    return [
+        from_bytes(ragged.data[start:stop].copy(), dtype, shape)
+        for start, stop, shape in zip(starts.tolist(), stops.tolist(), shapes.tolist(), strict=True)
+    ]
+
+
+# ---- what a data_parser returns ----
+
+
+async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
+    """Apply a put's data_parser, if there is one. It may take long, so an event loop lets a thread run it."""
+    if parser is None:
+        return rows
+    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
+
+
 def parsed(data: TensorDict, parser: DataParser) -> TensorDict:
     """Apply ``parser`` to ``data``. Dense columns are passed as one tensor, nested and object columns as lists.
 
@@ -265,3 +309,92 @@ def _returned(column: Any) -> Any:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biufc":
         return torch.from_numpy(column)
     return column if isinstance(column, torch.Tensor) else column_of(values_of(column, len(column)))
+
+
+# ---- objects ----
+
+
+def decode_rows(column: WireColumn, field: str, allow_pickle: bool = False) -> list[Any]:
+    """Decode the values; the caller owns each of them.
+
+    Raises:
+        UnsupportedValueError: a value was pickled and ``allow_pickle`` is off; none of its code has run.
+    """
+    decode = _decoder(field, allow_pickle)
+    payload = column.data.data
+    try:
+        if payload.nbytes <= _TOGETHER_NBYTES:
+            values: list[Any] = decode(b"\xdd" + column.rows.to_bytes(4, "big") + payload)  # as one msgpack array
+            return values
+        edges = column.bounds.tolist()
+        return [decode(payload[start:stop]) for start, stop in pairwise(edges)]
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a value of field {field!r} can't be decoded: {error}") from error
+
+
+class _Decoder:
+    def __init__(self, field: str, allow_pickle: bool) -> None:
+        self._field = field
+        self._allow_pickle = allow_pickle
+        self.decode = msgspec.msgpack.Decoder(ext_hook=self._ext).decode
+
+    def _ext(self, code: int, data: memoryview) -> Any:
+        if code == Code.PICKLE:
+            return self._unpickled(data)
+        raised = _RAW.get(code)
+        if raised is not None:
+            return raised(data)
+        built = _BUILD.get(code)
+        if built is None:
+            raise ProtocolError(
+                f"field {self._field!r}: unknown kind of value {code}: the writer is newer than this reader"
+            )
+        return built(self.decode(data))
+
+    def _unpickled(self, data: memoryview) -> Any:
+        if not self._allow_pickle:
+            raise UnsupportedValueError(
+                f"field {self._field!r} holds a pickled value, and this process' configuration forbids to unpickle it. "
+                f"If every writer can be trusted, set {PICKLE_SWITCH}."
+            )
+        return pickle.loads(data)
+
+
+@functools.lru_cache(1024)
+def _decoder(field: str, allow_pickle: bool) -> Callable[[Any], Any]:
+    # Cached, because it and its decoder form a cycle, which would leave garbage on every get.
+    return _Decoder(field, allow_pickle).decode
+
+
+def _array_of(described: Any, shape: Sequence[int], data: bytes) -> np.ndarray[Any, Any]:
+    dtype = np.lib.format.descr_to_dtype(described)
+    return np.ndarray(tuple(shape), dtype, buffer=bytearray(data)) if data else np.empty(tuple(shape), dtype)
+
+
+def _object_array_of(shape: Sequence[int], items: Sequence[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(items), object)
+    array[:] = items
+    return array.reshape(tuple(shape))
+
+
+def _tensor_of(dtype: str, shape: Sequence[int], data: bytes) -> torch.Tensor:
+    return from_bytes(np.frombuffer(bytearray(data), np.uint8), dtype_of(dtype), shape)
+
+
+_RAW: dict[int, Callable[[memoryview], Any]] = {
+    Code.BIG_INT: lambda data: int.from_bytes(data, "little", signed=True),
+    Code.TEXT: lambda data: bytes(data).decode("utf-8", "surrogatepass"),
+    Code.BYTEARRAY: bytearray,
+}
+_BUILD: dict[int, Callable[[Any], Any]] = {
+    Code.TUPLE: tuple,
+    Code.SET: set,
+    Code.FROZENSET: frozenset,
+    Code.MAP: lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+    Code.COMPLEX: lambda parts: complex(*parts),
+    Code.ARRAY: lambda content: _array_of(*content),
+    Code.NUMPY_SCALAR: lambda content: _array_of(*content)[()],
+    Code.OBJECT_ARRAY: lambda content: _object_array_of(*content),
+    Code.TENSOR: lambda content: _tensor_of(*content),
+    Code.IMAGE: lambda content: image_of(*content),
+}

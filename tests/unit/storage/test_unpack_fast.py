@@ -13,8 +13,9 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from transfer_queue.storage import assembling
-from transfer_queue.storage.assembling import Jagged, batch, jagged_values
+from transfer_queue.storage import unpack_fast
+from transfer_queue.storage.pack import jagged_values
+from transfer_queue.storage.unpack_fast import Jagged, batch
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """The short ways are those of newer versions; older ones take the public ways."""
@@ -46,19 +47,19 @@ def both(offsets, *inner, dtype=torch.float32):
 
 @pytest.mark.skipif(OLD, reason="an older torch")
 def test_this_torch_and_this_tensordict_allow_the_short_ways():
-    assert assembling._make_jagged() is assembling._short_jagged
-    assert assembling._make_batch() is assembling._short_batch
+    assert unpack_fast._make_jagged() is unpack_fast._short_jagged
+    assert unpack_fast._make_batch() is unpack_fast._short_batch
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
 def test_what_is_read_first_in_another_mode_is_as_good_for_training(mode):
-    for kept in (assembling._make_jagged, assembling._length, assembling._kept_even):
+    for kept in (unpack_fast._make_jagged, unpack_fast._length, unpack_fast._kept_even):
         kept.cache_clear()
     values, edges = parts([0, 1, 3])
     with mode():
         jagged(values, edges)
         Jagged().even(values, 1, 3)
-    assert OLD or assembling._make_jagged() is assembling._short_jagged
+    assert OLD or unpack_fast._make_jagged() is unpack_fast._short_jagged
     lengths = jagged(*parts([0, 1, 3]))._metadata_cache["max_seqlen"]
     assert (lengths.is_inference(), lengths.device.type) == (False, "cpu")
     offsets = Jagged().even(values, 1, 3).offsets()
@@ -190,7 +191,7 @@ def test_rows_of_one_length_that_begin_elsewhere_are_these_rows():
 
 
 def test_a_great_many_rows_of_one_length_can_be_computed_together_too():
-    make, count = Jagged(), 2 * assembling._MOST_EVEN
+    make, count = Jagged(), 2 * unpack_fast._MOST_EVEN
     even, other = make.even(torch.ones(count), count, 1), make(torch.ones(count), np.arange(count + 1))
     assert (even + other).values().sum() == 2 * count
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds jagged tensors, object columns and batches without the public constructors' checks and dispatch.
+"""What ``unpack`` builds in the client, without the checks and dispatch of the public constructors.
 
 Those checks run in Python and take the larger part of a small get. TensorDict also wraps each object in a tensordict:
 1.1 ms for 1 024 texts, although nearly all readers only ask for the list. The shortcuts use private attributes of torch
@@ -19,7 +19,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from tensordict.utils import LinkedList
 
-from transfer_queue.storage.wire_columns import IntArray
+from transfer_queue.storage.wire import IntArray
 
 _MOST_EVEN = 4096
 """Offsets of rows of equal length are cached up to this number of rows."""
@@ -88,21 +88,6 @@ def _even(count: int, length: int) -> _Offsets:
 
 
 _kept_even = functools.lru_cache(256)(_even)  # successive batches often have the same shape
-
-
-def is_simple_jagged(tensor: Any) -> bool:
-    """Whether the tensor is ragged in its first dim and has no holes, so values and offsets describe it."""
-    if not tensor.is_nested or tensor.layout != torch.jagged:
-        return False
-    # ``_ragged_idx`` has no public twin. Taking the wrong dim for the ragged one would mix up rows.
-    return tensor.lengths() is None and bool(tensor._ragged_idx == 1)
-
-
-def jagged_values(tensor: Any) -> torch.Tensor:
-    """Return the detached values that the rows of a jagged tensor are cut from."""
-    values = getattr(tensor, "_values", None)
-    plain = type(values) is torch.Tensor
-    return values.detach() if plain else tensor.values().detach()  # type: ignore[union-attr, no-any-return]
 
 
 def batch(columns: Mapping[str, Any], count: int) -> TensorDict:

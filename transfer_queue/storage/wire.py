@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wire columns: one field of some rows as plain bytes, cut and selected by rows. Uses no torch."""
+"""Wire columns, in client and server: one field of some rows as plain bytes, cut and selected by rows. No torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ Positions: TypeAlias = slice | IntArray
 """Rows of a batch, in order: a slice with both ends for consecutive rows, otherwise an array."""
 Allocate: TypeAlias = Callable[[int], ByteArray]
 """Allocates this many bytes with undefined contents."""
+
+
+PICKLE_SWITCH = "backend.SimpleStorage.allow_pickle: true"
+
+
+class Code:
+    """Extension types of msgpack for objects. Stores and checkpoints contain them: add new ones, never renumber."""
+
+    TUPLE, SET, FROZENSET, MAP, COMPLEX, BIG_INT, TEXT, BYTEARRAY = range(1, 9)
+    ARRAY, NUMPY_SCALAR, OBJECT_ARRAY, TENSOR, IMAGE = range(9, 14)
+    PICKLE = 100
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -171,6 +182,10 @@ class WireColumn:
         bounds = self.bounds[start : stop + 1]
         row_meta = self.row_meta[start : stop + (self.layout.kind == "objects")]
         return WireColumn(self.layout, stop - start, self.data[bounds[0] : bounds[-1]], row_meta, bounds - bounds[0])
+
+
+PlacedColumns: TypeAlias = Sequence[tuple[Positions, WireColumn]]
+"""Wire columns and the rows of the batch that each one fills. Each row occurs once."""
 
 
 def running_sum(numbers: NDArray[np.int64]) -> IntArray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage units of a queue as its controller lists them, and this client's connections to them."""
+"""The storage units of a queue, as its controller lists them to the client, and in which order to choose among them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from transfer_queue.errors import UnitLostError
 from transfer_queue.protocol import ListUnits, UnitInfo, Units
-from transfer_queue.storage.shm.unit_client import UnitConnection
+from transfer_queue.storage.shm.connect import UnitConnection
 from transfer_queue.transport.base import Peer
 from transfer_queue.transport.session import Session
 from transfer_queue.utils.machine import host_id
@@ -34,17 +34,14 @@ class UnitDirectory:
         self._turn = 0
         if len(peers) == 1:
             self._connections[0] = UnitConnection(peers[0], shared)
-
-    @property
-    def front(self) -> UnitConnection | None:
-        """The unit in the controller's process."""
-        own = self._connections.get(0)
-        return own if own is not None and own.peer.address == self._session.controller.address else None
+        is_own = len(peers) == 1 and peers[0].address == session.controller.address
+        self.own = self._connections[0] if is_own else None
+        """The unit in the controller's process, which is there for as long as the queue is; None: none is there."""
 
     @property
     def is_fixed(self) -> bool:
         """Whether the only unit is one of its own, so no controller lists any."""
-        return 0 in self._connections and self.front is None and not self._infos
+        return 0 in self._connections and not self._infos and self.own is None
 
     async def connection(self, number: int) -> UnitConnection:
         """Raises UnitLostError for a unit that has ended."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lends a file descriptor to processes of this host: each connection to a Unix socket gets it, and a short greeting."""
+"""Lends a unit's arena, in the server, to clients of the same host: each connection to a socket gets its descriptor."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 
+from transfer_queue.storage.messages import FILE_SUFFIX, arena_path
+from transfer_queue.storage.unit.arena import Arena
+from transfer_queue.storage.unit.spill import SpillFile
 from transfer_queue.transport.base import Outgoing, Ready
+from transfer_queue.transport.server import SocketServer
+from transfer_queue.utils.logging_utils import get_logger
 
-_BORROW_TIMEOUT_S = 10.0
 _BACKLOG = 512
-_MAX_GREETING_NBYTES = 4096
+_log = get_logger(__name__)
 
 Attend = Callable[[int, Ready], Callable[[], object]]
 
@@ -79,16 +83,27 @@ class Lender:
             self._spare = -1
 
 
-def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> tuple[int, bytes] | None:
-    """Return a copy of the descriptor, which the caller must close, and the greeting.
+def lend_arena(server: SocketServer, file: SpillFile | None = None) -> Arena | None:
+    """Make an arena that this server lends, and lend ``file``. None: it can't be shared, so values are frames."""
+    path = arena_path(server.address)
+    if path is None:
+        return None
+    try:
+        arena = _lent(server, path, Arena())
+        if file is not None:
+            _lent(server, path + FILE_SUFFIX, file)
+    except OSError as error:  # no memfd_create, or a limit on addresses
+        _log.warning("%s shares no memory (%s): values travel as frames, which is slower", server.address, error)
+        return None
+    return arena
 
-    None: no process lends one at this path, or it does not answer in time.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
-        connection.settimeout(timeout_s)
-        connection.connect(path)
-        greeting, descriptors, _, _ = socket.recv_fds(connection, _MAX_GREETING_NBYTES, 1)
-        if descriptors:
-            os.set_inheritable(descriptors[0], False)
-            return descriptors[0], greeting
-    return None
+
+def _lent(server: SocketServer, path: str, arena: Arena) -> Arena:
+    try:
+        lender = Lender(path, server.attend, arena.descriptor, arena.nbytes.to_bytes(8, "little"))
+    except OSError:
+        arena.close()
+        raise
+    server.at_close(lender.close)
+    server.at_close(arena.close)
+    return arena

@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.wire_columns import (
-    OBJECTS,
-    WireColumn,
-    as_run,
-    dense_layout,
-    gather,
-    groups,
-    ragged_layout,
-    select,
-)
+from transfer_queue.storage.wire import OBJECTS, WireColumn, as_run, dense_layout, gather, groups, ragged_layout, select
 
 INT = dense_layout("int64", 8, (2,))
 TEXT = OBJECTS

@@ -1,34 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns in memory: made from a TensorDict, and written once, straight from the tensor to their destination."""
+"""Columns to bytes, in the client: a column is made from a batch, and written once, straight to where it belongs."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import math
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
 
-from transfer_queue.errors import InvalidRequestError, UnsupportedValueError
-from transfer_queue.storage.assembling import is_simple_jagged, jagged_values
-from transfer_queue.storage.base import DataParser
+from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage.copying import Copy, copy_spans, runs
-from transfer_queue.storage.objects import encode_rows
-from transfer_queue.storage.tensors import (
-    are_alike,
-    as_bytes,
-    dtype_name,
-    from_bytes,
-    is_plain,
-    join_rows,
-    resolved,
-)
-from transfer_queue.storage.wire_columns import (
+from transfer_queue.storage.images import image_parts, is_image
+from transfer_queue.storage.wire import (
+    OBJECTS,
+    PICKLE_SWITCH,
     ByteArray,
+    Code,
     IntArray,
     Layout,
     Positions,
@@ -38,7 +32,12 @@ from transfer_queue.storage.wire_columns import (
     ragged_layout,
     running_sum,
 )
-from transfer_queue.transport.modes import is_blocking
+
+Ext = msgspec.msgpack.Ext
+
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+
+# ---- batches ----
 
 
 def num_rows(data: Any) -> int:
@@ -97,15 +96,6 @@ def _has_rows(shared: Any, count: int) -> bool:
     if isinstance(shared, np.ndarray):
         return shared.dtype.kind in "OUSMm" and shared.ndim > 0 and len(shared) == count
     return isinstance(shared, list) and len(shared) == count
-
-
-async def parsed_rows(rows: TensorDict, parser: DataParser | None) -> TensorDict:
-    """Apply a put's data_parser, if there is one. It may take long, so an event loop lets a thread run it."""
-    if parser is None:
-        return rows
-    from transfer_queue.storage.batches import parsed
-
-    return parsed(rows, parser) if is_blocking() else await asyncio.to_thread(parsed, rows, parser)
 
 
 def named_columns(data: Any) -> Iterator[tuple[str, Any]]:
@@ -293,3 +283,218 @@ def jagged_column(tensor: Any) -> Column | None:
     if offsets[0] != 0 or offsets[-1] != len(values):
         values = values[offsets[0] : offsets[-1]]
     return TensorColumn(values, (offsets - offsets[0]).astype(np.int64, copy=False))
+
+
+# ---- tensors ----
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ProtocolError(f"this torch ({torch.__version__}) has no dtype {name!r}: the writer's is newer")
+    return dtype
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return False for tensors that are not one block of elements: nested, sparse, quantized."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def as_bytes(tensor: torch.Tensor) -> ByteArray:
+    """Return the elements in row-major order, sharing memory with a contiguous CPU tensor."""
+    tensor = resolved(tensor)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor = tensor.cpu().contiguous()
+    if tensor.dtype in _KNOWN_TO_NUMPY:
+        return tensor.numpy().reshape(-1).view(np.uint8)
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+_KNOWN_TO_NUMPY = frozenset(
+    (
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    )
+)  # fmt: skip
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach the tensor, and apply lazy conjugation and negation."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def from_bytes(data: ByteArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Make a tensor over this memory, which must be writable."""
+    if data.nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype)
+    return flat if len(shape) == 1 else flat.view(tuple(shape))
+
+
+def are_alike(values: Sequence[Any]) -> bool:
+    """Return whether these are tensors of one dtype and rank (at least one), so that they can form a column."""
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    return len({(row.dtype, row.ndim) for row in values}) == 1 and all(map(is_plain, values))
+
+
+def join_rows(rows: Sequence[torch.Tensor]) -> WireColumn:
+    """Join one tensor per row, all alike: dense if all shapes agree, else ragged."""
+    first = rows[0]
+    data = np.concatenate([as_bytes(row) for row in rows])
+    if len({row.shape for row in rows}) == 1:
+        return WireColumn(dense_layout(dtype_name(first.dtype), first.element_size(), first.shape), len(rows), data)
+    shapes = np.array([row.shape for row in rows], np.int64)
+    return WireColumn(ragged_layout(dtype_name(first.dtype), first.element_size(), first.ndim), len(rows), data, shapes)
+
+
+def is_simple_jagged(tensor: Any) -> bool:
+    """Whether the tensor is ragged in its first dim and has no holes, so values and offsets describe it."""
+    if not tensor.is_nested or tensor.layout != torch.jagged:
+        return False
+    # ``_ragged_idx`` has no public twin. Taking the wrong dim for the ragged one would mix up rows.
+    return tensor.lengths() is None and bool(tensor._ragged_idx == 1)
+
+
+def jagged_values(tensor: Any) -> torch.Tensor:
+    """Return the detached values that the rows of a jagged tensor are cut from."""
+    values = getattr(tensor, "_values", None)
+    plain = type(values) is torch.Tensor
+    return values.detach() if plain else tensor.values().detach()  # type: ignore[union-attr, no-any-return]
+
+
+# ---- objects ----
+
+
+def encode_rows(values: Sequence[Any], field: str, allow_pickle: bool = False) -> WireColumn:
+    """Encode one row per value.
+
+    Raises:
+        UnsupportedValueError: a value, or something inside it, needs pickle, which ``allow_pickle`` forbids.
+    """
+    encoder = _Encoder(field, allow_pickle)
+    rows = encoder.plain_rows(values)
+    if rows is None:
+        rows = [encoder.row(value) for value in values]
+    offsets = running_sum(np.array(list(map(len, rows)), np.int64))
+    return WireColumn(OBJECTS, len(rows), np.frombuffer(b"".join(rows), np.uint8), offsets)
+
+
+class _Encoder:
+    def __init__(self, field: str, allow_pickle: bool) -> None:
+        self._field = field
+        self._allow_pickle = allow_pickle
+        self._pack = msgspec.msgpack.Encoder().encode
+        # True while encoding a value that msgpack refused, so that each number and text is checked.
+        self._careful = False
+
+    def plain_rows(self, values: Sequence[Any]) -> list[bytes] | None:
+        """Encode all rows if none needs extension types; otherwise return None."""
+        if not self._all_plain(values):
+            return None
+        try:
+            return list(map(self._pack, values))
+        except (OverflowError, UnicodeEncodeError):
+            return None
+
+    def row(self, value: Any) -> bytes:
+        try:
+            return self._pack(self._lowered(value))
+        except (OverflowError, UnicodeEncodeError):
+            return self._row_carefully(value)
+        except RecursionError:
+            raise UnsupportedValueError(
+                f"field {self._field!r}: a {type(value).__name__} is nested too deep to be stored, or contains itself"
+            ) from None
+
+    def _row_carefully(self, value: Any) -> bytes:
+        self._careful = True
+        try:
+            return self._pack(self._lowered(value))
+        finally:
+            self._careful = False
+
+    def _ext(self, code: int, content: Any) -> Ext:
+        return Ext(code, self._pack(self._lowered(content)))
+
+    def _lowered(self, value: Any) -> Any:
+        """Replace whatever msgpack does not know by extension types."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return self._checked(value) if self._careful else value
+        if kind is list:
+            return value if self._all_plain(value) else [self._lowered(item) for item in value]
+        if kind is dict:
+            return self._dict(value)
+        lower = _LOWER.get(kind)
+        if lower is not None:
+            return lower(self, value)
+        if isinstance(value, torch.Tensor) and is_plain(value):
+            return self._tensor(value)
+        if isinstance(value, np.generic):
+            return self._array(np.asarray(value), Code.NUMPY_SCALAR)
+        if is_image(value):
+            return self._ext(Code.IMAGE, image_parts(value))
+        return self._pickled(value)
+
+    def _all_plain(self, values: Iterable[Any]) -> bool:
+        return not self._careful and _PLAIN.issuperset(map(type, values))
+
+    def _checked(self, value: Any) -> Any:
+        if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+            return Ext(Code.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        if type(value) is str:
+            raw = value.encode("utf-8", "surrogatepass")
+            # Only lone surrogates change in a round trip.
+            return value if raw.decode("utf-8", "replace") == value else Ext(Code.TEXT, raw)
+        return value
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        if any(type(key) is not str for key in value) or self._careful:
+            return self._ext(Code.MAP, [item for pair in value.items() for item in pair])
+        return value if self._all_plain(value.values()) else {key: self._lowered(item) for key, item in value.items()}
+
+    def _array(self, array: np.ndarray[Any, Any], code: int = Code.ARRAY) -> Ext:
+        if array.dtype == object:
+            return self._ext(Code.OBJECT_ARRAY, [list(array.shape), list(array.flat)])
+        described = None if array.dtype.hasobject else np.lib.format.dtype_to_descr(array.dtype)
+        # Types of other packages (bfloat16 of ml_dtypes) describe themselves as raw bytes.
+        if described is None or np.lib.format.descr_to_dtype(described) != array.dtype:
+            return self._pickled(array)
+        return self._ext(code, [described, list(array.shape), array.tobytes()])
+
+    def _tensor(self, tensor: torch.Tensor) -> Ext:
+        return self._ext(Code.TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), as_bytes(tensor).tobytes()])
+
+    def _pickled(self, value: Any) -> Ext:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if not self._allow_pickle:
+            raise UnsupportedValueError(
+                f"field {self._field!r}: a value of type {kind} can't be stored without pickle. Convert it to numbers, "
+                f"text, bytes, lists, tuples, sets, dicts, NumPy arrays or tensors; or, if every writer can be "
+                f"trusted, set {PICKLE_SWITCH}."
+            )
+        try:
+            return Ext(Code.PICKLE, pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UnsupportedValueError(
+                f"field {self._field!r}: a value of type {kind} can't be pickled: {error}"
+            ) from error
+
+
+_LOWER: dict[type, Callable[[_Encoder, Any], Any]] = {
+    tuple: lambda encoder, value: encoder._ext(Code.TUPLE, list(value)),
+    set: lambda encoder, value: encoder._ext(Code.SET, list(value)),
+    frozenset: lambda encoder, value: encoder._ext(Code.FROZENSET, list(value)),
+    complex: lambda encoder, value: encoder._ext(Code.COMPLEX, [value.real, value.imag]),
+    bytearray: lambda encoder, value: Ext(Code.BYTEARRAY, bytes(value)),
+    np.ndarray: lambda encoder, value: encoder._array(value),
+    np.memmap: lambda encoder, value: encoder._array(value),
+}

@@ -1,26 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to storage units: which unit takes which rows, and where a write goes if a unit is full or gone."""
+"""Writes to storage units, in the client: which unit takes which rows, and what happens if one is full or gone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transfer_queue.errors import QueueUnreachableError, StorageFullError, TransferQueueError, UnitLostError
 from transfer_queue.protocol import LONGEST_WAIT_S, UnitRuns, pack_indexes
-from transfer_queue.storage.copying import AT_ONCE, Copies
-from transfer_queue.storage.messages import Abort, Columns, Leased, Release, Write, Written, decode_answer
-from transfer_queue.storage.shm.unit_client import MemoryColumns, UnitWrite, decide_paths
-from transfer_queue.storage.shm.unit_directory import UnitDirectory
-from transfer_queue.storage.wire_columns import IntArray
+from transfer_queue.storage.copying import AT_ONCE, Copies, Copy
+from transfer_queue.storage.messages import (
+    Abort,
+    Columns,
+    Lease,
+    Leased,
+    Packer,
+    Release,
+    Write,
+    Written,
+    decode_answer,
+    least_in_arena,
+    whole_pages,
+)
+from transfer_queue.storage.shm.choose import UnitDirectory
+from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
+from transfer_queue.storage.wire import IntArray, cut
 from transfer_queue.transport.session import Session
 
+if TYPE_CHECKING:
+    from transfer_queue.storage.pack import Column
+
+MemoryColumns: TypeAlias = Mapping[str, "Column"]
 _SHARE_OF_UNIT = 2
 """A larger part of a unit (one half) is not taken by one put, if other units are there."""
 _PATIENCE_S = 10.0
 """How long a put waits for room at one unit before it looks at the others again."""
+
+
+class UnitWrite:
+    """One unit's share of a write. Call ``lease`` first, unless it returns None; then ``packed``, which copies."""
+
+    def __init__(self, connection: UnitConnection, rows: slice, columns: MemoryColumns, inline_nbytes: int) -> None:
+        """``rows``: those of the write that belong to this unit."""
+        self.connection = connection
+        self._rows = rows
+        self._count = rows.stop - rows.start
+        self._columns = columns
+        self._arena = connection.arena
+        self._sizes = self._sizes_in_arena(inline_nbytes)
+        self._offset = -1
+        self.lease_call = 0
+        """The call that leases memory for it; 0: none."""
+
+    def _sizes_in_arena(self, inline_nbytes: int) -> dict[str, int]:
+        """Bytes of the fields that go to the arena; none if frames are cheaper, or without an arena."""
+        sizes = {name: column.nbytes_of(self._rows) for name, column in self._columns.items()}
+        if sum(sizes.values()) <= inline_nbytes or self._arena is None:
+            return {}
+        least = least_in_arena(inline_nbytes)
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes >= least}
+
+    def lease(self, call: int, wait_s: float, replaced: bytes) -> Lease | None:
+        """The lease to request first. ``replaced``: packed indexes of samples that this write replaces."""
+        total = sum(map(whole_pages, self._sizes.values()))
+        if not total:
+            return None
+        self.lease_call = call
+        return Lease(call, total, replaced, list(self._columns) if replaced else [], wait_s)
+
+    def leased(self, offset: int) -> None:
+        """Take the unit's answer; -1: no address range is left."""
+        self._offset = offset
+        if offset < 0:
+            self.lease_call = 0
+
+    def packed(self, copy: Copy) -> tuple[Columns, list[Any]]:
+        """Return the message's columns and frames. Arena values are there once ``copy`` is finished."""
+        packer, offset = Packer(), self._offset
+        for name, column in self._columns.items():
+            nbytes = self._sizes.get(name)
+            if nbytes is not None and self.lease_call and self._arena is not None:
+                stored = column.stored_in(self._arena.view(offset, nbytes), self._rows, self._count, copy)
+                packer.add_at(name, slice(0, self._count), stored, offset)
+                offset += whole_pages(nbytes)
+                continue
+            for where, rows in cut(column.wire_column(), self._rows):
+                packer.add(name, where, rows)
+        return Columns(packer.headers, packer.tables, self.lease_call), packer.frames
 
 
 class UnitWriter:
@@ -28,10 +96,10 @@ class UnitWriter:
 
     def __init__(self, session: Session, units: UnitDirectory, timeout_s: float, inline_nbytes: int) -> None:
         """``timeout_s``: longest wait for an answer, besides the wait for room."""
-        self._session = session
-        self._units = units
-        self._timeout_s = timeout_s
-        self._inline_nbytes = inline_nbytes
+        self.session = session
+        self.units = units
+        self.timeout_s = timeout_s
+        self.inline_nbytes = inline_nbytes
 
     async def write(
         self, call: int, indexes: IntArray, columns: MemoryColumns, wait_s: float, fresh: bool
@@ -48,7 +116,7 @@ class UnitWriter:
         place: Callable[[list[int]], Coroutine[Any, Any, None]] = attempt.at_once
         failed: TransferQueueError | None = None
         while True:
-            units = [unit for unit in await self._units.to_write_to() if unit not in attempt.left_out]
+            units = [unit for unit in await self.units.to_write_to() if unit not in attempt.left_out]
             if not units:
                 raise _nobody_takes_it(failed)
             try:
@@ -64,22 +132,22 @@ class UnitWriter:
                 failed = error
                 attempt.left_out.add(attempt.units[-1])
                 await attempt.abort()
-                await self._units.refresh()
+                await self.units.refresh()
             except BaseException:
                 await attempt.abort()
                 raise
 
     async def abort(self, call: int, units: Sequence[int]) -> None:
         """Drop what this call wrote to these units."""
-        for unit in filter(None, map(self._units.known, units)):
-            await self._session.post(unit.peer, Abort(self._session.number(), [call]))
+        for unit in filter(None, map(self.units.known, units)):
+            await self.session.post(unit.peer, Abort(self.session.number(), [call]))
 
     def nums_pieces(self, columns: MemoryColumns, count: int, units: Sequence[int]) -> tuple[int, int]:
         """Into how many pieces to cut the rows: so that each leaves room in a unit, and so that each just fits.
 
         There are no more pieces than units.
         """
-        capacity = self._units.least_capacity(units)
+        capacity = self.units.least_capacity(units)
         if len(units) == 1 or capacity is None:
             return 1, 1
         nbytes = sum(column.nbytes_of(slice(0, count)) for column in columns.values())
@@ -87,39 +155,19 @@ class UnitWriter:
         fitting = min(most, max(1, -(-nbytes // capacity)))
         return min(most, max(1, -(-_SHARE_OF_UNIT * nbytes // capacity))), fitting
 
-    async def write_piece(
-        self, call: int, indexes: IntArray, columns: MemoryColumns, number: int, rows: slice, wait_s: float,
-        fresh: bool,
-    ) -> None:  # fmt: skip
-        """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
-        unit = await self._units.connection(number)
-        await decide_paths([unit])
-        own = pack_indexes(indexes[rows])
-        write = UnitWrite(unit, rows, rows.stop - rows.start, columns, self._inline_nbytes)
-        try:
-            await self.lease(self._session.number(), write, own, wait_s)
-            to_store, frames = self.packed(write)
-            asks = [(unit.peer, Write(call, own, to_store, wait_s, fresh), frames)]
-            answers = await self._session.call_many(asks, self._timeout_s + wait_s)
-            decode_answer(answers[0].header, Written)
-        except BaseException:
-            if write.lease_call:
-                await self._session.post(unit.peer, Release(self._session.number(), [write.lease_call]))
-            raise
-
     async def lease(self, call: int, write: UnitWrite, replaced: bytes, wait_s: float) -> None:
         """Memory for the write, if it needs some. ``replaced``: packed indexes of samples whose values it replaces."""
         lease = write.lease(call, wait_s, replaced)
         if lease is not None:
             asks = [(write.connection.peer, lease, ())]
-            answers = await self._session.call_many(asks, self._timeout_s + wait_s)
+            answers = await self.session.call_many(asks, self.timeout_s + wait_s)
             write.leased(decode_answer(answers[0].header, Leased).offset)
 
     def packed(self, write: UnitWrite) -> tuple[Columns, list[Any]]:
         """Copies into the arena the columns that lie there."""
         if not write.lease_call:
             return write.packed(AT_ONCE)
-        with self._session.using_memory():
+        with self.session.using_memory():
             copies = Copies(into_mapped=True)
             made = write.packed(copies)
             copies.finish()
@@ -206,7 +254,22 @@ class _Attempt:
                     self.left_out.add(unit)
                 raise
 
-    async def _write(self, unit: int, piece: slice, wait_s: float) -> None:
-        self.units.append(unit)
-        await self._writer.write_piece(self._call, self._indexes, self._columns, unit, piece, wait_s, self._fresh)
-        self.runs.append((unit, piece.stop - piece.start))
+    async def _write(self, number: int, rows: slice, wait_s: float) -> None:
+        """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
+        self.units.append(number)
+        writer, session = self._writer, self._writer.session
+        unit = await writer.units.connection(number)
+        await decide_paths([unit])
+        own = pack_indexes(self._indexes[rows])
+        write = UnitWrite(unit, rows, self._columns, writer.inline_nbytes)
+        try:
+            await writer.lease(session.number(), write, own, wait_s)
+            to_store, frames = writer.packed(write)
+            asks = [(unit.peer, Write(self._call, own, to_store, wait_s, self._fresh), frames)]
+            answers = await session.call_many(asks, writer.timeout_s + wait_s)
+            decode_answer(answers[0].header, Written)
+        except BaseException:
+            if write.lease_call:
+                await session.post(unit.peer, Release(session.number(), [write.lease_call]))
+            raise
+        self.runs.append((number, rows.stop - rows.start))

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from transfer_queue.transport.attachments import Lender, borrow
+from transfer_queue.storage.shm.connect import borrow
+from transfer_queue.storage.unit.lend import Lender
 
 SEQPACKET = socket.SOCK_SEQPACKET
 

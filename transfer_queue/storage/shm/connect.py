@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's connection to one storage unit: its address, and its arena if this process has mapped it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from transfer_queue.storage.messages import FILE_SUFFIX, UnitStats, arena_path
+from transfer_queue.storage.wire import ByteArray
+from transfer_queue.transport.base import Peer
+from transfer_queue.transport.blocking import is_blocking
+
+_BORROW_TIMEOUT_S = 10.0
+_MAX_GREETING_NBYTES = 4096
+
+Path: TypeAlias = Literal["arena", "frames", "undecided"]
+
+
+class SeenStats(UnitStats, frozen=True):
+    """A unit's statistics, and how the asking client's values reach it.
+
+    ``path``: "arena", through memory that both map (except small values); "frames", in messages; "undecided", before
+    this client's first put or get there.
+    """
+
+    path: Path = "undecided"
+
+
+class UnitConnection:
+    """Any thread may use it."""
+
+    def __init__(self, peer: Peer, shared: bool = True) -> None:
+        """``shared`` False: don't map the arena; values travel as frames."""
+        self.peer = peer
+        self._trying = threading.Lock()  # held for as long as a unit may take to answer
+        self._tried = not shared or arena_path(peer.address) is None
+        self._arena: MappedArena | None = None
+        self._closed = False
+
+    @property
+    def arena(self) -> MappedArena | None:
+        """The mapped arena, or None. Decided once by trying, which may take seconds if the unit does not answer."""
+        if not self._tried:
+            with self._trying:
+                if not self._tried:
+                    self._arena = map_arena(self.peer.address)
+                    self._tried = True
+                    if self._closed:  # meanwhile
+                        self._arena = None
+        return self._arena
+
+    @property
+    def path(self) -> Path:
+        """How this client's values reach the unit. It tries nothing."""
+        if not self._tried:
+            return "undecided"
+        return "frames" if self._arena is None else "arena"
+
+    def stats(self, stats: UnitStats) -> SeenStats:
+        """The unit's statistics, with this client's ``path``."""
+        return SeenStats(**msgspec.structs.asdict(stats), path=self.path)
+
+    def close(self) -> None:
+        """Unmap the arena once nothing refers to it."""
+        self._closed = self._tried = True
+        self._arena = None
+
+
+async def decide_paths(connections: Iterable[UnitConnection]) -> None:
+    """Try to map the arenas of these units, in a thread if an event loop is running."""
+    if is_blocking():
+        return
+    undecided = [connection for connection in connections if connection.path == "undecided"]
+    if undecided:
+        await asyncio.gather(*(asyncio.to_thread(getattr, each, "arena") for each in undecided))
+
+
+# ---- the arena ----
+
+
+class MappedArena:
+    """A whole arena, mapped once; only touched pages cost anything. It is unmapped when no array refers to it."""
+
+    def __init__(self, memory: ByteArray, file: ByteArray | None = None) -> None:
+        """``file``: the spill file, whose bytes follow those of the arena."""
+        self.nbytes = memory.nbytes
+        self._memory = memory
+        self._file = file
+
+    def view(self, offset: int, nbytes: int) -> ByteArray:
+        if offset >= self.nbytes and self._file is not None:
+            offset -= self.nbytes
+            return self._file[offset : offset + nbytes]
+        return self._memory[offset : offset + nbytes]
+
+
+def map_arena(address: str) -> MappedArena | None:
+    """Map the arena of the server at this address. None: another host, switched off, or no mapping possible here."""
+    path = arena_path(address)
+    if path is None or not os.path.exists(path):
+        return None
+    memory = _mapped(path)
+    if memory is None or not os.path.exists(path + FILE_SUFFIX):
+        return None if memory is None else MappedArena(memory)
+    file = _mapped(path + FILE_SUFFIX)
+    return None if file is None else MappedArena(memory, file)
+
+
+def _mapped(path: str) -> ByteArray | None:
+    """The memory that the socket at this path lends; None if it can't be mapped here."""
+    borrowed = borrow(path)
+    if borrowed is None:
+        return None
+    descriptor, greeting = borrowed
+    nbytes = int.from_bytes(greeting, "little")
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8, nbytes)
+    except (OSError, ValueError, OverflowError):  # for example a limit on addresses; frames work everywhere
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def borrow(path: str, timeout_s: float = _BORROW_TIMEOUT_S) -> tuple[int, bytes] | None:
+    """Return a copy of the descriptor, which the caller must close, and the greeting.
+
+    None: no process lends one at this path, or it does not answer in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        greeting, descriptors, _, _ = socket.recv_fds(connection, _MAX_GREETING_NBYTES, 1)
+        if descriptors:
+            os.set_inheritable(descriptors[0], False)
+            return descriptors[0], greeting
+    return None

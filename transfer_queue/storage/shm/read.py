@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads from storage units, in the client: one message to each unit that holds some of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transfer_queue.protocol import by_row, pack_indexes
+from transfer_queue.storage.base import Places
+from transfer_queue.storage.messages import Read, Release, Rows, decode_answer, unpack_columns
+from transfer_queue.storage.shm.choose import UnitDirectory
+from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
+from transfer_queue.storage.wire import IntArray, Positions, WireColumn, as_run, count_of, groups
+from transfer_queue.transport.session import Session
+
+
+class ReadResult:
+    """The values that the units answered to one read. Those in arenas stay there until ``close``."""
+
+    def __init__(self, session: Session, fields: Sequence[str]) -> None:
+        self._session = session
+        self._pinned: list[tuple[UnitConnection, int]] = []
+        self.columns: dict[str, list[tuple[Positions, WireColumn]]] = {name: [] for name in fields}
+        """By field, the wire columns and the positions of the batch that they fill."""
+
+    async def read(self, units: UnitDirectory, indexes: IntArray, places: Places, timeout_s: float) -> None:
+        """Ask every unit for its share of these samples' fields, then wait for all answers."""
+        shares = [
+            (await units.connection(unit), at, fields)
+            for unit, at, fields in shares_of(len(indexes), list(self.columns), places)
+        ]
+        await decide_paths(unit for unit, _, _ in shares)
+        calls = []
+        for unit, at, fields in shares:
+            read = Read(self._session.number(), pack_indexes(indexes[at]), fields, unit.arena is not None)
+            calls.append((unit.peer, read, ()))
+        try:
+            answers = await self._session.call_many(calls, timeout_s)
+            for (unit, at, _), answer in zip(shares, answers, strict=True):
+                self.add(unit, at, decode_answer(answer.header, Rows), answer.frames)
+        except BaseException:  # unread answers may have pinned memory, too
+            for peer, read, _ in calls:
+                await self._session.post(peer, Release(self._session.number(), [read.id]))
+            raise
+
+    def add(self, connection: UnitConnection, at: Positions, rows: Rows, frames: Sequence[memoryview]) -> None:
+        """Add one unit's answer. ``at``: the positions of the batch that it was asked for."""
+        if rows.pinned:
+            self._pinned.append((connection, rows.id))
+        arena = connection.arena if rows.pinned else None
+        view = None if arena is None else arena.view
+        for name, where, column in unpack_columns(rows.headers, rows.tables, frames, count_of(at), view):
+            self.columns[name].append((where if isinstance(at, slice) else as_run(at[where]), column))
+
+    async def close(self) -> None:
+        """Release the pins: no value is used where it lies any more. Idempotent; after a Ctrl-C, call it again."""
+        while self._pinned:
+            connection, call = self._pinned[-1]
+            await self._session.post(connection.peer, Release(self._session.number(), [call]))
+            self._pinned.pop()
+
+
+def shares_of(count: int, names: Sequence[str], units: Places) -> list[tuple[int, Positions, list[str]]]:
+    """What to read from which unit: (unit, positions of the rows, fields). A slice if one unit has all of them."""
+    together: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for name in names:
+        together.setdefault(tuple(units.get(name) or [(0, count)]), []).append(name)
+    shares: list[tuple[int, Positions, list[str]]] = []
+    for runs, fields in together.items():
+        if len(runs) == 1:
+            shares.append((runs[0][0], slice(0, count), fields))
+            continue
+        shares += [(unit, at, fields) for unit, at in groups(by_row(list(runs)))]
+    return shares
