@@ -147,8 +147,8 @@ class Restored:
         if together[-1] >= self.allocator.next_index:
             raise ValueError("an index was never handed out")
         for (name, task), given in self._given.items():
-            if not self.partitions[name].consumers[task].ledger.owns(given):
-                raise ValueError(f"batches of task {task!r} own other samples than partition {name!r} says")
+            if not self.partitions[name].consumers[task].ledger.finish_loading(given):
+                raise ValueError(f"batches of task {task!r} in partition {name!r} are others than its samples say")
 
     def drop(self) -> None:
         """Discard what was built."""

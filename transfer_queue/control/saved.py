@@ -41,12 +41,16 @@ class SavedBatch(msgspec.Struct):
 
 
 class SavedRank(msgspec.Struct):
-    """Batches drawn for a rank, as runs [start, stop), and the next one for a fetch without batch_index."""
+    """Batches drawn for a rank, as runs [start, stop), and the next one for a fetch without batch_index.
+
+    ``missed``: batches before that one that the rank was given, but never received.
+    """
 
     rank: int | None
     starts: list[int]
     stops: list[int]
     next_index: int | None = None
+    missed: list[int] = []
 
 
 class SavedLedger(msgspec.Struct):

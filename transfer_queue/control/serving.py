@@ -59,7 +59,8 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
 class Taken(Record):
     """The batch of a fetch without batch_index: ``drawn`` samples without a ledger, or ledger entry ``batch``."""
 
-    __slots__ = ("_packed", "_state", "batch", "consumer", "drawn", "num_resets", "partition", "serial", "task")
+    __slots__ = ("_packed", "_state", "batch", "consumer", "drawn", "num_resets", "partition", "serial", "task",
+                 "token")  # fmt: skip
 
     def __init__(
         self, state: PlaneState, reply: Batch, partition: Partition, consumer: Consumer, drawn: Indexes,
@@ -70,7 +71,7 @@ class Taken(Record):
         self.partition, self.serial, self.task = partition.name, partition.serial, consumer.task
         self.consumer = consumer  # the object itself, because the task may be deleted and created again
         self.num_resets = consumer.ledger.num_resets
-        self.drawn, self.batch = drawn, batch
+        self.drawn, self.batch, self.token = drawn, batch, reply.token
         self._packed = reply.indexes
 
     @property
@@ -79,7 +80,7 @@ class Taken(Record):
         return unpack_indexes(self._packed)
 
     def undo(self) -> bool:
-        partition = self._state.find(self.partition, self.serial)
+        partition = self._state.partitions.get(self.partition)
         if partition is not None:
             _release(partition, self)
             self._state.mark_dirty(self.partition, self.task)
@@ -99,12 +100,15 @@ class TakenUnread(Taken):
 def _release(partition: Partition, taken: Taken) -> None:
     """Undo a batch that no client received: its samples are drawn again, or its rank gets the same share again."""
     consumer = partition.consumers.get(taken.task)
-    if consumer is not taken.consumer or consumer.ledger.num_resets != taken.num_resets:
-        return  # it may be drawn again already
+    if consumer is None:
+        return
     drawn, number = taken.drawn, UNLEDGERED
-    if taken.batch is not None:
+    if taken.batch is None:
+        if consumer is not taken.consumer or consumer.ledger.num_resets != taken.num_resets:
+            return  # it may be drawn again already
+    else:
         entry = consumer.ledger.get(taken.batch)
-        if entry is None:
+        if entry is None or entry.token != taken.token:  # it has the same token if it was restored meanwhile
             return
         if (entry.dp_size or 1) > 1:
             consumer.ledger.missed(taken.batch)

@@ -63,10 +63,15 @@ def rest(plane: ControlPlane, frozen: p.Frozen) -> bytes:
 
 def load(plane: ControlPlane, state: bytes, now: float = 0.0) -> Any:
     """The reply to Restore, after the indexes were staged as a client does it."""
+    return ask(plane, SAVER, p.Restore, state, stage(plane, state, now), now=now)
+
+
+def stage(plane: ControlPlane, state: bytes, now: float = 0.0) -> int:
+    """How much greater the samples' indexes will be."""
     saved = msgspec.msgpack.decode(state, type=SavedQueue)
     packed = b"".join(each.index for each in saved.partitions)
-    shift = ask(plane, SAVER, p.Stage, packed, now=now).value
-    return ask(plane, SAVER, p.Restore, state, shift, now=now)
+    shift: int = ask(plane, SAVER, p.Stage, packed, now=now).value
+    return shift
 
 
 def lasting(state: bytes) -> SavedQueue:
