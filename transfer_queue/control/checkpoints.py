@@ -99,10 +99,9 @@ def admit_freezes(state: PlaneState, now: float) -> list[To]:
 def take(state: PlaneState, client: str, request: p.Freeze, now: float) -> p.Reply:
     """Freeze the state. A write with a permit that still isn't published is assumed to have failed."""
     snapshot = Snapshot(state, now)
-    live = snapshot.live()
     record = FreezeRecord(state, client, request.id, snapshot)
     state.calls.add(client, request.id, record)
-    state.freezes.begin(client, request.id, live)
+    state.freezes.begin(client, request.id, snapshot.next_index)
     return record.read(request.id, 0)
 
 

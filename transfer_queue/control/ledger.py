@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.control.rows import PendingCopies
 from transfer_queue.control.saved import SavedBatch, SavedLedger, SavedRank
 from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
 
@@ -65,8 +66,9 @@ class _Rank:
 class Ledger:
     """Entries by batch and by number. Settled batches stay known as drawn, compactly, as runs of numbers."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, copies: PendingCopies) -> None:
         self._name = name
+        self._copies = copies  # to be made before anything that is saved changes
         self.num_changes = 0
         """Changes that may answer a waiting fetch which must not draw."""
         self._ranks: dict[int | None, _Rank] = {}
@@ -118,6 +120,8 @@ class Ledger:
 
     def took(self, key: BatchKey) -> None:
         """The rank was given this batch, so its next fetch without batch_index gets a later one."""
+        if self._copies:
+            self._copies.make()
         own = self._rank(key[0])
         own.next = max(own.next, key[1] + 1)
         own.pass_settled()
@@ -128,6 +132,8 @@ class Ledger:
 
     def missed(self, key: BatchKey) -> None:
         """The rank never received this batch, so its next fetch without batch_index gets it."""
+        if self._copies:
+            self._copies.make()
         own = self._rank(key[0])
         if key[1] < own.next:  # else it counts as drawn already, since a load
             own.missed.add(key[1])
@@ -151,6 +157,8 @@ class Ledger:
         dp_size: int | None = None,
     ) -> Entry:  # fmt: skip
         """Add an entry. The key must be free."""
+        if self._copies:
+            self._copies.make()
         self._count += 1
         entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
         self._add(entry)
@@ -222,6 +230,8 @@ class Ledger:
 
     def close(self, entry: Entry) -> None:
         """Delete the entry, which no client will request again."""
+        if self._copies:
+            self._copies.make()
         own, index = self._ranks[entry.key[0]], entry.key[1]
         del own.open[index], self._by_number[entry.number]
         own.missed.discard(index)

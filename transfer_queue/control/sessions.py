@@ -11,7 +11,6 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import positions_in
 from transfer_queue.protocol import Indexes, Reply, Request
 
 # ---- answered calls ----
@@ -190,13 +189,13 @@ CallKey = tuple[str, int]
 
 @dataclass(slots=True)
 class _Freeze:
-    """``indexes`` ascending. ``kept``: those of them that were cleared since."""
+    """Of all samples with an index below ``before``. ``kept``: those of them that were cleared since."""
 
-    indexes: Indexes
+    before: int
     kept: list[Indexes] = field(default_factory=list)
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
-        return positions_in(self.indexes, indexes)[1]
+        return indexes < self.before
 
 
 class Freezes:
@@ -206,9 +205,9 @@ class Freezes:
         self._freezes: dict[CallKey, _Freeze] = {}
         self._permits: set[CallKey] = set()
 
-    def begin(self, client: str, call: int, indexes: Indexes) -> None:
-        """``indexes`` ascending."""
-        self._freezes[client, call] = _Freeze(indexes)
+    def begin(self, client: str, call: int, before: int) -> None:
+        """Keep the values of all samples with an index below ``before``."""
+        self._freezes[client, call] = _Freeze(before)
 
     def end(self, client: str, call: int) -> Indexes:
         """Returns what was cleared since, and may be deleted now."""
