@@ -63,7 +63,8 @@ class PendingCopies(list[Callable[[], None]]):
 
     def make(self) -> None:
         while self:
-            self.pop()()
+            self[-1]()
+            self.pop()  # not before, so that a copy that failed is tried again
 
 
 class RowTable:

@@ -177,6 +177,7 @@ class FrozenPartition:
         copies = self._partition.table.copies
         if copies and self._copy in copies:
             copies.remove(self._copy)
+        self._table, self._schema = self._partition.table, self._partition.schema
         self._head, self._consumers = None, []  # here, because all at once in the end would take long
         if self._gone is not None and self._changed is not None:
             self._partition.keys.unwatch(self._gone)

@@ -29,6 +29,7 @@ from control_kit import (
 from transfer_queue import protocol as p
 from transfer_queue.control import snapshot
 from transfer_queue.control.plane import ControlPlane
+from transfer_queue.control.rows import RowTable
 from transfer_queue.control.saved import SavedQueue, decode
 from transfer_queue.control.snapshot import Snapshot
 from transfer_queue.control.state import PlaneConfig
@@ -151,14 +152,24 @@ def test_a_partition_is_copied_before_it_changes(what, monkeypatch):
         assert list(map(decode, read(each))) == expected
 
 
-def test_a_request_that_changes_nothing_copies_nothing():
+def test_a_freeze_and_requests_that_change_nothing_copy_nothing(monkeypatch):
     busy = Busy()
-    taken = Snapshot(busy.plane.state, 0.0)
+    monkeypatch.delattr(RowTable, "frozen")
+    expected, taken = at_once(busy.plane), Snapshot(busy.plane.state, 0.0)
     for verb, args in (
         (p.Describe, ("p",)), (p.GetStats, ()), (p.ListKeys, ()), (p.ConsumptionStatus, ("p", "train")),
         (p.ClearSamples, ("p", p.pack_indexes([777]))),
     ):  # fmt: skip
         ask(busy.plane, ACTOR, verb, *args)
     fetch(busy.plane, 99)
-    assert len(busy.plane.state.partitions["p"].table.copies) == 1
-    taken.close()
+    assert list(map(decode, read(taken))) == expected
+
+
+def test_a_copy_that_failed_is_tried_again_before_anything_changes(monkeypatch):
+    busy = Busy()
+    expected, taken = at_once(busy.plane), Snapshot(busy.plane.state, 0.0)
+    with monkeypatch.context() as patch:
+        patch.delattr(RowTable, "frozen")
+        assert isinstance(ask(busy.plane, ROLLOUT, p.SealPartition, "p"), p.Failed)
+    seal(busy.plane)
+    assert list(map(decode, read(taken))) == expected
