@@ -292,6 +292,55 @@ def test_a_checkpoint_of_an_empty_queue_can_be_loaded(tmp_path):
             fetch(client, 1, 1, partition="empty")
 
 
+def test_a_state_of_many_slices_is_saved_and_restored_whole(tmp_path):
+    rows, keys = torch.arange(4000), [f"key {number}" for number in range(3500)]
+    with started(units=3) as client:
+        meta = client.put(TensorDict({"x": rows, "y": rows * 2}, batch_size=[4000]), partition_id="p")
+        client.put(TensorDict({"late": rows[:1800]}, batch_size=[1800]), meta.select_samples(list(range(1, 3601, 2))))
+        tq.kv_batch_put(keys, "q", TensorDict({"x": rows[:3500]}, batch_size=[3500]), [{"n": n} for n in range(3500)])
+        given = [fetch(client, 1000, number) for number in range(3)]
+        client.save_checkpoint(tmp_path / "c")
+    described = tq.describe_checkpoint(tmp_path / "c", verify=True)["partitions"]
+    counts = {name: (each["samples"], each["keys"]) for name, each in described.items()}
+    assert counts == {"p": (4000, 0), "q": (3500, 3500)}
+    assert {name: each["samples"] for name, each in described["p"]["fields"].items()} == {
+        "x": 4000, "y": 4000, "late": 1800,
+    }  # fmt: skip
+    assert described["p"]["tasks"] == {"train": {"given": 3000, "consumed": 3000}}
+    with started(units=2) as client:
+        client.put(numbers(5), partition_id="before")
+        client.load_checkpoint(tmp_path / "c")
+        found = client.get_data(client.get_meta(["x", "y"], partition_id="p", mode="force_fetch"))
+        assert (found["x"].tolist(), found["y"].tolist()) == (rows.tolist(), (rows * 2).tolist())
+        assert tq.kv_batch_get(keys, "q")["x"].tolist() == list(range(3500))
+        assert tq.kv_list("q")["q"]["key 3499"] == {"n": 3499}
+        late = client.get_meta(["late"], 1800, "p", task_name="other")
+        assert client.get_data(late)["late"].tolist() == list(range(1800))
+        assert [fetch(client, 1000, number).token for number in range(3)] == [each.token for each in given]
+
+
+FORMAT_1 = Path(__file__).parents[1] / "data" / "checkpoint_format_1"
+
+
+def test_a_checkpoint_of_format_1_is_described_and_loaded():
+    """Rank 1 was not given its batch 1 yet."""
+    described = tq.describe_checkpoint(FORMAT_1, verify=True)
+    assert (described["metadata"], list(described["partitions"])) == ({"step": 7}, ["p", "q"])
+    assert described["partitions"]["p"]["fields"]["r"] == {
+        "samples": 3, "dtype": "int64", "shape": [None], "nbytes": 152,
+    }  # fmt: skip
+    with started() as client:
+        client.load_checkpoint(FORMAT_1)
+        everything = client.get_meta(["x"], partition_id="p", mode="force_fetch")
+        assert (values(client, everything), everything.custom_meta) == (list(range(12)), [{"n": n} for n in range(12)])
+        ragged = client.get_data(client.get_meta(["r"], 3, "p", task_name="other"))["r"]
+        assert [row.tolist() for row in ragged.unbind()] == [[], [0], [0, 1]]
+        assert tq.kv_list("q") == {"q": {"a": {"s": "done"}, "b": {"s": "new"}}}
+        config = [{"dp_rank": rank} for rank in (1, 0)]
+        given = [client.get_meta(["x"], 2, "p", task_name="train", sampling_config=each) for each in config]
+        assert [values(client, meta) for meta in given] == [[6, 7], [8, 9]]
+
+
 def test_a_load_that_does_not_fit_changes_nothing(saved):
     with started(units=1, total_storage_size=20) as client:
         client.put(numbers(8), partition_id="p")

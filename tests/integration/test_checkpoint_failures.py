@@ -226,9 +226,17 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:  # type: ignore[
 
 def newer_state(directory: Path) -> None:
     path = directory / "controller_state.msgpack"
-    data = msgspec.msgpack.encode(msgspec.msgpack.decode(path.read_bytes()) | {"format": 9})
+    state = msgspec.msgpack.encode(msgspec.msgpack.decode(path.read_bytes()[5:]) | {"format": 9})
+    data = b"\xc6" + len(state).to_bytes(4, "big") + state
     path.write_bytes(data)
     restate(directory, data)
+
+
+def shorter_state(directory: Path, nbytes: int) -> None:
+    """One that was written so short."""
+    path = directory / "controller_state.msgpack"
+    os.truncate(path, nbytes)
+    restate(directory, path.read_bytes())
 
 
 def restate(directory: Path, data: bytes) -> None:
@@ -254,8 +262,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no metadata": (lambda path: (path / "metadata.json").unlink(), "has no metadata.json"),
     "foreign metadata": (lambda path: (path / "metadata.json").write_text("{}"), "metadata.json is none of ours"),
     "garbage": (lambda path: (path / "metadata.json").write_bytes(b"\xff\x00"), "metadata.json is none of ours"),
-    "too new": (lambda path: edit(path / "metadata.json", lambda m: m.update(format=2)), "has format 2, "),
+    "too new": (lambda path: edit(path / "metadata.json", lambda m: m.update(format=3)), "has format 3, "),
     "state too new": (newer_state, "format 9, this version reads"),
+    "state cut": (lambda path: shorter_state(path, 90), "can't be read: .* ends within a slice"),
+    "state cut early": (lambda path: shorter_state(path, 3), "can't be read: .* ends within a slice"),
+    "state empty": (lambda path: shorter_state(path, 0), "can't be read"),
     "state missing": (lambda path: (path / "controller_state.msgpack").unlink(), "lacks .*controller_state.msgpack"),
     "state truncated": (lambda path: os.truncate(path / "controller_state.msgpack", 90), "has 90 bytes"),
     "state changed": (lambda path: flip(path / "controller_state.msgpack"), "checksum differs"),

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from transfer_queue.errors import CheckpointError, CheckpointNotFoundError
 from transfer_queue.storage.wire import Layout
 
-FORMAT = 1
 METADATA = "metadata.json"
 CONTROLLER = "controller_state.msgpack"
 STORAGE = "simple_storage"
@@ -87,6 +86,7 @@ class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _ALIGN = 64
+_PIECE = 1 << 22
 _DIGITS = 20  # of the number of rows, which is only known at the end
 
 
@@ -156,13 +156,10 @@ def plain(name: str) -> str:
     return name
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file, replacing an existing one atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    write_bytes(temporary, data)
-    sync(temporary)
-    temporary.replace(path)
+def replace(path: Path, new: Path) -> None:
+    """Put a new file in the place of another one, atomically."""
+    sync(new)
+    new.replace(path)
     sync(path.parent)
 
 
@@ -221,6 +218,12 @@ class SavedFile:
         """Read a whole file without a header."""
         (data,) = self.chunks([self._expected.nbytes])
         return data.tobytes()
+
+    def check(self) -> None:
+        """Read a whole file without a header, and keep nothing of it. Raises what ``chunks`` raises."""
+        nbytes = self._expected.nbytes
+        for _ in self.chunks(min(_PIECE, nbytes - start) for start in range(0, nbytes, _PIECE)):
+            pass
 
     def header(self, dtype: np.dtype[Any], shape: Sequence[int]) -> int:
         """Return the length of a .npy file's header. Raises CheckpointError unless it has this dtype and shape."""

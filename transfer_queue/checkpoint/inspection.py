@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from transfer_queue.checkpoint.opened import Opened, reading
 from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url
+from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.checkpoint.spool import spooled_checkpoint
-from transfer_queue.control.saved import SavedConsumer, SavedPartition, live_rows, rows_with
+from transfer_queue.control.saved import SavedPartition, live_rows
 
 
 def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def describe_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -
             "version": opened.metadata.version,
             "metadata": opened.metadata.user_metadata,
             "nbytes": sum(nbytes.values()),
-            "partitions": {each.name: _partition(each, nbytes) for each in opened.state.partitions},
+            "partitions": _partitions(opened.state, nbytes),
         }
 
 
@@ -61,28 +62,35 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Opened]:
             yield Opened(path)
 
 
-def _partition(saved: SavedPartition, nbytes: dict[tuple[str, str], int]) -> dict[str, Any]:
-    live, (samples, rows) = live_rows(saved), rows_with(saved)
-    return {
-        "samples": len(samples),
-        "keys": len(saved.keys),
-        "sealed": saved.sealed,
-        "fields": {
-            each.name: {
-                "samples": len(rows[each.name]),
-                "dtype": ", ".join(str(dtype) for dtype in each.dtypes) or each.dtype,
-                "shape": [None] * each.ndim if each.shape is None and each.ndim is not None else each.shape,
-                "nbytes": nbytes.get((saved.name, each.name), 0),
-            }
-            for each in saved.fields
-            if each.name in rows
-        },
-        "tasks": {each.task: _progress(each, live) for each in saved.consumers},
-    }
+def _partitions(state: SavedState, nbytes: dict[tuple[str, str], int]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for saved in state.slices():
+        for section in saved.partitions:
+            empty = {"samples": 0, "keys": 0, "sealed": section.sealed, "fields": {}, "tasks": {}}
+            _add(found.setdefault(section.name, empty), section)
+    for partition, described in found.items():
+        fields = {name: field for name, field in described["fields"].items() if field["samples"]}
+        described["fields"] = {
+            name: field | {"nbytes": nbytes.get((partition, name), 0)} for name, field in fields.items()
+        }
+    return found
 
 
-def _progress(consumer: SavedConsumer, live: NDArray[np.bool_]) -> dict[str, int]:
-    return {
-        "given": int(np.count_nonzero(np.frombuffer(consumer.given, "<i4")[live])),
-        "consumed": int(np.count_nonzero(np.frombuffer(consumer.consumed, np.bool_)[live])),
-    }
+def _add(described: dict[str, Any], section: SavedPartition) -> None:
+    """Count what this section of the partition has."""
+    live = live_rows(section)
+    described["samples"] += int(np.count_nonzero(live))
+    described["keys"] += len(section.keys)
+    for field in section.fields:
+        dtype = ", ".join(map(str, field.dtypes)) or field.dtype
+        shape = [None] * field.ndim if field.shape is None and field.ndim is not None else field.shape
+        own = described["fields"].setdefault(field.name, {"samples": 0, "dtype": dtype, "shape": shape})
+        own["samples"] += _count(field.has, live)
+    for consumer in section.consumers:
+        own = described["tasks"].setdefault(consumer.task, {"given": 0, "consumed": 0})
+        own["given"] += _count(consumer.given, live, "<i4")
+        own["consumed"] += _count(consumer.consumed, live)
+
+
+def _count(column: bytes, live: NDArray[np.bool_], dtype: str = "?") -> int:
+    return int(np.count_nonzero(np.frombuffer(column, dtype)[live]))

@@ -16,18 +16,17 @@ import msgspec
 
 from transfer_queue.checkpoint.directory import find
 from transfer_queue.checkpoint.files import (
-    FORMAT,
     METADATA,
     STORAGE,
     VALUES,
     DataFile,
     Metadata,
-    SavedFile,
     plain,
     write_bytes,
 )
+from transfer_queue.checkpoint.saved_state import SavedState
 from transfer_queue.checkpoint.saved_values import SavedValues
-from transfer_queue.control.saved import SavedQueue, decode
+from transfer_queue.control.saved import FORMAT, FORMATS
 from transfer_queue.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -55,7 +54,7 @@ class Opened:
     """An opened checkpoint. Of the values only the manifest is read; ``values`` is None if they were not saved."""
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        """Read and check everything except the values.
+        """Check everything except the values.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or a file of it is missing.
@@ -64,8 +63,7 @@ class Opened:
         self.path = find(target)
         self.metadata = metadata = _metadata(self.path)
         files = self.path / plain(metadata.directory)
-        self.data = SavedFile(files, metadata.controller).whole()
-        self.state: SavedQueue = decode(self.data)
+        self.state = SavedState(files / plain(metadata.controller.name), metadata.controller)
         self.values = None
         if metadata.storage_saved:
             if metadata.values is None:
@@ -77,7 +75,7 @@ def _metadata(path: Path) -> Metadata:
     data = (path / METADATA).read_bytes()
     try:
         found = msgspec.json.decode(data, type=_AnyFormat).format
-        if found == FORMAT:
+        if found in FORMATS:
             return msgspec.json.decode(data, type=Metadata)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path / METADATA} is none of ours, or damaged: {error}.") from error
@@ -111,17 +109,9 @@ def _described(path: Path) -> DataFile | None:
     return DataFile(path.name, len(data), zlib.crc32(data))
 
 
-def read_state(path: Path) -> bytes:
-    """Read the saved state of a queue. Raises CheckpointNotFoundError if there is no such file."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"no saved state of a queue at {path}.") from error
-
-
-def read_values(directory: Path, saved: SavedQueue) -> SavedValues:
+def read_values(directory: Path, state: SavedState) -> SavedValues:
     """Read values that were saved without metadata."""
     manifest = _described(directory / STORAGE / VALUES)
     if manifest is None:
         raise CheckpointNotFoundError(f"no saved values in {directory}: there is no {STORAGE}/{VALUES}.")
-    return SavedValues(directory / STORAGE, manifest, saved)
+    return SavedValues(directory / STORAGE, manifest, state)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 
 from transfer_queue.checkpoint.field_files import INT64, MOST_ROWS, READ_NBYTES, BlockReader, FieldWriter
 from transfer_queue.checkpoint.files import (
-    FORMAT,
     STORAGE,
     VALUES,
     DataFile,
@@ -25,9 +25,11 @@ from transfer_queue.checkpoint.files import (
     write_array,
     write_bytes,
 )
-from transfer_queue.control.saved import SavedPartition, SavedQueue, StoredRows, places_of, rows_with
+from transfer_queue.checkpoint.saved_state import SavedSamples, SavedState
+from transfer_queue.control.rows import positions_in
+from transfer_queue.control.saved import FORMAT, FORMATS, SavedQueue
 from transfer_queue.errors import CheckpointError
-from transfer_queue.protocol import by_row, runs_of
+from transfer_queue.protocol import by_row, runs_of, unpack_indexes
 from transfer_queue.storage.base import StorageManager
 from transfer_queue.storage.wire import IntArray, PlacedColumns, Positions, WireColumn
 from transfer_queue.transport.blocking import off_loop
@@ -40,12 +42,14 @@ _SHARE_OF_UNIT = 4
 # ---- saving ----
 
 
-async def save_values(storage: StorageManager, saved: SavedQueue, root: Path) -> None:
+async def save_values(storage: StorageManager, state: SavedState, root: Path) -> None:
     """Save the stored values of the saved samples. They must not be cleared or replaced meanwhile."""
     await off_loop(root.mkdir)
-    partitions = []
-    for number, partition in enumerate(saved.partitions):
-        partitions.append(await _save_partition(storage, partition, root, f"{number:04}-{_plain(partition.name)}"))
+    partitions: list[PartitionFiles] = []
+    samples = state.samples()
+    while (own := await off_loop(next, samples, None)) is not None:
+        name = f"{len(partitions):04}-{_plain(own.partition)}"
+        partitions.append(await _save_partition(storage, own, root, name))
     manifest = msgspec.json.format(msgspec.json.encode(ValueFiles(FORMAT, partitions)), indent=1)
     await off_loop(write_bytes, root / VALUES, manifest)
 
@@ -55,39 +59,32 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9@=+_-]", "_", name)[:80]
 
 
-async def _save_partition(storage: StorageManager, saved: SavedPartition, root: Path, name: str) -> PartitionFiles:
+async def _save_partition(storage: StorageManager, saved: SavedSamples, root: Path, name: str) -> PartitionFiles:
     directory = root / name
     await off_loop(directory.mkdir)
-    samples, rows = rows_with(saved)
-    ragged = {each.name: each.shape is None for each in saved.fields}
     writers = {
-        field: FieldWriter(directory, field, f"{number:02}-{_plain(field)}", ragged[field])
-        for number, field in enumerate(rows)
+        field: FieldWriter(directory, field, f"{number:02}-{_plain(field)}", field in saved.ragged)
+        for number, field in enumerate(saved.rows)
     }
     try:
-        await _copy(storage, samples, rows, places_of(saved), writers)
-        files = [await off_loop(writer.close, samples) for writer in writers.values()]
-        own = await off_loop(write_array, directory / "samples.npy", samples.astype(INT64, copy=False))
+        await _copy(storage, saved, writers)
+        files = [await off_loop(writer.close, saved.samples) for writer in writers.values()]
+        own = await off_loop(write_array, directory / "samples.npy", saved.samples.astype(INT64, copy=False))
     finally:
         for writer in writers.values():
             writer.discard()
-    return PartitionFiles(saved.name, name, own, files)
+    return PartitionFiles(saved.partition, name, own, files)
 
 
-async def _copy(
-    storage: StorageManager,
-    samples: IntArray,
-    rows: dict[str, IntArray],
-    places: dict[str, NDArray[np.int32]],
-    writers: dict[str, FieldWriter],
-) -> None:
+async def _copy(storage: StorageManager, saved: SavedSamples, writers: dict[str, FieldWriter]) -> None:
+    samples, rows = saved.samples, saved.rows
     has = np.zeros((len(rows), len(samples)), np.bool_)
     for number, own in enumerate(rows.values()):
         has[number, own] = True
     names, start, step = list(rows), 0, _FIRST_ROWS
     while start < len(samples) and names:
         stop = min(len(samples), start + step)
-        lying = {name: units[start:stop] for name, units in places.items()}
+        lying = {name: units[start:stop] for name, units in saved.places.items()}
         async with _read(storage, samples[start:stop], names, has[:, start:stop], lying) as placed:
             nbytes = sum(column.nbytes for each in placed.values() for _, column in each)
             for field, each in placed.items():
@@ -135,19 +132,19 @@ def _patterns(has: NDArray[np.bool_]) -> Iterator[tuple[list[int], IntArray]]:
 class SavedValues:
     """The values of a checkpoint, checked against the saved samples."""
 
-    def __init__(self, root: Path, expected: DataFile, saved: SavedQueue) -> None:
+    def __init__(self, root: Path, expected: DataFile, state: SavedState) -> None:
         """Open and check the files.
 
         Raises:
             CheckpointError: files are missing, changed, or of a newer version, or hold other samples.
         """
         manifest = _decoded(SavedFile(root, expected).whole())
-        if [each.name for each in manifest.partitions] != [each.name for each in saved.partitions]:
-            raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
         self._blocks: list[tuple[str, BlockReader]] = []
         self._nbytes: dict[tuple[str, str], int] = {}
-        for partition, state in zip(manifest.partitions, saved.partitions, strict=True):
-            self._blocks += _blocks(root / plain(partition.directory), partition, state)
+        for partition, saved in zip_longest(manifest.partitions, state.samples()):
+            if partition is None or saved is None or partition.name != saved.partition:
+                raise CheckpointError(f"{root / VALUES} is about other partitions than the saved state of the queue.")
+            self._blocks += _blocks(root / plain(partition.directory), partition, saved)
             for field in partition.fields:
                 self._nbytes[partition.name, field.name] = sum(block.values.nbytes for block in field.blocks)
 
@@ -161,21 +158,49 @@ class SavedValues:
             for _ in block.chunks():
                 pass
 
-    async def put(self, storage: StorageManager, shift: int) -> list[StoredRows]:
-        """Store everything, with ``shift`` added to every sample's index.
-
-        Returns where the values lie, except those in unit 0. The samples have the indexes that were saved.
-        """
-        stored: list[StoredRows] = []
+    async def put(self, storage: StorageManager, shift: int) -> Places:
+        """Store everything, with ``shift`` added to every sample's index. Returns where the values lie."""
+        stored = Places()
         most_nbytes = await _chunk_nbytes(storage)
         for field, block in self._blocks:
             chunks = block.chunks(most_nbytes)
-            while (chunk := await off_loop(_next, chunks)) is not None:
+            while (chunk := await off_loop(next, chunks, None)) is not None:
                 samples, column = chunk
                 units = await storage.store((samples + shift).tolist(), {field: column})
                 if units is not None:
-                    stored.append((field, samples, by_row(units)))
+                    stored.add(field, samples, by_row(units))
         return stored
+
+
+class Places:
+    """Where the values of a checkpoint lie now, unless in unit 0. The samples have the indexes that were saved."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, list[tuple[IntArray, NDArray[np.int32]]]] = {}
+
+    def add(self, field: str, samples: IntArray, units: NDArray[np.int32]) -> None:
+        self._stored.setdefault(field, []).append((samples, units))
+
+    def tell(self, saved: SavedQueue) -> None:
+        """Replace what a slice says of it: the values lay elsewhere in the queue that was saved."""
+        for partition in saved.partitions:
+            own = unpack_indexes(partition.index)
+            for field in partition.fields:
+                units = np.zeros(len(own), dtype="<i4")
+                if field.name in self._stored:
+                    samples, where = self._of(field.name)
+                    at, found = positions_in(samples, own)
+                    units[found] = where[at[found]]
+                field.units = units.tobytes() if units.any() else None
+
+    def _of(self, field: str) -> tuple[IntArray, NDArray[np.int32]]:
+        """All samples with this field, ascending; sorted once."""
+        pieces = self._stored[field]
+        if len(pieces) > 1:
+            samples, units = (np.concatenate(each) for each in zip(*pieces, strict=True))
+            order = np.argsort(samples, kind="stable")
+            pieces[:] = [(samples[order], units[order])]
+        return pieces[0]
 
 
 async def _chunk_nbytes(storage: StorageManager) -> int:
@@ -183,21 +208,21 @@ async def _chunk_nbytes(storage: StorageManager) -> int:
     return min([READ_NBYTES, *(max(1, most // _SHARE_OF_UNIT) for most in capacities if most is not None)])
 
 
-def _next(chunks: Iterator[tuple[IntArray, WireColumn]]) -> tuple[IntArray, WireColumn] | None:
-    return next(chunks, None)
-
-
-def _blocks(directory: Path, partition: PartitionFiles, saved: SavedPartition) -> list[tuple[str, BlockReader]]:
-    samples, rows = rows_with(saved)
+def _blocks(directory: Path, partition: PartitionFiles, saved: SavedSamples) -> list[tuple[str, BlockReader]]:
+    samples, rows = saved.samples, saved.rows
     found = SavedFile(directory, partition.samples).array(INT64, (len(samples),))
     if not np.array_equal(found, samples) or {field.name for field in partition.fields} != set(rows):
-        raise CheckpointError(f"partition {saved.name!r}: the values are of other samples or fields than its state.")
+        raise CheckpointError(
+            f"partition {partition.name!r}: the values are of other samples or fields than its state."
+        )
     blocks = []
     for field in partition.fields:
         own = [BlockReader(directory, block, samples) for block in field.blocks]
         held = np.sort(np.concatenate([block.samples for block in own])) if own else np.empty(0, np.int64)
         if not np.array_equal(held, samples[rows[field.name]]):
-            raise CheckpointError(f"partition {saved.name!r}: the values of field {field.name!r} are not all there.")
+            raise CheckpointError(
+                f"partition {partition.name!r}: the values of field {field.name!r} are not all there."
+            )
         blocks += [(field.name, block) for block in own]
     return blocks
 
@@ -207,6 +232,6 @@ def _decoded(data: bytes) -> ValueFiles:
         manifest = msgspec.json.decode(data, type=ValueFiles)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{STORAGE}/{VALUES} can't be read: {error}.") from error
-    if manifest.format != FORMAT:
+    if manifest.format not in FORMATS:
         raise CheckpointError(f"{STORAGE}/{VALUES} has format {manifest.format}, this version reads {FORMAT}.")
     return manifest

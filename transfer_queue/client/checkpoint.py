@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
+
 from transfer_queue import protocol as p
 from transfer_queue.checkpoint.directory import Staging
-from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, replace_bytes, write_bytes
-from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_state, read_values, reading
+from transfer_queue.checkpoint.files import CONTROLLER, STORAGE, DataFile, GrowingFile, replace
+from transfer_queue.checkpoint.opened import Opened, check_user_metadata, complete, read_values, reading
 from transfer_queue.checkpoint.remote import RemoteCheckpoint, is_url
-from transfer_queue.checkpoint.saved_values import SavedValues, save_values
+from transfer_queue.checkpoint.saved_state import SavedState, write_slice
+from transfer_queue.checkpoint.saved_values import Places, SavedValues, save_values
 from transfer_queue.checkpoint.spool import spooled_checkpoint
 from transfer_queue.client.base import ClientBase
-from transfer_queue.control.saved import SavedQueue, StoredRows, decode, encoded_parts, joined, saved_indexes
+from transfer_queue.control.saved import SavedQueue, saved_indexes
 from transfer_queue.transport.blocking import is_blocking, off_loop
 from transfer_queue.utils.logging_utils import get_logger
 
@@ -63,8 +67,7 @@ class Checkpoints(ClientBase):
         staging = Staging(checkpoint_dir)
         staging.begin()
         with staging:
-            async with self._frozen() as state:
-                controller = await off_loop(write_bytes, staging.path / CONTROLLER, state)
+            async with self._frozen(staging.path / CONTROLLER) as controller:
                 await self._save_storage(staging.path)
             await off_loop(complete, staging.path, user, controller)
             await off_loop(staging.commit)
@@ -96,7 +99,9 @@ class Checkpoints(ClientBase):
             return
         with reading(checkpoint_dir):
             opened = await off_loop(Opened, checkpoint_dir)
-            await self._load(opened.data, opened.state, opened.values)
+            if opened.values is not None:
+                await self._store(opened.state, opened.values)
+            await self._restore(opened.state)
 
     async def async_save_controller_checkpoint(self, path: AnyPath) -> None:
         """Save the state of the queue alone, without values, to a file.
@@ -104,8 +109,10 @@ class Checkpoints(ClientBase):
         Raises:
             CheckpointError: it could not be written.
         """
-        async with self._frozen() as state:
-            await off_loop(replace_bytes, Path(path), state)
+        temporary = Path(f"{os.fspath(path)}.tmp")
+        await off_loop(temporary.unlink, True)
+        async with self._frozen(temporary):
+            await off_loop(replace, Path(path), temporary)
 
     async def async_load_controller_checkpoint(self, path: AnyPath) -> None:
         """Replace the state of the queue by a saved one, whose values ``load_storage_checkpoint`` has stored.
@@ -115,8 +122,7 @@ class Checkpoints(ClientBase):
             CheckpointError: it is damaged, of a newer version, or its values were not stored by this client.
         """
         with reading(path):
-            data = await off_loop(read_state, Path(path))
-        await self._restore(data)
+            await self._restore(await off_loop(SavedState, Path(path)))
 
     async def async_save_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
         """Save the values of the samples whose state is saved in this directory, or else of all there are now.
@@ -126,12 +132,10 @@ class Checkpoints(ClientBase):
         """
         directory = Path(checkpoint_dir)
         if (directory / CONTROLLER).exists():
-            saved = decode(await off_loop(read_state, directory / CONTROLLER))
-            await save_values(self.storage_manager, saved, directory / STORAGE)
+            await save_values(self.storage_manager, SavedState(directory / CONTROLLER), directory / STORAGE)
             return
-        async with self._frozen() as state:
-            await off_loop(write_bytes, directory / CONTROLLER, state)
-            await save_values(self.storage_manager, decode(state), directory / STORAGE)
+        async with self._frozen(directory / CONTROLLER):
+            await save_values(self.storage_manager, SavedState(directory / CONTROLLER), directory / STORAGE)
 
     async def async_load_storage_checkpoint(self, checkpoint_dir: AnyPath) -> None:
         """Store the values of a checkpoint; ``load_controller_checkpoint`` of the same client makes them visible.
@@ -143,23 +147,29 @@ class Checkpoints(ClientBase):
         """
         directory = Path(checkpoint_dir)
         with reading(directory):
-            saved = decode(await off_loop(read_state, directory / CONTROLLER))
-            await self._store(saved, await off_loop(read_values, directory, saved))
+            state = await off_loop(SavedState, directory / CONTROLLER)
+            await self._store(state, await off_loop(read_values, directory, state))
 
     # ---- saving ----
 
     @asynccontextmanager
-    async def _frozen(self) -> AsyncIterator[bytes]:
-        """The queue's state; inside, the values that belong to it stay as they are."""
+    async def _frozen(self, path: Path) -> AsyncIterator[DataFile]:
+        """Write the queue's state to a new file. Inside, the values that belong to it stay as they are."""
         session, wait_s = self.session, self.session.timeout_s
         freeze = p.Freeze(session.number(), wait_s)
         frozen = await session.send(freeze, p.Frozen, wait_s, keep=True)
         try:
-            parts = [frozen.state]
-            while len(parts) < frozen.num_parts:
-                part = await session.ask(p.ReadFrozen, p.Frozen, freeze.id, len(parts))
-                parts.append(part.state)
-            yield await off_loop(joined, parts)
+            file, part = await off_loop(GrowingFile, path), 1
+            try:
+                await off_loop(write_slice, file, frozen.state)
+                while part < frozen.num_parts:
+                    frozen = await session.ask(p.ReadFrozen, p.Frozen, freeze.id, part)
+                    await off_loop(write_slice, file, frozen.state)
+                    part += 1
+                written = await off_loop(file.close)
+            finally:
+                file.discard()
+            yield written
         except BaseException:
             await session.cancel(freeze.id)
             raise
@@ -175,36 +185,33 @@ class Checkpoints(ClientBase):
 
     # ---- loading ----
 
-    async def _load(self, data: bytes, saved: SavedQueue, values: SavedValues | None) -> None:
-        if values is not None:
-            await self._store(saved, values)
-        await self._restore(data)
-
-    async def _store(self, saved: SavedQueue, values: SavedValues) -> None:
+    async def _store(self, state: SavedState, values: SavedValues) -> None:
         """Nobody sees the values before ``_restore``."""
         session = self.session
         await self._unstage()
-        stage = p.Stage(session.number(), p.pack_indexes(saved_indexes(saved)))
+        stage = p.Stage(session.number(), await off_loop(_indexes, state))
         shift = int((await session.send(stage, p.Done, keep=True)).value)
         self._staged = _Staged(stage.id, shift)
         try:
-            stored = await values.put(self.storage_manager, shift)
-            self._staged = _Staged(stage.id, shift, stored)
+            places = await values.put(self.storage_manager, shift)
+            self._staged = _Staged(stage.id, shift, places)
         except BaseException:
             await self._unstage()
             raise
 
-    async def _restore(self, data: bytes) -> None:
-        session, shift, first_call = self.session, self._staged.shift, 0
+    async def _restore(self, state: SavedState) -> None:
+        session, shift, first_call, number = self.session, self._staged.shift, 0, 0
+        slices = state.slices()
         try:
-            *first, last = await off_loop(encoded_parts, data, self._staged.stored)
-            for number, part in enumerate(first):
+            part = await off_loop(_encoded, slices, self._staged.places)
+            while following := await off_loop(_encoded, slices, self._staged.places):
                 call = session.number()
                 first_call = first_call or call
                 await session.send(
                     p.RestorePart(call, first_call, number, part, shift), p.Done, keep=call == first_call
                 )
-            await self.clear(p.Restore, last, shift, first_call)
+                part, number = following, number + 1
+            await self.clear(p.Restore, part, shift, first_call)
         except BaseException:
             if first_call:
                 await session.cancel(first_call)
@@ -229,4 +236,18 @@ class _Staged(NamedTuple):
 
     call: int = 0
     shift: int = 0
-    stored: Sequence[StoredRows] = ()
+    places: Places = Places()
+
+
+def _indexes(state: SavedState) -> bytes:
+    """All that the saved rows have."""
+    return p.pack_indexes(np.concatenate([saved_indexes(saved) for saved in state.slices()]))
+
+
+def _encoded(slices: Iterator[SavedQueue], places: Places) -> bytes:
+    """The next slice, which says where its values lie now; b"" if there is none."""
+    saved = next(slices, None)
+    if saved is None:
+        return b""
+    places.tell(saved)
+    return msgspec.msgpack.encode(saved)

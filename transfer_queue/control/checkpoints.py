@@ -32,7 +32,7 @@ class Freezing(Holding):
     def __init__(self, state: PlaneState, snapshot: Snapshot) -> None:
         self._state, self._snapshot = state, snapshot
         self._part, self._sent = -1, b""
-        self._samples = FrozenSamples(snapshot.live())
+        self._samples = FrozenSamples(snapshot.next_index)
         state.freezes.begin(self._samples)
 
     def read(self, call: int, part: int) -> p.Frozen:

@@ -6,19 +6,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import positions_in
 from transfer_queue.protocol import Indexes
 
 
 class FrozenSamples:
-    """Samples of one freeze, ascending. ``kept``: those of them that were cleared since."""
+    """All samples with an index below ``before``. ``kept``: those of them that were cleared since."""
 
-    def __init__(self, indexes: Indexes) -> None:
-        self.indexes = indexes
+    def __init__(self, before: int) -> None:
+        self._before = before
         self.kept: list[Indexes] = []
 
     def holds(self, indexes: Indexes) -> npt.NDArray[np.bool_]:
-        return positions_in(self.indexes, indexes)[1]
+        return indexes < self._before
 
 
 class Freezes:

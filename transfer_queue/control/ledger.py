@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.control.rows import PendingCopies
 from transfer_queue.control.saved import SavedBatch, SavedLedger, SavedRank
 from transfer_queue.protocol import Indexes, pack_indexes, unpack_indexes
 
@@ -38,24 +39,45 @@ class Entry:
     owned: int = 0
 
 
-class Ledger:
-    """Entries by batch and by number. Acknowledged batches stay known as drawn, compactly, as runs of numbers."""
+@dataclass(slots=True)
+class _Rank:
+    """The batches of one rank. Each is in one state: not drawn, drawn, given, or settled.
 
-    def __init__(self, name: str) -> None:
+    ``drawn``: all that were drawn. Those of them that are not ``open`` are settled. Of the open ones, those below
+    ``next`` were given to the rank: received, or on their way. ``missed``: some below it that never arrived, so they
+    count as drawn again. ``next`` itself is not settled. ``waits``: a fetch that names no batch may wait.
+    """
+
+    drawn: Runs
+    open: dict[int, Entry] = field(default_factory=dict)
+    next: int = 0
+    missed: set[int] = field(default_factory=set)
+    waits: bool = False
+
+    @property
+    def next_index(self) -> int:
+        return min(self.missed, default=self.next)
+
+    def pass_settled(self) -> None:
+        while self.next in self.drawn and self.next not in self.open:
+            self.next += 1
+
+
+class Ledger:
+    """Entries by batch and by number. Settled batches stay known as drawn, compactly, as runs of numbers."""
+
+    def __init__(self, name: str, copies: PendingCopies) -> None:
         self._name = name
+        self._copies = copies  # to be made before anything that is saved changes
         self.num_changes = 0
         """Changes that may answer a waiting fetch which must not draw, besides the entry that it waits for."""
-        self._ranks: dict[int | None, dict[int, Entry]] = {}  # by rank and batch_index
+        self._ranks: dict[int | None, _Rank] = {}
         self._by_number: dict[int, Entry] = {}
-        self._drawn: dict[int | None, Runs] = {}
         self._end = 0  # no rank has drawn this batch or a later one
         self._num_open = 0
         self._lacks_fields = False  # a fetch waits for fields of an open batch
-        self._waiting_ranks: set[int | None] = set()  # whose fetches that name no batch may wait
-        self._next_index: dict[int | None, int] = {}
         self._count = 0
         self._resets = 0
-        self._missed: dict[int | None, set[int]] = {}
 
     @property
     def num_resets(self) -> int:
@@ -64,17 +86,23 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._by_number)
 
+    def _rank(self, rank: int | None) -> _Rank:
+        own = self._ranks.get(rank)
+        if own is None:
+            own = self._ranks[rank] = _Rank(Runs())
+        return own
+
     def get(self, key: BatchKey) -> Entry | None:
         own = self._ranks.get(key[0])
-        return None if own is None else own.get(key[1])
+        return None if own is None else own.open.get(key[1])
 
     def is_closed(self, key: BatchKey) -> bool:
         return self.get(key) is None and self.holds(key)
 
     def holds(self, key: BatchKey) -> bool:
         """Whether this batch was drawn, acknowledged or not."""
-        drawn = self._drawn.get(key[0])
-        return drawn is not None and key[1] in drawn
+        own = self._ranks.get(key[0])
+        return own is not None and key[1] in own.drawn
 
     def holding(self, ranks: Iterable[int], batch_index: int) -> list[int]:
         """Those of these ranks for which this batch was drawn."""
@@ -82,33 +110,33 @@ class Ledger:
 
     def first_undrawn(self, key: BatchKey, first: int) -> int:
         """The first batch, at least ``first``, after the last one drawn for this rank before this batch."""
-        drawn = self._drawn.get(key[0])
-        return first if drawn is None else max(first, drawn.below(key[1]))
+        own = self._ranks.get(key[0])
+        return first if own is None else max(first, own.drawn.below(key[1]))
 
     def next_index(self, dp_rank: int | None) -> int:
-        """The batch for a fetch without batch_index: the one after the last batch that this rank was given."""
-        missed = [at for at in self._missed.get(dp_rank, ()) if self.get((dp_rank, at)) is not None]
-        if missed:
-            return min(missed)
-        index = start = self._next_index.get(dp_rank, 0)
-        while self.is_closed((dp_rank, index)):  # cleared before this rank fetched them
-            index += 1
-        if index != start:
-            self._next_index[dp_rank] = index  # they stay acknowledged, so they need not be visited again
-        return index
+        """The batch for a fetch without batch_index: one that never arrived, or the one after the last one given."""
+        own = self._ranks.get(dp_rank)
+        return 0 if own is None else own.next_index
 
     def took(self, key: BatchKey) -> None:
         """The rank was given this batch, so its next fetch without batch_index gets a later one."""
-        self._next_index[key[0]] = max(self._next_index.get(key[0], 0), key[1] + 1)
-        if key[0] in self._missed:
-            self._missed[key[0]].discard(key[1])
-        if key[0] in self._waiting_ranks and self.get((key[0], self.next_index(key[0]))) is not None:
-            self._waiting_ranks.discard(key[0])
+        if self._copies:
+            self._copies.make()
+        own = self._rank(key[0])
+        own.next = max(own.next, key[1] + 1)
+        own.pass_settled()
+        own.missed.discard(key[1])
+        if own.waits and own.next_index in own.open:
+            own.waits = False
             self.num_changes += 1
 
     def missed(self, key: BatchKey) -> None:
         """The rank never received this batch, so its next fetch without batch_index gets it."""
-        self._missed.setdefault(key[0], set()).add(key[1])
+        if self._copies:
+            self._copies.make()
+        own = self._rank(key[0])
+        if key[1] < own.next:  # else it counts as drawn already, since a load
+            own.missed.add(key[1])
         self.num_changes += 1
 
     def lacks_fields(self) -> None:
@@ -117,7 +145,7 @@ class Ledger:
 
     def waits(self, dp_rank: int | None) -> None:
         """A fetch of this rank that names no batch may wait from now on."""
-        self._waiting_ranks.add(dp_rank)
+        self._rank(dp_rank).waits = True
 
     def samples_changed(self) -> None:
         """Some samples got fields, or were cleared: a fetch that waits for fields may be answered."""
@@ -129,6 +157,8 @@ class Ledger:
         dp_size: int | None = None,
     ) -> Entry:  # fmt: skip
         """Add an entry. The key must be free."""
+        if self._copies:
+            self._copies.make()
         self._count += 1
         entry = Entry(key, self._count, indexes, consumes, self._token(self._count), padding, dp_size)
         self._add(entry)
@@ -137,7 +167,7 @@ class Ledger:
 
     def _add(self, entry: Entry) -> None:
         rank, index = entry.key
-        self._ranks.setdefault(rank, {})[index] = self._by_number[entry.number] = entry
+        self._rank(rank).open[index] = self._by_number[entry.number] = entry
         self._num_open += entry.owned
 
     def own(self, entry: Entry, count: int) -> None:
@@ -146,10 +176,7 @@ class Ledger:
         entry.owned = count
 
     def _mark_drawn(self, key: BatchKey) -> None:
-        drawn = self._drawn.get(key[0])
-        if drawn is None:
-            drawn = self._drawn[key[0]] = Runs()
-        drawn.add(key[1])
+        self._rank(key[0]).drawn.add(key[1])
         self._end = max(self._end, key[1] + 1)
 
     def _token(self, number: int) -> str:
@@ -172,14 +199,11 @@ class Ledger:
         return num_acked
 
     def _up_to(self, key: BatchKey) -> list[Entry]:
-        return [entry for index, entry in self._ranks[key[0]].items() if index <= key[1]]
+        return [entry for index, entry in self._ranks[key[0]].open.items() if index <= key[1]]
 
     def first_open(self) -> int:
         """Where a reader without a position begins: no rank has acknowledged this batch or a later one."""
-        return max((self._first_open(rank) for rank in self._drawn), default=0)
-
-    def _first_open(self, rank: int | None) -> int:
-        return min(self._ranks.get(rank, ()), default=self._drawn[rank].end())
+        return max((min(own.open, default=own.drawn.end()) for own in self._ranks.values()), default=0)
 
     def open_indexes(self) -> Indexes:
         """Samples of open batches, including padding."""
@@ -205,10 +229,12 @@ class Ledger:
 
     def close(self, entry: Entry) -> None:
         """Delete the entry, which no client will request again."""
-        own = self._ranks[entry.key[0]]
-        del own[entry.key[1]], self._by_number[entry.number]
-        if not own:
-            del self._ranks[entry.key[0]]
+        if self._copies:
+            self._copies.make()
+        own, index = self._ranks[entry.key[0]], entry.key[1]
+        del own.open[index], self._by_number[entry.number]
+        own.missed.discard(index)
+        own.pass_settled()
         self._num_open -= entry.owned
         self.samples_changed()  # a fetch that waits for its fields is refused now
 
@@ -219,14 +245,13 @@ class Ledger:
         A round that some ranks have acknowledged is deleted, because it can only be drawn again for all ranks.
         """
         rounds = {entry.key[1] for entry in self._by_number.values() if entry.dp_size is not None}
-        torn = {index for index in rounds if any(self.is_closed((rank, index)) for rank in self._drawn)}
+        torn = {index for index in rounds if any(self.is_closed((rank, index)) for rank in self._ranks)}
         for entry in [e for e in self._by_number.values() if e.dp_size is not None and e.key[1] in torn]:
             self.close(entry)
-        self._drawn.clear()
+        for own in self._ranks.values():
+            own.drawn, own.next, own.missed = Runs(), 0, set()
         self._end = 0
         self.num_changes += 1
-        self._next_index.clear()
-        self._missed.clear()
         self._resets += 1  # acks from before the reset must not match
         for entry in self._by_number.values():
             self._mark_drawn(entry.key)
@@ -237,7 +262,11 @@ class Ledger:
 
     def save(self) -> SavedLedger:
         """Save everything except the entries."""
-        ranks = [SavedRank(rank, *runs.edges, self._next_index.get(rank)) for rank, runs in self._drawn.items()]
+        ranks = [
+            SavedRank(rank, *own.drawn.edges, own.next or None, sorted(own.missed))
+            for rank, own in self._ranks.items()
+            if own.drawn
+        ]
         return SavedLedger([], ranks, self._count, self._resets)
 
     def entries(self) -> list[tuple[Entry, str, int]]:
@@ -248,10 +277,9 @@ class Ledger:
         """Load what was saved, or the next slice of it. The samples' indexes are greater by ``shift``."""
         self._count, self._resets = saved.count, saved.resets
         for rank in saved.ranks:
-            self._drawn[rank.rank] = runs = Runs.of_edges(rank.starts, rank.stops)
-            self._end = max(self._end, runs.end())
-            if rank.next_index is not None:
-                self._next_index[rank.rank] = rank.next_index
+            drawn = Runs.of_edges(rank.starts, rank.stops)
+            self._ranks[rank.rank] = _Rank(drawn, next=rank.next_index or 0, missed=set(rank.missed))
+            self._end = max(self._end, drawn.end())
         for batch in saved.entries:
             indexes = unpack_indexes(batch.indexes) + shift
             consumes = indexes if batch.consumes is None else unpack_indexes(batch.consumes) + shift
@@ -266,18 +294,30 @@ class Ledger:
         """Set the prefix of the tokens of later batches."""
         self._name = name
 
-    def owns(self, counts: Mapping[int, int]) -> bool:
-        """Whether each batch owns as many samples as were given under its number."""
-        return all(entry.owned == counts.get(number, 0) for number, entry in self._by_number.items())
+    def finish_loading(self, counts: Mapping[int, int]) -> bool:
+        """All slices are in. Returns whether they agree.
+
+        Each batch must own as many samples as were given under its number, and what was missed must be open.
+        """
+        ranks = self._ranks.values()
+        for own in ranks:
+            own.pass_settled()
+        return all(own.missed <= own.open.keys() and max(own.missed, default=-1) < own.next for own in ranks) and all(
+            entry.owned == counts.get(number, 0) for number, entry in self._by_number.items()
+        )
 
     def check_invariants(self, given: npt.NDArray[np.int32]) -> None:
         """``given``: the entry number of each live sample. Raises AssertionError; for tests."""
-        filed = {(rank, index): entry for rank, own in self._ranks.items() for index, entry in own.items()}
+        filed = {(rank, index): entry for rank, own in self._ranks.items() for index, entry in own.open.items()}
         assert {id(entry) for entry in filed.values()} == set(map(id, self._by_number.values())), "known both ways"
         numbers, counts = np.unique(given[given > 0], return_counts=True)
         owned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         assert self._num_open == sum(entry.owned for entry in filed.values()), "samples of open batches are counted"
-        assert self._end == max((runs.end() for runs in self._drawn.values()), default=0), "the last batch is known"
+        assert self._end == max((own.drawn.end() for own in self._ranks.values()), default=0), "the last batch is known"
+        for own in self._ranks.values():
+            assert own.missed <= own.open.keys(), "what was missed is open"
+            assert own.missed <= set(range(own.next)), "what was missed was given"
+            assert own.next in own.open or own.next not in own.drawn, "the next batch is not settled"
         for key, entry in filed.items():
             assert entry.key == key, f"{key} is filed under its key"
             assert self.holds(key), f"{key} is known as drawn"

@@ -48,6 +48,8 @@ class Partition:
         self.num_free = 0
         self.num_reserved = 0
         self._first_free = 0  # no row below it is free
+        self.missing_free = 0
+        """While it is loaded: pre-allocated samples that writers had reserved, and that are made anew."""
         self.num_puts = 0
         self.preallocate = preallocate
         self.incarnation = incarnation
@@ -75,6 +77,8 @@ class Partition:
     def reserve(self, count: int) -> Rows:
         """Reserve rows for one put: pre-allocated ones first, lowest first, then new ones."""
         self.check_open(count)
+        if self.table.copies:
+            self.table.copies.make()
         if self.preallocate > 1 and not self.num_free and not self._has_begun():
             self.make_free(self.preallocate)
         at: Rows | slice
@@ -130,6 +134,8 @@ class Partition:
         rows = self.rows_of(indexes)
         self._check_published(rows)
         self.schema.check(specs, self.name, len(rows))
+        if self.table.copies:
+            self.table.copies.make()
         self.set_tags(tags, merge=True)
         self.num_rewrites += not self.num_reserved or bool((self.table.column("state")[rows] == RowState.LIVE).any())
         self.make_live(rows)
@@ -187,6 +193,8 @@ class Partition:
 
     def seal(self) -> None:
         """Allow no more samples. Active writes may still publish; unused pre-allocated rows are deleted."""
+        if self.table.copies:
+            self.table.copies.make()
         self.sealed = True
         if self.num_free:
             self._release((self.table.column("state") == RowState.FREE).nonzero()[0])
@@ -198,6 +206,8 @@ class Partition:
 
     def release_reserved(self, rows: Rows) -> Indexes:
         """Release reserved rows of a write that won't be published, but no live rows. Returns their indexes."""
+        if self.table.copies:
+            self.table.copies.make()
         state = self.table.column("state")
         held = ascending(rows[_RESERVED[state[rows]]])
         missing = int(np.count_nonzero(state[held] == RowState.RESERVED_FREE))
@@ -231,6 +241,8 @@ class Partition:
         return True
 
     def _withdraw(self, indexes: Indexes) -> None:
+        if self.table.copies:
+            self.table.copies.make()
         self.num_published -= len(indexes)
         self.num_withdrawn += len(indexes)
         self.clear(indexes)
@@ -266,6 +278,8 @@ class Partition:
         """Replace each sample's tags, or merge them; samples that aren't here are ignored."""
         if not tags:
             return
+        if self.table.copies:
+            self.table.copies.make()
         indexes = np.fromiter(tags, dtype=np.int64, count=len(tags))
         rows, found = self.table.find(indexes)
         self.tags.put(rows[found], [tags[index] for index in indexes[found].tolist()], merge)
@@ -278,6 +292,8 @@ class Partition:
     def consumer(self, task: str) -> Consumer:
         consumer = self.consumers.get(task)
         if consumer is None:
+            if self.table.copies:
+                self.table.copies.make()
             made = [str(number) for number in (self._restored, self._num_forgotten or None) if number is not None]
             tokens = ".".join([self._tokens(task), *made])  # no earlier consumer of the task used this prefix
             consumer = Consumer(task, tokens, self.table, self.schema, self.tags)
@@ -321,9 +337,11 @@ class Partition:
 
     def forget_task(self, task: str) -> bool:
         """Delete everything about a task. Returns whether it has read here."""
-        consumer = self.consumers.pop(task, None)
-        if consumer is None:
+        if task not in self.consumers:
             return False
+        if self.table.copies:
+            self.table.copies.make()
+        consumer = self.consumers.pop(task)
         consumer.drop_columns()
         self._num_forgotten += 1
         return True
@@ -377,6 +395,8 @@ class Partition:
         """Delete samples. Returns the indexes that were here; unknown ones are ignored."""
         rows, found = self.table.find(indexes)
         rows = ascending(rows[found])
+        if len(rows) and self.table.copies:
+            self.table.copies.make()
         for consumer in self.consumers.values():
             consumer.cleared(rows)
         cleared = self._release(rows)

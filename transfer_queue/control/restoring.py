@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from transfer_queue.calls import Calls
 from transfer_queue.control.draw import Task, Tasks, foreign
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import MAX_INDEX, IndexAllocator, RowState, one_of
 from transfer_queue.control.saved import SavedPartition, SavedQueue, SavedSampler, SavedTask
-from transfer_queue.control.snapshot import kind_of
-from transfer_queue.control.state import PlaneState
+from transfer_queue.control.snapshot import FrozenPartition, kind_of, planned, slice_of
+from transfer_queue.control.state import PlaneConfig, PlaneState
 from transfer_queue.errors import CheckpointError, StorageFullError
 from transfer_queue.protocol import Indexes, unpack_indexes
 from transfer_queue.sampler.base import BaseSampler
@@ -25,6 +26,14 @@ from transfer_queue.sampler.registry import resolve
 
 _SAVED = one_of(RowState.LIVE, RowState.FREE)
 _PUT_COLUMNS = ("put_offset", "put_size", "put_number")
+
+
+def recut(whole: SavedQueue) -> Iterator[SavedQueue]:
+    """The slices of a saved queue that was not cut. Raises CheckpointError where it contradicts itself."""
+    restored = Restored(PlaneState(PlaneConfig(), Calls()), 0, 0.0)
+    restored.add(whole)
+    for number, sections in enumerate(planned(FrozenPartition(each, 0.0) for each in restored.partitions.values())):
+        yield slice_of(whole, [partition.save(section) for partition, section in sections], number)
 
 
 class Restored:
@@ -36,7 +45,6 @@ class Restored:
         self._state, self._shift, self._now = state, shift, now
         self._head: SavedQueue | None = None
         self._given: dict[tuple[str, str], Counter[int]] = {}
-        self._missing_free: dict[str, int] = {}
 
     def add(self, saved: SavedQueue) -> None:
         """The next slice. Raises CheckpointError where the saved state contradicts itself."""
@@ -88,7 +96,7 @@ class Restored:
             partition.sealed, partition.num_published = saved.sealed, saved.num_published
             partition.num_puts = saved.num_puts
             partition.last_published = None if saved.published_ago_s is None else self._now - saved.published_ago_s
-            self._missing_free[saved.name] = saved.missing_free
+            partition.missing_free = saved.missing_free
             self.partitions[saved.name] = partition
         elif next(reversed(self.partitions)) != saved.name:
             raise ValueError(f"partition {saved.name!r} is there twice")
@@ -126,8 +134,9 @@ class Restored:
         self.tasks = _restore_tasks(saved, state, self._shift)
         with _contradictions():
             self._check()
-            for name, partition in self.partitions.items():
-                partition.make_free(self._missing_free[name])  # their indexes must come after all others
+            for partition in self.partitions.values():
+                partition.make_free(partition.missing_free)  # their indexes must come after all others
+                partition.missing_free = 0
                 partition.restored_as(self.incarnations)
         capacity = state.config.capacity
         if capacity is not None and self.allocator.num_used > capacity:
@@ -147,8 +156,8 @@ class Restored:
         if together[-1] >= self.allocator.next_index:
             raise ValueError("an index was never handed out")
         for (name, task), given in self._given.items():
-            if not self.partitions[name].consumers[task].ledger.owns(given):
-                raise ValueError(f"batches of task {task!r} own other samples than partition {name!r} says")
+            if not self.partitions[name].consumers[task].ledger.finish_loading(given):
+                raise ValueError(f"batches of task {task!r} in partition {name!r} are others than its samples say")
 
     def drop(self) -> None:
         """Discard what was built."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,18 @@ def positions_in(values: Indexes, wanted: Indexes) -> tuple[Rows, npt.NDArray[np
     return positions, found
 
 
+class PendingCopies(list[Callable[[], None]]):
+    """Freezes that read a partition where it lies: each copies it before anything that is saved of it changes.
+
+    So whatever changes a partition calls ``make`` first, if there are any.
+    """
+
+    def make(self) -> None:
+        while self:
+            self[-1]()
+            self.pop()  # not before, so that a copy that failed is tried again
+
+
 class RowTable:
     """Named columns of equal length that grow together, and shrink once half of the rows are dead.
 
@@ -64,6 +77,7 @@ class RowTable:
     def __init__(self) -> None:
         self.size = 0
         self.num_dead = 0
+        self.copies = PendingCopies()
         self._columns: dict[str, npt.NDArray[Any]] = {}
         self._fill: dict[str, Any] = {}
         self.add_column("index", np.int64)

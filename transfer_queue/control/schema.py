@@ -85,6 +85,7 @@ class Schema:
                     f"field {name!r} of partition {partition!r} can't be declared as {_declaration(declared)}: it was "
                     f"declared otherwise, or has samples of another dtype. Declare it alike, and before the first put."
                 )
+        self._table.copies.make()
         for name, declared in fields.items():
             self._declared[name] = declared
             self.expect(name)
@@ -128,6 +129,7 @@ class Schema:
                 has, units = self._table.column(_has(name)), self._table.column(_unit(name))
                 rows = (has & (units == unit)).nonzero()[0]
                 if len(rows):
+                    self._table.copies.make()
                     has[rows], units[rows] = False, 0
                     lost[name] = rows
         return lost

@@ -65,43 +65,42 @@ class Taken(Holding):
     If its client never gets it, it is given again.
     """
 
-    __slots__ = ("_num_resets", "_partition", "_serial", "_state", "batch", "consumer", "drawn")
+    __slots__ = ("_num_resets", "_partition", "_state", "_token", "batch", "consumer", "drawn")
 
-    def __init__(self, state: PlaneState, served: ServedFetch, batch: BatchKey | None) -> None:
-        self._state, partition = state, served.partition
-        self._partition, self._serial = partition.name, partition.serial
+    def __init__(self, state: PlaneState, served: ServedFetch, batch: BatchKey | None, token: str | None) -> None:
+        self._state, self._partition = state, served.partition.name
         self.consumer = served.consumer  # the object itself, because the task may be deleted and created again
         self._num_resets = served.consumer.ledger.num_resets
-        self.drawn, self.batch = served.drawn, batch
+        self.drawn, self.batch, self._token = served.drawn, batch, token
 
     def undo(self) -> bool:
-        partition = self._state.find(self._partition, self._serial)
+        partition = self._state.partitions.get(self._partition)
         if partition is not None:
-            if self._is_current(partition):
-                self._release(partition)
+            self._release(partition)
             self._state.changed(partition)
         return True
 
-    def _is_current(self, partition: Partition) -> bool:
-        """Otherwise it may be drawn again already."""
-        consumer = self.consumer
-        return partition.consumers.get(consumer.task) is consumer and consumer.ledger.num_resets == self._num_resets
-
     def _release(self, partition: Partition) -> None:
         """Its samples are drawn again, or its rank gets the same share again."""
-        ledger, drawn, number = self.consumer.ledger, self.drawn, UNLEDGERED
-        if self.batch is not None:
-            entry = ledger.get(self.batch)
-            if entry is None:
+        consumer = partition.consumers.get(self.consumer.task)
+        if consumer is None:
+            return
+        drawn, number = self.drawn, UNLEDGERED
+        if self.batch is None:
+            if consumer is not self.consumer or consumer.ledger.num_resets != self._num_resets:
+                return  # it may be drawn again already
+        else:
+            entry = consumer.ledger.get(self.batch)
+            if entry is None or entry.token != self._token:  # it has the same token if it was restored meanwhile
                 return
             if (entry.dp_size or 1) > 1:
-                ledger.missed(self.batch)
+                consumer.ledger.missed(self.batch)
                 return
             # The rank's next fetch may ask for other fields, or another number of samples.
-            ledger.close(entry)
+            consumer.ledger.close(entry)
             drawn, number = entry.consumes, entry.number
         rows, found = partition.table.find(drawn)
-        self.consumer.release(rows[found], number)
+        consumer.release(rows[found], number)
 
 
 class Reading(Holding):
@@ -217,8 +216,8 @@ class ServedFetch:
     def holdings(self, state: PlaneState, batch: Batch) -> list[Holding]:
         """What a fetch that did not name this batch holds."""
         if batch.batch_index is not None:
-            return [Taken(state, self, (self._rank, batch.batch_index))]
-        taken: Holding = Taken(state, self, None)
+            return [Taken(state, self, (self._rank, batch.batch_index), batch.token)]
+        taken: Holding = Taken(state, self, None, None)
         kind = Arriving if self._fetch.with_values and batch.lies_in_front else Unread
         return [taken, kind(self, batch.indexes)]
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a control plane at one moment, as plain data: what a checkpoint holds besides the values.
+"""The state of a control plane at one moment, cut into slices: what a checkpoint holds besides the values.
 
-The moment itself takes a few milliseconds: columns of numbers are copied. Slices are made one by one later, while the
-queue goes on. Keys and tags that change or are deleted before that are kept for them.
+A freeze only marks the partitions. They are read where they lie, slice by slice, while the queue goes on. One that is
+about to change before it was read hands its columns of numbers to the freeze first. Its keys and tags are not copied:
+those that change or are deleted after that are kept.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -18,30 +19,28 @@ from transfer_queue.control.draw import Task, foreign
 from transfer_queue.control.ledger import save_entry
 from transfer_queue.control.partition import Partition
 from transfer_queue.control.rows import RowState, one_of
-from transfer_queue.control.saved import (
-    BATCHES,
-    FORMAT,
-    ROWS,
-    SavedConsumer,
-    SavedPartition,
-    SavedQueue,
-    SavedSampler,
-    SavedTask,
-    grouped,
-    later,
-    num_cuts,
-)
+from transfer_queue.control.saved import FORMAT, SavedConsumer, SavedPartition, SavedQueue, SavedSampler, SavedTask
 from transfer_queue.control.state import PlaneState
 from transfer_queue.errors import CheckpointError
-from transfer_queue.protocol import Indexes, pack_indexes
+from transfer_queue.protocol import pack_indexes
 from transfer_queue.sampler.base import BaseSampler
 
+ROWS = 3000
+"""Rows of one slice: some milliseconds."""
+BATCHES = 1000
+"""Batches of each ledger in one slice: they take longer."""
+_PARTITION = 100
+"""A partition costs as much as so many rows."""
 _SAVED = one_of(RowState.LIVE, RowState.FREE)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Snapshot:
-    """Everything that decides about later requests, except what sessions wait for, reserved, or produce."""
+    """Everything that decides about later requests, except what sessions wait for, reserved, or produce.
+
+    ``num_parts``: how many slices there are, as far as is known. There is one more until the last one is made.
+    ``next_index``: samples with a lower index may be in it.
+    """
 
     def __init__(self, state: PlaneState, now: float) -> None:
         """
@@ -54,68 +53,104 @@ class Snapshot:
         )  # fmt: skip
         _check(self._head)
         self._state = state
-        self._partitions = [_Frozen(partition, now) for partition in state.partitions.values()]
-        self._slices = grouped(
-            (_Section(each, at), each.section_rows) for each in self._partitions for at in range(each.num_sections)
-        )
-
-        self.num_parts = len(self._slices)
+        self._partitions = [FrozenPartition(partition, now) for partition in state.partitions.values()]
+        self._slices = planned(self._partitions)
+        self._next = next(self._slices, None)
+        self.next_index, self.num_parts = state.allocator.next_index, 1
         state.snapshots.add(self)
 
     def part(self, number: int) -> bytes:
-        """One slice. Raises IndexError where there are fewer."""
-        partitions = [section.partition.save(section.number) for section in self._slices[number]]
-        head = self._head
-        return _encoder.encode(
-            later(head, partitions) if number else msgspec.structs.replace(head, partitions=partitions)
-        )
-
-    def live(self) -> Indexes:
-        """Samples of all partitions, ascending."""
-        parts = [np.empty(0, dtype=np.int64), *(each.live() for each in self._partitions)]
-        together = np.concatenate(parts)
-        together.sort(kind="stable")  # the quick way to merge what is sorted already
-        return together
+        """The next slice; the first one is number 0."""
+        assert self._next is not None, "there are no more slices"
+        partitions = [partition.save(section) for partition, section in self._next]
+        self._next = next(self._slices, None)
+        self.num_parts = number + 1 + (self._next is not None)
+        return _encoder.encode(slice_of(self._head, partitions, number))
 
     def close(self) -> None:
         """Release everything; no further slice is needed. Idempotent."""
         for each in self._partitions:
-            each.close()
-        self._partitions, self._slices = [], []
+            each.release()
+        self._partitions, self._next = [], None
         self._state.snapshots.discard(self)
 
 
-class _Frozen:
-    """One partition as it is now."""
+def slice_of(head: SavedQueue, partitions: list[SavedPartition], number: int) -> SavedQueue:
+    """A slice; only the first one has tasks and samplers."""
+    if number:
+        return SavedQueue(FORMAT, head.next_index, head.incarnations, partitions, [], SavedSampler("", {}))
+    return msgspec.structs.replace(head, format=FORMAT, partitions=partitions)
+
+
+Section = tuple["FrozenPartition", int]
+"""A partition, and which of its sections."""
+
+
+def planned(partitions: Iterable[FrozenPartition]) -> Iterator[list[Section]]:
+    """The sections of each slice. There is at least one slice, and a partition is looked at when it is its turn."""
+    group: list[Section] = []
+    room = ROWS
+    for partition in partitions:
+        count = partition.num_sections()
+        cost = _PARTITION + (ROWS if count > 1 else partition.num_rows)
+        for number in range(count):
+            if group and cost > room:
+                yield group
+                group, room = [], ROWS
+            group.append((partition, number))
+            room -= cost
+    yield group
+
+
+class FrozenPartition:
+    """One partition as it was at the freeze. It is read where it lies until it changes."""
+
+    __slots__ = ("_changed", "_consumers", "_gone", "_head", "_now", "_num_sections", "_partition", "_schema", "_table")
 
     def __init__(self, partition: Partition, now: float) -> None:
-        last = partition.last_published
-        self._keys, self._tags = partition.keys, partition.tags
-        self._gone, self._changed = partition.keys.watch(), partition.tags.watch()
-        self._table = partition.table.frozen()
-        self._schema = partition.schema.frozen(self._table)
+        self._partition, self._now = partition, now
+        self._table, self._schema = partition.table, partition.schema
+        self._gone: dict[int, str] | None = None
+        self._changed: dict[int, bytes | None] | None = None
+        self._head: SavedPartition | None = None
+        self._consumers: list[_FrozenConsumer] = []
+        self._num_sections = 0
+        partition.table.copies.append(self._copy)
+
+    @property
+    def num_rows(self) -> int:
+        return self._table.size
+
+    def num_sections(self) -> int:
+        """Into how many it is cut. It has one at least."""
+        if not self._num_sections:
+            self._look()
+        return self._num_sections
+
+    def _look(self) -> None:
+        """Keep what is not in columns. Nothing of it has changed since the freeze."""
+        partition, last, state = self._partition, self._partition.last_published, self._table.column("state")
         self._consumers = [_FrozenConsumer(each) for each in partition.consumers.values()]
-        state = self._table.column("state")
+        missing = 0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE))
         self._head = SavedPartition(
             partition.name, partition.incarnation, partition.sealed, partition.num_samples, partition.num_published,
             partition.num_puts, partition.preallocate, b"", b"", b"", b"", b"", [], [],
-            published_ago_s=None if last is None else now - last,
-            missing_free=0 if partition.sealed else int(np.count_nonzero(state == RowState.RESERVED_FREE)),
+            published_ago_s=None if last is None else self._now - last, missing_free=partition.missing_free + missing,
         )  # fmt: skip
-        self.num_sections = num_cuts(self._table.size, (len(each.entries) for each in self._consumers))
+        cuts = (-(-len(each.entries) // BATCHES) for each in self._consumers)
+        self._num_sections = max(1, -(-self._table.size // ROWS), *cuts)
 
-    def live(self) -> Indexes:
-        live: Indexes = self._table.column("index")[self._table.column("state") == RowState.LIVE]
-        return live
-
-    @property
-    def section_rows(self) -> int:
-        """Rows of one section, or what is as much work."""
-        return ROWS if self.num_sections > 1 else self._table.size
+    def _copy(self) -> None:
+        """The partition is about to change."""
+        self.num_sections()
+        self._table = self._table.frozen()
+        self._schema = self._schema.frozen(self._table)
+        self._gone, self._changed = self._partition.keys.watch(), self._partition.tags.watch()
 
     def save(self, number: int) -> SavedPartition:
-        """One section."""
-        table, start = self._table, number * ROWS
+        """One section; the last one ends the freeze of this partition."""
+        table, start, head = self._table, number * ROWS, self._head
+        assert head is not None, "a partition is planned before it is saved"
         rows = _SAVED[table.column("state")[start : start + ROWS]].nonzero()[0] + start
         index, state = table.column("index")[rows], table.column("state")[rows]
         is_live = state == RowState.LIVE
@@ -123,29 +158,34 @@ class _Frozen:
             np.where(is_live, table.column(name)[rows], 0).astype("<i4").tobytes()
             for name in ("put_offset", "put_size", "put_number")
         )
-        keys, named = self._keys.names_of(index[is_live], self._gone)
-        tagged, tags = self._tags.save(index, self._changed)
-        return msgspec.structs.replace(
-            self._head, index=pack_indexes(index), state=state.tobytes(),
+        keys, named = self._partition.keys.names_of(index[is_live], self._gone or {})
+        tagged, tags = self._partition.tags.save(index, self._changed or {})
+        saved = msgspec.structs.replace(
+            head, index=pack_indexes(index), state=state.tobytes(),
             put_offset=offset, put_size=size, put_number=put, fields=self._schema.save(rows),
             consumers=[each.save(number, table.column(each.given)[rows], table.column(each.consumed)[rows])
                        for each in self._consumers],
             keys=keys, key_indexes=pack_indexes(named), tagged=pack_indexes(tagged), tags=tags,
-            missing_free=0 if number else self._head.missing_free,
+            missing_free=0 if number else head.missing_free,
         )  # fmt: skip
+        if number + 1 == self._num_sections:
+            self.release()
+        return saved
 
-    def close(self) -> None:
-        self._keys.unwatch(self._gone)
-        self._tags.unwatch(self._changed)
-
-
-class _Section(NamedTuple):
-    partition: _Frozen
-    number: int
+    def release(self) -> None:
+        """Let the partition change without a copy. Idempotent."""
+        copies = self._partition.table.copies
+        if copies and self._copy in copies:
+            copies.remove(self._copy)
+        self._table, self._schema = self._partition.table, self._partition.schema
+        self._head, self._consumers = None, []  # here, because all at once in the end would take long
+        if self._gone is not None and self._changed is not None:
+            self._partition.keys.unwatch(self._gone)
+            self._partition.tags.unwatch(self._changed)
 
 
 class _FrozenConsumer:
-    """One task's view of a partition as it is now. ``given``, ``consumed``: names of its columns."""
+    """One task's view of a partition at the freeze. ``given``, ``consumed``: names of its columns."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._head = consumer.save()

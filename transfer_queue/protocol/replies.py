@@ -180,7 +180,7 @@ class ChangedKeys(Reply, frozen=True):
 
 
 class Frozen(Reply, frozen=True):
-    """A part of the queue's state. There are ``num_parts`` of them, the first one is number 0."""
+    """A part of the queue's state; the first one is number 0. ``num_parts``: there is one more, or this is the last."""
 
     state: bytes
     num_parts: int = 1
