@@ -13,7 +13,7 @@ import torch
 from tests.contract.storage_kit import until
 from tests.contract.units_kit import PAGE, ROOM, SmallQueue, held, pages
 from transfer_queue import TransferQueueClient
-from transfer_queue.errors import BatchTimeoutError, QueueUnreachableError, UnitLostError
+from transfer_queue.errors import BatchTimeoutError, UnitLostError
 from transfer_queue.storage.shm.shared_memory import SharedMemoryManager
 
 KINDS: dict[str, Callable[[Path], SmallQueue]] = {
@@ -150,12 +150,11 @@ def test_a_put_whose_unit_ends_before_its_publish_is_put_elsewhere(queue, monkey
 
 
 @pytest.mark.parametrize("count", [10, 60])
-def test_a_put_whose_unit_ends_between_publish_and_commit_has_one_effect_and_its_lost_values_are_told(
+def test_a_put_whose_unit_ends_when_it_is_published_has_one_effect_and_its_lost_values_are_told(
     queue, monkeypatch, count
 ):
     client = queue.start(ROOM, ROOM, ROOM).client()
-    manager = manager_of(client)
-    monkeypatch.setattr(manager, "commit", ending(queue, manager.commit, "before"))
+    monkeypatch.setattr(manager_of(client), "written", lambda call, units: queue.end(units[0][0]))
     meta = client.put(pages(count), partition_id="p")
     survived = sum(values_by_unit(client))
     assert client.get_stats()["partitions"]["p"]["samples"] == count
@@ -164,28 +163,6 @@ def test_a_put_whose_unit_ends_between_publish_and_commit_has_one_effect_and_its
         intact = client.get_meta(["x"], survived, "p", task_name="t")
         chosen = [meta.global_indexes.index(index) for index in intact.global_indexes]
         assert column(client, intact).equal(pages(count)["x"][chosen])
-
-
-@pytest.mark.parametrize("count", [10, 60])
-def test_a_put_whose_commit_reaches_no_unit_before_the_controller_misses_it_has_succeeded_too(
-    queue, monkeypatch, count
-):
-    client = queue.start(ROOM, ROOM, ROOM).client()
-    manager = manager_of(client)
-
-    async def unreachable(*_: Any) -> Any:
-        raise QueueUnreachableError("the unit has ended")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(manager, "_ask_units", unreachable)
-        meta = client.put(pages(count), partition_id="p")
-    assert client.get_stats()["partitions"]["p"]["samples"] == count, "else it would be put again, and come twice"
-    other = queue.client()
-    until(manager_of(other), lambda stats: not sum(unit.uncommitted_nbytes for unit in stats))
-    assert column(other, meta).equal(pages(count)["x"]), "a unit that lives keeps what was published"
-    other.put(pages(count, first=count), metadata=meta[:])
-    client.close()
-    assert column(other, meta).equal(pages(count, first=count)["x"]), "what came later stays, too"
 
 
 def test_a_put_into_a_queue_without_units_is_refused_and_reserves_nothing(queue):

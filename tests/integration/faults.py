@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import torch
-from clients import connect
 
 import transfer_queue as tq
+from tests.integration.clients import connect
 from transfer_queue.transport.base import NOBODY_WAITS
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.framing import Inbound, Message, encode

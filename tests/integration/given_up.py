@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from calls import blocking, check_does_not_block, fetch_of
-from clients import connect
 
 import transfer_queue as tq
+from tests.integration.calls import blocking, check_does_not_block, fetch_of
+from tests.integration.clients import connect
 from tests.integration.faults import (
     IMPATIENT_S,
     NOTICE_S,

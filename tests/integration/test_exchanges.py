@@ -49,7 +49,8 @@ def write(together: bool, numbers: int, begin: str = "Reserve") -> list[list[str
     lease = [["Lease"]] if numbers > SIZES["inline"] else []
     if together:
         return [*lease, ["Put"]]
-    return [[begin], *lease, ["Write"], ["Publish"], ["Commit"]]
+    commit = [["Commit"]] if begin == "CheckFields" else []  # values of new samples need none
+    return [[begin], *lease, ["Write"], ["Publish"], *commit]
 
 
 # ---- puts ----

@@ -224,7 +224,10 @@ def test_new_samples_whose_field_is_declared_otherwise_meanwhile_are_refused(cli
         pytest.raises(tq.SchemaConflictError, match="declared as dtype float32, this put brings dtype int64"),
     ):
         client.put(rows(a=torch.arange(count)), partition_id=name)
-    assert (other.get_stats()["partitions"][name]["samples"], values(other), held(other, name)) == (0, num_values, 0)
+    nothing = (0, num_values, 0)
+    assert until(
+        lambda: (other.get_stats()["partitions"][name]["samples"], values(other), held(other, name)) == nothing
+    )
 
 
 @pytest.mark.parametrize("count", [2, 1500], ids=["one unit", "two units"])

@@ -172,8 +172,9 @@ def tags_by_row(tags: Any, count: int) -> dict[int, dict[str, Any]]:
                 f"tags of row {row} are a {type(own).__name__}, {own!r:.50}: give a mapping of names to plain data, or "
                 f"None."
             )
-    check_tags(found := {row: copy_tags(own) for row, own in enumerate(tags) if own})
-    return found
+    found = {row: own for row, own in enumerate(tags) if own}
+    check_tags(found)
+    return {row: copy_tags(own) for row, own in found.items()}
 
 
 def checked_wait(verb: str, timeout_s: float) -> float:

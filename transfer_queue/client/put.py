@@ -83,9 +83,10 @@ class WriteTransaction:
         indexes: list[int] = []
         publish: p.Publish | None = None
         units: p.UnitRuns | None = None
-        stored, fresh = False, isinstance(begin, p.Reserve)
+        stored = False
         try:
             answer = await session.send(begin, p.Reply, begin.wait_s, keep=True)
+            fresh = isinstance(answer, p.Reserved) or (isinstance(answer, p.Batch) and answer.fresh)
             packed = begin.indexes if isinstance(begin, p.CheckFields) else answer.indexes  # type: ignore[attr-defined]
             indexes = p.unpack_indexes(packed).tolist()
             if self._columns is not None:

@@ -285,7 +285,8 @@ def _bind_keys(state: PlaneState, call: Call, request: p.ResolveKeys) -> p.Reply
         state.producers.announced(call, request.fields)
         if len(new) < len(request.keys):
             state.calls.hold(call, Permit(state, call, replaces))
-    return describe_keys(partition, request.id, request.keys)
+    batch = describe_keys(partition, request.id, request.keys)
+    return msgspec.structs.replace(batch, fresh=True) if len(new) == len(request.keys) else batch
 
 
 def describe_keys(partition: Partition, request_id: int, keys: Sequence[str]) -> p.Batch:

@@ -161,7 +161,7 @@ class SharedMemoryManager(StorageManager):
         data = await parsed_rows(data, data_parser)
         indexes = as_indexes(metadata.global_indexes)
         check_rows(data, indexes)
-        if await self._store(indexes, self.prepare(data), fresh=False) is not None:
+        if await self._store(indexes, self.prepare(data)) is not None:
             raise InvalidRequestError(
                 "put_data stores values where no reader finds them if a queue has several storage units: use put()."
             )
@@ -227,20 +227,17 @@ class SharedMemoryManager(StorageManager):
     async def store(self, indexes: Sequence[int], columns: Mapping[str, WireColumn]) -> UnitRuns | None:
         from transfer_queue.storage.pack import BytesColumn
 
-        return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()}, fresh=True)
+        return await self._store(indexes, {name: BytesColumn(column) for name, column in columns.items()})
 
-    async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns, fresh: bool) -> UnitRuns | None:
+    async def _store(self, indexes: Sequence[int] | IntArray, columns: MemoryColumns) -> UnitRuns | None:
         if not columns or not len(indexes):
             return None
         call, caller = self.session.number(), self.session.caller
         try:
-            units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s, fresh)
+            units = await self._writer.write(call, as_indexes(indexes), columns, self._put_timeout_s, fresh=False)
         except SessionEndedError:
             self.session.renew(caller)
             raise
-        if fresh:
-            self.written(call, units)
-            return units
         try:
             await self.commit(call, units)
         except BaseException:
