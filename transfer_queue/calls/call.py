@@ -62,8 +62,8 @@ class Effect(Holding):
 class Call:
     """A request under way, or one whose answer or holdings are kept. ``values``: frames that travel with the answer."""
 
-    __slots__ = ("client", "envelope", "frames", "holdings", "kind", "number", "reply", "request", "since", "steps",
-                 "values", "wait")  # fmt: skip
+    __slots__ = ("client", "envelope", "frames", "holdings", "is_registered", "kind", "number", "reply", "request",
+                 "since", "steps", "values", "wait")  # fmt: skip
 
     def __init__(
         self, client: str, request: Request, since: float = 0.0, frames: Sequence[memoryview] = (), envelope: Any = None
@@ -77,14 +77,10 @@ class Call:
         self.envelope = envelope
         self.values: Sequence[Any] = ()
         self.holdings: list[Holding] = []
+        self.is_registered = False
         self.reply: Reply | None = None
         self.wait: Wait | None = None
         self.steps: Steps | None = None
-
-    def answered(self, reply: Reply) -> None:
-        """Only the reply is kept, and what the call holds."""
-        self.reply = reply
-        self.request, self.frames, self.envelope = None, (), None
 
     @property
     def is_under_way(self) -> bool:

@@ -66,14 +66,8 @@ class Calls:
         session = self._sessions.get(call.client)
         known = None if session is None else session.calls.get(call.number)
         if known is None or not self._is_known(known, call):
-            self._act(call, lambda: self._verb(call)(call, call.request))
+            self._begin(call)
         return self.work()
-
-    def _verb(self, call: Call) -> Verb:
-        verb = self.verbs.get(call.kind)
-        if verb is None:
-            raise ProtocolError(f"this server does not serve {call.kind.__name__}: it is of another kind.")
-        return verb
 
     def _is_known(self, known: Call, call: Call) -> bool:
         """Whether this call came before. If it was answered, it gets the same answer."""
@@ -92,10 +86,14 @@ class Calls:
             ))))  # fmt: skip
         return True
 
-    def _act(self, call: Call, act: Callable[[], Reply | Wait | Steps | None]) -> None:
+    def _begin(self, call: Call) -> None:
         """The one guard of requests: whatever is wrong with one, its caller gets the error, and others are served."""
+        result: Reply | Wait | Steps | None
         try:
-            result = act()
+            verb = self.verbs.get(call.kind)
+            if verb is None:
+                raise ProtocolError(f"this server does not serve {call.kind.__name__}: it is of another kind.")
+            result = verb(call, call.request)
         except BaseException as error:  # foreign code may raise anything, and no Ctrl-C reaches a server
             result = self.failed(call, error)
         if isinstance(result, Reply):
@@ -140,41 +138,44 @@ class Calls:
     def _answer(self, call: Call, reply: Reply) -> None:
         """The call is answered. An error has no effect, so what the call has taken is undone."""
         self._answers.append(Answer(call, call.request, call.envelope, reply, call.values))
-        known = self.find(call.client, call.number)
-        if known is not call:
+        if not call.is_registered:
             return
         if isinstance(reply, Failed):
             self._forget(call)
             self._undo(call.holdings)
         elif call.holdings:
-            call.answered(reply)
+            call.reply = reply  # only this is kept, and what the call holds
+            call.request, call.frames, call.envelope = None, (), None
         else:
             self._forget(call)
 
     # ---- what calls hold ----
 
     def _register(self, call: Call) -> Call:
+        """The call as others find it. A further step belongs to the call that it goes on with."""
+        if call.is_registered:
+            return call
         session = self._sessions.get(call.client)
         if session is None:
             session = self._sessions[call.client] = _Session()
-        return session.calls.setdefault(call.number, call)
+        known = session.calls.setdefault(call.number, call)
+        call.is_registered = known is call
+        return known
 
     def _forget(self, call: Call) -> None:
-        session = self._sessions.get(call.client)
-        if session is not None and session.calls.get(call.number) is call:
+        if call.is_registered:
+            call.is_registered = False
+            session = self._sessions[call.client]
             del session.calls[call.number]
-            self._drop_if_empty(call.client, session)
-
-    def _drop_if_empty(self, client: str, session: _Session) -> None:
-        if not session.calls and not session.holdings:
-            del self._sessions[client]
+            if not session.calls and not session.holdings:
+                del self._sessions[call.client]
 
     def hold(self, call: Call, holding: Holding) -> None:
         """The call has taken this. A further step of a call adds to what the call holds."""
         if holding.until is Until.SESSION:
             self._sessions.setdefault(call.client, _Session()).holdings.append(holding)
         else:
-            self._register(call).holdings.append(holding)
+            (call if call.is_registered else self._register(call)).holdings.append(holding)
 
     def find(self, client: str, number: int) -> Call | None:
         """A call that is under way, or whose answer or holdings are kept."""
@@ -186,21 +187,22 @@ class Calls:
         call = self.find(client, number)
         return [] if call is None else [each for each in call.holdings if isinstance(each, kind)]
 
-    def release(self, client: str, number: int, *holdings: Holding) -> None:
-        """The call no longer holds these; nothing else happens to them."""
-        call = self.find(client, number)
-        if call is None:
-            return
-        call.holdings = [each for each in call.holdings if each not in holdings]
-        if not call.holdings and not call.is_under_way and call.reply is not None:
-            self._forget(call)
-
     def take(self, client: str, number: int, kind: type[H]) -> list[H]:
-        """Remove and return what a call holds of this kind."""
-        found = self.held(client, number, kind)
-        if found:
-            self.release(client, number, *found)
+        """Remove and return what a call holds of this kind. Nothing else happens to it."""
+        call = self.find(client, number)
+        found: list[H] = []
+        if call is not None:
+            for each in list(call.holdings):
+                if isinstance(each, kind):
+                    call.holdings.remove(each)
+                    found.append(each)
+            self.forget_if_over(call)
         return found
+
+    def forget_if_over(self, call: Call) -> None:
+        """Somebody has taken what it held."""
+        if not call.holdings and call.reply is not None and not call.is_under_way:
+            self._forget(call)
 
     def of_session(self, client: str, kind: type[H]) -> list[H]:
         """What the session itself holds of this kind."""
@@ -212,7 +214,8 @@ class Calls:
         session = self._sessions.get(client)
         if session is not None and holding in session.holdings:
             session.holdings.remove(holding)
-            self._drop_if_empty(client, session)
+            if not session.calls and not session.holdings:
+                del self._sessions[client]
 
     def holdings(self, kind: type[H]) -> Iterator[tuple[Call, H]]:
         """Who holds this up: all that is held of this kind, and the calls."""
@@ -242,16 +245,17 @@ class Calls:
         self._release(client, numbers, Until.DONE)
 
     def _release(self, client: str, numbers: Iterable[int], until: Until) -> None:
+        session = self._sessions.get(client)
         for number in numbers:
-            call = self.find(client, number)
-            if call is None or call.is_under_way:
+            call = None if session is None else session.calls.get(number)
+            if call is None or call.wait is not None or call.steps is not None:
                 continue
             if until is Until.RECEIVED:
                 call.reply, call.values = RECEIVED, ()
-            over = [each for each in call.holdings if each.until is until]
-            call.holdings = [each for each in call.holdings if each.until is not until]
-            for each in over:
-                each.keep()
+            for each in list(call.holdings):
+                if each.until is until:
+                    call.holdings.remove(each)
+                    each.keep()
             if not call.holdings:
                 self._forget(call)
 
@@ -307,10 +311,11 @@ class Calls:
             return
         stay = _Session()
         for call in reversed(session.calls.values()):
+            call.is_registered = False
             self._stop(call)
             call.holdings = [each for each in reversed(call.holdings) if self._guard(partial(each.end, died))]
             if call.holdings:
-                stay.calls[call.number] = call
+                stay.calls[call.number], call.is_registered = call, True
         for each in reversed(session.holdings):
             self._guard(partial(each.end, died))
         if stay.calls:
@@ -369,18 +374,22 @@ class Calls:
         """Examine the waits that are due, while this turn has time. Returns all answers that came of this turn."""
         while self._timers and self._timers[0][0] <= self.now:
             self._guard(heapq.heappop(self._timers)[2])
+        if self.waits.count:
+            self._examine_due()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _examine_due(self) -> None:
         self.waits.wake_late(self.now)
         while (found := self.waits.next()) is not None:
             self._examine(*found)
             if not self.turn.has_time():
                 break
-        answers, self._answers = self._answers, []
-        return answers
 
     def _examine(self, wait: Wait, has_turn: bool) -> None:
         try:
             reply = wait.answer(wait, has_turn)
-        except BaseException as error:  # as in _act
+        except BaseException as error:  # as in _begin
             reply = self.failed(wait.owner, error)
         if isinstance(reply, Reply):
             self.waits.remove(wait)

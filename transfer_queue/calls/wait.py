@@ -140,10 +140,8 @@ class Waits:
         self._deadlines: list[tuple[float, int, Wait]] = []
         self._active: dict[Name, None] = {}  # queues in which something may be due
         self._arrivals = itertools.count(1)
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
+        self.count = 0
+        """The number of all waits."""
 
     def __iter__(self) -> Iterator[Wait]:
         for queue in self._queues.values():
@@ -164,9 +162,9 @@ class Waits:
         insort(queue.waits, wait, key=_rank)
         for key in wait.keys:
             self._by_key.setdefault(key, {})[wait] = None
-        self._count += 1
+        self.count += 1
         heapq.heappush(self._deadlines, (wait.deadline, wait.rank[1], wait))
-        if len(self._deadlines) > 64 + 2 * self._count:
+        if len(self._deadlines) > 64 + 2 * self.count:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].done and not entry[2].late]
             heapq.heapify(self._deadlines)
         if wait.due:
@@ -181,7 +179,7 @@ class Waits:
         if wait.done:
             return
         wait.done = True
-        self._count -= 1
+        self.count -= 1
         queue = self._queues[wait.queue]
         at = bisect_left(queue.waits, wait.rank, key=_rank)
         del queue.waits[at]

@@ -67,7 +67,7 @@ class _Reader:
         if fetch.where is not None:
             self._ready = served.ready()
         reply: p.Reply | More | None = served.answer(now, may_draw, late)
-        if len(state.waits):
+        if state.waits.count:
             self._wake_others(served)
         if isinstance(reply, p.Batch) and fetch.batch_index is None:
             for each in served.holdings(state, reply):

@@ -46,27 +46,22 @@ class Producers:
     def announced(self, call: Call, fields: Iterable[str]) -> None:
         """The call's session is about to write these fields. It counts as alive, although it may never publish them."""
         for name in fields:
-            self._producing(call, self._of(name), name)
+            found = self._fields.get(name)
+            if found is None or call.client not in found.alive:
+                self._producing(call, name)
 
     def published(self, call: Call, fields: Iterable[str]) -> None:
         """The call's session is a living producer of these fields."""
+        self.announced(call, fields)
         for name in fields:
-            producers = self._of(name)
-            self._producing(call, producers, name).published = True
+            producers = self._fields[name]
+            producers.alive[call.client].published = True
             producers.published_at = self._calls.now
 
-    def _of(self, name: str) -> _Field:
-        found = self._fields.get(name)
-        if found is None:
-            found = self._fields[name] = _Field()
-        return found
-
-    def _producing(self, call: Call, producers: _Field, name: str) -> _Producing:
-        found = producers.alive.get(call.client)
-        if found is None:
-            found = producers.alive[call.client] = _Producing(self, name, call.client)
-            self._calls.hold(call, found)
-        return found
+    def _producing(self, call: Call, name: str) -> None:
+        producers = self._fields.setdefault(name, _Field())
+        producers.alive[call.client] = own = _Producing(self, name, call.client)
+        self._calls.hold(call, own)
 
     def gone(self, name: str, client: str, died: bool) -> None:
         """A session that produces this field has left or died.

@@ -96,7 +96,7 @@ class PlaneState:
         Of each line of fetches, only the first may draw. The others wait for what others draw, or for an end.
         """
         waits, name = self.waits, partition.name
-        if not len(waits):
+        if not waits.count:
             return
         if waits.has((KEYS, name)) and partition.listed.take_changed():
             waits.wake((KEYS, name))

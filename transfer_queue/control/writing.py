@@ -144,7 +144,7 @@ def write(state: PlaneState, call: Call, request: Writer) -> p.Reply | Wait:
     """Serve a writer at once if no other waits or it needs no room; otherwise it waits."""
     check(state, request)
     count = count_of(state, request)
-    if not count or not state.waits.has(WRITERS):
+    if not count or not state.waits.count or not state.waits.has(WRITERS):
         reply = _admit(state, call, request, count)
         if reply is not None:
             return reply
@@ -376,30 +376,40 @@ def _check_fields(state: PlaneState, call: Call, request: p.CheckFields) -> p.Re
 
 
 def publish(state: PlaneState, call: Call, request: p.Publish) -> p.Reply:
-    """Make fields visible: all of them, or none and an error."""
+    """Make fields visible: all of them, or none and an error. It ends what the first call of the write holds."""
     partition = state.get(request.partition)
     state.units.check(request.fields.values())
     indexes = p.unpack_indexes(request.indexes)
     rows = partition.publish(indexes, request.fields, request.tags, state.calls.now)
     state.producers.published(call, request.fields)
     state.changed(partition)
-    _complete(state, call, request, partition, indexes)
+    first: Call | None = call
+    if not call.is_registered or request.completes != call.number:
+        first = state.calls.find(call.client, request.completes)
+    if first is None or not first.holdings or not _complete(state, call, request, first, partition):
+        state.calls.hold(call, Effect())
     if request.describe:
         return describe(request.id, partition, indexes, partition.schema.fields_of(rows), rows)
     return p.Published(request.id)
 
 
-def _complete(state: PlaneState, call: Call, request: p.Publish, partition: Partition, indexes: p.Indexes) -> None:
-    """The publish ends what its first call holds."""
-    calls, first = state.calls, (call.client, request.completes)
-    reserved, permits = calls.take(*first, Reservation), calls.take(*first, Permit)
-    for own in reserved:
-        own.complete(request.indexes)
-    for permit in permits:
-        if request.uncommitted:
-            calls.hold(call, Committing(permit))
+def _complete(state: PlaneState, call: Call, request: p.Publish, first: Call, partition: Partition) -> bool:
+    """Whether the publish holds something now that keeps its answer."""
+    keeps = False
+    for own in list(first.holdings):
+        if isinstance(own, Reservation):
+            own.complete(request.indexes)
+            if request.uncommitted and not own.keyed:
+                state.calls.hold(call, NewSamples(state, partition, p.unpack_indexes(request.indexes)))
+                keeps = True
+        elif isinstance(own, Permit) and request.uncommitted:
+            state.calls.hold(call, Committing(own))
+            keeps = True
+        elif isinstance(own, Permit):
+            own.keep()
         else:
-            permit.keep()
-    if request.uncommitted and any(not own.keyed for own in reserved):
-        calls.hold(call, NewSamples(state, partition, indexes))
-    calls.hold(call, Effect())
+            continue
+        first.holdings.remove(own)
+    if first.number != call.number:
+        state.calls.forget_if_over(first)
+    return keeps

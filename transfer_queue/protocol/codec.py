@@ -149,7 +149,8 @@ def encode_request(request: Any, received: Sequence[int] = (), read: Sequence[in
 
 def _check_depth(request: Any, error: type[Exception]) -> None:
     name = _FREE_FORM.get(type(request))
-    if name is not None and _is_too_deep(getattr(request, name)):
+    value = None if name is None else getattr(request, name)
+    if value and _is_too_deep(value):
         raise error(_too_deep(f"{name} of {type(request).__name__}"))
 
 
@@ -199,15 +200,13 @@ def message_decoder(*more: type[msgspec.Struct]) -> Decode:
                 f"lightning-tq on both sides."
             ) from error
         _check_depth(message.request, ProtocolError)
-        return _with_arrays(message)
+        return _with_arrays(message) if type(message.request) is Fetch and message.request.sampler_args else message
 
     return decode
 
 
 def _with_arrays(message: ClientMessage[Any]) -> ClientMessage[Any]:
     fetch = message.request
-    if not isinstance(fetch, Fetch) or not fetch.sampler_args:
-        return message
     arguments = unpack_arrays(fetch.sampler_args)
     return msgspec.structs.replace(message, request=msgspec.structs.replace(fetch, sampler_args=arguments))
 

@@ -22,7 +22,7 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import InvalidRequestError, ProtocolError, StorageFullError, TransferQueueError, to_wire
 from transfer_queue.server.janitor import Janitor
 from transfer_queue.server.meter import Meter
-from transfer_queue.storage.messages import AskUnitStats, Read, Rows, UnitRequest, Write, decode_columns
+from transfer_queue.storage.messages import AskUnitStats, Columns, Read, Rows, UnitRequest, Write, decode_columns
 from transfer_queue.storage.unit.session_memory import MemoryLease, StoredRows
 from transfer_queue.storage.unit.unit import StorageUnit
 from transfer_queue.transport.base import Envelope, Outgoing
@@ -153,16 +153,18 @@ class Front:
             self.meter.reads(reply, answer.values)
         self.meter.answered(answer.request, call.since, reply)
         try:
-            return Outgoing(answer.envelope, p.encode(self._explained(reply)), answer.values)
+            if type(reply) is p.Failed:
+                reply = self._explained(reply)
+            return Outgoing(answer.envelope, p.encode(reply), answer.values)
         except _UNENCODABLE as error:  # a value that can't travel harms its own call alone
             _log.error("an answer of type %s can't be encoded: %r", type(reply).__name__, error)
             self.calls.cancel(call.client, call.number)
             unsendable = ProtocolError(f"the answer can't be sent: {error}")
             return Outgoing(answer.envelope, p.encode(p.Failed(call.number, *to_wire(unsendable))))
 
-    def _explained(self, reply: p.Reply) -> p.Reply:
+    def _explained(self, reply: p.Failed) -> p.Failed:
         """A unit without room does not know the tasks; the control plane knows which of them keep it full."""
-        if type(reply) is not p.Failed or self.plane is None or reply.code != StorageFullError.__name__:
+        if self.plane is None or reply.code != StorageFullError.__name__:
             return reply
         held_up_by = self.plane.held_up_by()
         return reply if held_up_by in reply.text else p.Failed(reply.id, reply.code, f"{reply.text} {held_up_by}")
@@ -174,13 +176,9 @@ class Front:
         assert self.plane is not None
         assert self.unit is not None
         state, begin = self.plane.state, put.begin
-        columns = decode_columns(put.write) if put.write else None
         if begin.id != put.id:
             raise ProtocolError(f"call {put.id} is a put that begins with call {begin.id}: a put is one call.")
-        if columns is not None and columns.lease:  # it ends with the put, whatever becomes of that
-            for lease in self.calls.take(call.client, columns.lease, MemoryLease):
-                self.calls.hold(call, lease)
-            columns = msgspec.structs.replace(columns, lease=put.id)
+        columns = self._columns(call, put.write) if put.write else None
         first = (
             writing.write(state, call, begin) if isinstance(begin, p.Reserve) else writing.rewrite(state, call, begin)
         )
@@ -190,7 +188,7 @@ class Front:
             return first
         indexes: bytes = begin.indexes if isinstance(begin, p.CheckFields) else first.indexes  # type: ignore[attr-defined]
         if columns is not None:
-            fresh = not self.calls.held(call.client, call.number, writing.Permit)
+            fresh = not any(isinstance(each, writing.Permit) for each in call.holdings)
             wait_s = max(0.0, call.since + begin.wait_s - self.calls.now)
             written = self.unit.put(call, Write(put.id, indexes, columns, wait_s, fresh))
             if not isinstance(written, p.Reply):
@@ -198,10 +196,20 @@ class Front:
             if isinstance(written, p.Failed):
                 return written
         published = writing.publish(state, call, _publication(put, indexes))
-        for over in self.calls.take(call.client, call.number, writing.Committing):
-            self.unit.commit(call.client, call.number)
-            over.keep()
+        if not isinstance(begin, p.Reserve):
+            for over in self.calls.take(call.client, call.number, writing.Committing):
+                self.unit.commit(call.client, call.number)
+                over.keep()
         return published if isinstance(begin, p.ResolveKeys) else first
+
+    def _columns(self, call: Call, data: bytes) -> Columns:
+        """What a put stores. The memory that it leased ends with the put, whatever becomes of that."""
+        columns = decode_columns(data)
+        if not columns.lease:
+            return columns
+        for lease in self.calls.take(call.client, columns.lease, MemoryLease):
+            self.calls.hold(call, lease)
+        return msgspec.structs.replace(columns, lease=call.number)
 
     def _publish(self, call: Call, publish: p.Publish) -> p.Reply:
         """A write in steps is visible: what it stored in this process stays."""

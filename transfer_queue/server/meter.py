@@ -150,7 +150,7 @@ class Meter:
         if isinstance(reply, p.Failed):
             verb.errors += 1
             return
-        if kind is p.Put or kind is p.Publish:
+        if (kind is p.Put or kind is p.Publish) and request.tags:
             self._put(request.tags, now)
         indexes = getattr(reply, "indexes", None) or getattr(request, "indexes", None)
         if not indexes:
@@ -167,7 +167,7 @@ class Meter:
         return next((verb for verb in self._verbs.values() if verb.name == new.name), new)
 
     def _put(self, tags: dict[int, p.Tags], now: float) -> None:
-        versions = _versions(tags.values()) if tags else []
+        versions = _versions(tags.values())
         if versions:
             self._newest.put(max(versions), now)
 

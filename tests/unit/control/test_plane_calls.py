@@ -324,7 +324,7 @@ def test_a_call_that_is_parked_already_is_not_parked_twice(make_plane):
     put(plane, 2)
     assert again(plane, ROLLOUT, p.Reserve(5001, "p", 1, {}, 9.0)) == [[], []]
     assert again(plane, ROLLOUT, p.Fetch(5002, "p", "t", ["x"], 3, wait_s=9.0)) == [[], []]
-    assert len(plane.state.waits) == 2
+    assert plane.state.waits.count == 2
     assert [to.reply.id for to in send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes([0]))[1:]] == [5001]
 
 

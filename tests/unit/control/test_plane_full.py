@@ -74,7 +74,7 @@ def test_a_writer_that_waited_in_vain_is_told_what_to_do_and_makes_way(make_plan
     texts = ("Storage capacity exceeded", "2 samples", "'p'", "waited 1.0 s", "1 of 3 are free", "put_timeout_s")
     refused(told.reply, "StorageFullError", *texts)
     (_, woken) = send(plane, ACTOR, p.ClearSamples, "p", p.pack_indexes([0, 1]))
-    assert (woken.client, len(plane.state.waits)) == ("larger", 0)
+    assert (woken.client, plane.state.waits.count) == ("larger", 0)
 
 
 def test_who_waited_for_room_in_vain_is_told_which_tasks_hold_it_up(make_plane):

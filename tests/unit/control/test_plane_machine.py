@@ -370,7 +370,7 @@ class PlaneMachine(CheckedPlane, RuleBasedStateMachine):
         self.now += 1e6
         assert self.plane.expire(self.now) == []
         state = self.plane.state
-        assert (state.allocator.num_used, state.partitions, len(state.waits)) == (0, {}, 0)
+        assert (state.allocator.num_used, state.partitions, state.waits.count) == (0, {}, 0)
         assert self.plane.next_deadline() is None
         assert not any(sampler._states for sampler in state.tasks.samplers())
 

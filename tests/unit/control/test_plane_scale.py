@@ -141,7 +141,7 @@ def test_a_round_that_wakes_all_ranks_is_told_in_short_turns_and_others_are_serv
     told = [*first[1:], *itertools.chain(*rest)]
     assert max(map(len, (first, *rest))) <= ANSWERS_PER_TURN + 1
     assert sorted(batches(told)) == sorted((f"rank {rank}", [rank]) for rank in range(RANKS) for _ in TASKS)
-    assert (crowd.next_deadline(), len(crowd.state.waits)) == (None, 0)
+    assert (crowd.next_deadline(), crowd.state.waits.count) == (None, 0)
 
 
 def test_a_bystander_is_answered_while_many_ranks_are_still_to_be_told(crowd):
@@ -151,7 +151,7 @@ def test_a_bystander_is_answered_while_many_ranks_are_still_to_be_told(crowd):
     assert batch(crowd, 1, partition="other") == [RANKS]
     assert batch(crowd, 1, RANKS - 1, 0, task="actor", dp_size=RANKS) == [RANKS - 1]
     turns(crowd)
-    assert len(crowd.state.waits) == 0
+    assert crowd.state.waits.count == 0
 
 
 def test_fetches_that_all_reach_their_deadline_are_answered_in_short_turns(crowd):
@@ -159,7 +159,7 @@ def test_fetches_that_all_reach_their_deadline_are_answered_in_short_turns(crowd
     assert max(map(len, told)) <= ANSWERS_PER_TURN
     replies = [to.reply for to in itertools.chain(*told)]
     assert {not_ready(reply)[:2] for reply in replies} == {(RANKS, 1)}
-    assert (len(replies), len(crowd.state.waits)) == (2 * RANKS, 0)
+    assert (len(replies), crowd.state.waits.count) == (2 * RANKS, 0)
 
 
 def test_fetches_of_a_cleared_partition_end_in_short_turns(crowd):

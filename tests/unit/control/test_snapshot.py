@@ -253,7 +253,7 @@ def test_a_waiting_fetch_is_answered_by_the_restore_that_decides_it(plane, make_
     park(other, 2, 0, 0, partition="q", client=CRITIC)
     state = save(plane)
     assert batches(other.handle(SAVER, p.Restore(1, state), 0.0)) == [(ACTOR, [0, 1])]
-    assert len(other.state.waits) == 1
+    assert other.state.waits.count == 1
 
 
 def test_a_writer_that_reserved_before_the_restore_is_refused_and_its_values_are_dropped(plane, make_plane):

@@ -222,6 +222,6 @@ def held(front: Front) -> Held:
     calls = [call for client in front.calls.clients() for call in front.calls.of(client)]
     records = sum(any(not isinstance(each, Memory) for each in call.holdings) for call in calls)
     return Held(
-        state.allocator.num_used, records, len(state.waits) - unit.parked, unit.values, unit.held_nbytes,
+        state.allocator.num_used, records, state.waits.count - unit.parked, unit.values, unit.held_nbytes,
         unit.uncommitted_nbytes, unit.leased_nbytes, unit.pins, unit.parked,
     )  # fmt: skip

@@ -100,7 +100,7 @@ class StorageUnit:
         self._arena = arena
         self._file = file
         self._arenas = [each for each in (arena, file) if each is not None]
-        self._store = BlockStore(self._allocate, file=file)
+        self._blocks = BlockStore(self._allocate, file=file)
         self._leased_nbytes = self._uncommitted_nbytes = self._num_pins = 0
         self._uncommitted: dict[UncommittedWrite, None] = {}
         self._evicted: dict[str, list[ByteArray]] = {}
@@ -213,7 +213,7 @@ class StorageUnit:
         return [wait for wait in self.calls.waits.of(_MEMORY) if isinstance(wait, _ForRoom)]
 
     def stats(self) -> UnitStats:
-        store, arena, waiting = self._store, self._arena, self._waiting()
+        store, arena, waiting = self._blocks, self._arena, self._waiting()
         return UnitStats(
             0,
             unit=self.name,
@@ -259,7 +259,7 @@ class StorageUnit:
         """Readers ask for published values only. So a write that has a missing one is published: its commit comes."""
         if not self._uncommitted:
             return False
-        lacking = self._store.lacking(indexes, fields)
+        lacking = self._blocks.lacking(indexes, fields)
         found = [each for each in self._uncommitted if each.write.holds(lacking)]
         for each in found:
             self._commit_one(each)
@@ -269,7 +269,7 @@ class StorageUnit:
         """The answer. If it is made of bytes on disk, these are read first, a little each turn."""
         warming = None
         if self._file is not None:
-            warming = self._store.warming(indexes, fields, self._in_place(request, indexes, fields))
+            warming = self._blocks.warming(indexes, fields, self._in_place(request, indexes, fields))
         return self._rows(call, request, indexes, fields) if warming is None else self._warm(call, request, warming)
 
     def _warm(self, call: Call, request: Read, warming: Warming) -> Steps:
@@ -280,7 +280,7 @@ class StorageUnit:
     def _in_place(self, request: Read, indexes: IntArray, fields: Sequence[str]) -> bool:
         """Whether the reader copies large values itself."""
         mapped = request.mapped and self._arena is not None
-        return mapped and self._store.likely_nbytes(indexes, fields) > self._inline_nbytes
+        return mapped and self._blocks.likely_nbytes(indexes, fields) > self._inline_nbytes
 
     def _offset_of(self, memory: ByteArray) -> int:
         """The offset of this memory in the arena, after which the spill file lies; -1 if it lies elsewhere."""
@@ -292,12 +292,12 @@ class StorageUnit:
 
     def _rows(self, call: Call, request: Read, indexes: IntArray, fields: Sequence[str]) -> Reply:
         if not self._in_place(request, indexes, fields):
-            stored = self._store.read(indexes, fields)
+            stored = self._blocks.read(indexes, fields)
             mapped = request.mapped and self._arena is not None
             if not mapped or sum(column.nbytes for _, _, column in stored) <= self._inline_nbytes:
                 answer, call.values, _ = answer_in_frames(request.id, stored)
                 return answer
-        located = self._store.locate(indexes, fields)
+        located = self._blocks.locate(indexes, fields)
         answer, call.values, pinned = answer_in_place(request.id, located, self._offset_of)
         if pinned:
             self._num_pins += 1
@@ -338,15 +338,15 @@ class StorageUnit:
         self._freed()
 
     def _write(self, call: Call, request: Write) -> Reply | Wait:
+        self._check_alive(call)
         return self.write(call, request, self._keep_stored if request.fresh else self._keep_aside)
 
     def put(self, call: Call, request: Write) -> Reply | Wait:
         """A write that its process publishes: what it holds is undone with the put."""
-        return self.write(call, request, self._store_now if request.fresh else self._keep_aside)
+        return self.write(call, request, self._store if request.fresh else self._keep_aside)
 
     def write(self, call: Call, request: Write, keep: Callable[[Call, RowsToWrite], None]) -> Reply | Wait:
         """Take the rows of a write, in the memory that it leased, or in its message as soon as there is room."""
-        self._check_alive(call)
         columns = request.columns
         if columns.lease:
             # The lease ends whether or not the write succeeds, and may have been larger than what is kept.
@@ -367,19 +367,15 @@ class StorageUnit:
 
     def _written(self, call: Call, rows: RowsToWrite, keep: Callable[[Call, RowsToWrite], None]) -> Reply:
         keep(call, rows)
-        self._squeeze()
         return Written(call.number)
 
-    def _store_now(self, call: Call, rows: RowsToWrite) -> None:
-        """Store the values of new samples. Nobody knows their indexes before they are published."""
-        self._store_rows(rows)
-
-    def _store_rows(self, rows: RowsToWrite) -> None:
-        self._store.write(rows.indexes, rows.columns)
+    def _store(self, call: Call | None, rows: RowsToWrite) -> None:
+        """Store values. New samples may have them at once: nobody knows their indexes before they are published."""
+        self._blocks.write(rows.indexes, rows.columns)
         rows.count_into(self.put_nbytes, self._arena)
 
     def _keep_stored(self, call: Call, rows: RowsToWrite) -> None:
-        self._store_now(call, rows)
+        self._store(call, rows)
         self.calls.hold(call, StoredRows(rows.indexes, self._delete_rows))
 
     def _keep_aside(self, call: Call, rows: RowsToWrite) -> None:
@@ -389,6 +385,7 @@ class StorageUnit:
         self._uncommitted[uncommitted] = None
         self._uncommitted_nbytes += rows.nbytes
         self.calls.hold(call, uncommitted)
+        self._squeeze()
 
     def _uncommitted_over(self, uncommitted: UncommittedWrite) -> None:
         if uncommitted in self._uncommitted:  # otherwise a reader has committed it
@@ -432,7 +429,7 @@ class StorageUnit:
         if uncommitted in self._uncommitted:
             rows = uncommitted.write
             self._uncommitted_over(uncommitted)
-            self._store_rows(rows)
+            self._store(None, rows)
             self._freed()
 
     def _abort(self, call: Call, request: Abort) -> None:
@@ -472,7 +469,7 @@ class StorageUnit:
 
     def delete(self, indexes: IntArray) -> int:
         """Delete all fields of these samples, also those that aren't committed. Returns how many values there were."""
-        count = self._store.delete(indexes)
+        count = self._blocks.delete(indexes)
         for uncommitted in [each for each in self._uncommitted if np.isin(each.write.indexes, indexes).any()]:
             rest = uncommitted.write.without(indexes)  # a commit would bring the others back
             self._uncommitted_nbytes += rest.nbytes - uncommitted.write.nbytes
@@ -488,7 +485,7 @@ class StorageUnit:
         self.delete(indexes)
 
     def _held(self, call: Call, request: AskHeld) -> Reply:
-        held = self._store.held(unpack_indexes(request.indexes))
+        held = self._blocks.held(unpack_indexes(request.indexes))
         return Held(request.id, {name: pack_indexes(some) for name, some in held.items()})
 
     def _check_alive(self, call: Call) -> None:
@@ -511,27 +508,27 @@ class StorageUnit:
                 f"a put of {nbytes} bytes can never fit storage unit {self.name!r} of {self._capacity} bytes. "
                 f"Put fewer samples at once, or give the queue more memory."
             )
-        if not self.calls.waits.has(_MEMORY) and nbytes <= self._free():
+        if nbytes <= self._free() and not (self.calls.waits.count and self.calls.waits.has(_MEMORY)):
             return carry_out()
 
         def answer(wait: Wait, has_turn: bool) -> Reply | None:
             if wait.late and not has_turn:
-                self._store.squeeze()
+                self._blocks.squeeze()
                 has_turn = self.calls.waits.is_first(wait) and wait.size <= self._free()
                 self._freed()
             if has_turn:
                 return carry_out()
             return Failed(call.number, *to_wire(self._full(nbytes, self.calls.now - wait.since))) if wait.late else None
 
-        size = max(0, nbytes - (self._store.replaced_nbytes(indexes, fields) if len(indexes) else 0))
+        size = max(0, nbytes - (self._blocks.replaced_nbytes(indexes, fields) if len(indexes) else 0))
         wait = _ForRoom(_MEMORY, self.calls.now + wait_s, answer, size=size)
         wait.indexes, wait.nbytes = indexes, nbytes
-        self._store.look_for_disk()
+        self._blocks.look_for_disk()
         return wait
 
     @property
     def _taken_nbytes(self) -> int:
-        return self._store.memory_nbytes + self._leased_nbytes + self._uncommitted_nbytes
+        return self._blocks.memory_nbytes + self._leased_nbytes + self._uncommitted_nbytes
 
     def _free(self) -> int:
         return 2**62 if self._capacity is None else self._capacity - self._taken_nbytes
@@ -539,38 +536,38 @@ class StorageUnit:
     def _freed(self) -> None:
         """Memory is free, or can be made free by moving what is live."""
         self.calls.waits.wake_first(_MEMORY)
-        if self._store.is_moving and not self._is_moving:
+        if self._blocks.is_moving and not self._is_moving:
             self._is_moving = True
             self.calls.later(self._move())
 
     def _move(self) -> Iterator[None]:
         """Move live rows of mostly dead blocks, or blocks to disk, one step at a time."""
-        while self._store.is_moving:
-            self._store.move()
+        while self._blocks.is_moving:
+            self._blocks.move()
             self.calls.waits.wake_first(_MEMORY)
             yield
         self._is_moving = False
 
     def _make_room(self) -> bool:
         """Compact dead rows if that helps a waiting request; else begin to spill. Returns whether room was gained."""
-        held = self._store.memory_nbytes
-        possible = self._free() + self._store.held_nbytes - self._store.live_nbytes
+        held = self._blocks.memory_nbytes
+        possible = self._free() + self._blocks.held_nbytes - self._blocks.live_nbytes
         if any(wait.size <= possible for wait in self._waiting()):
-            self._store.pack()
-            if self._store.memory_nbytes < held:
+            self._blocks.pack()
+            if self._blocks.memory_nbytes < held:
                 return True
-        self._store.start_spilling()
-        if self._store.is_moving:
+        self._blocks.start_spilling()
+        if self._blocks.is_moving:
             self._freed()
         return False
 
     def _squeeze(self) -> None:
         """Compact at once if a write was admitted because of values that it replaces."""
         if self._capacity is not None and self._taken_nbytes > self._capacity:
-            self._store.squeeze()
+            self._blocks.squeeze()
 
     def _full(self, nbytes: int, waited_s: float) -> StorageFullError:
-        store = self._store
+        store = self._blocks
         spilled = "" if self._file is None else f" in memory, {store.spilled_nbytes} of {self._file.nbytes} on disk"
         return StorageFullError(
             f"Storage capacity exceeded: a put of {nbytes} bytes waited {waited_s:.1f} s at "
