@@ -55,7 +55,7 @@ class LocalCaller:
             return [future.result() for future in pending]
         except BaseException:
             for call in asked.values():
-                self._post(call, call.cancel)
+                self._post(call, b"" if call.cancel is None else call.cancel())
             raise
         finally:
             for number in asked:

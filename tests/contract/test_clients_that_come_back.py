@@ -19,6 +19,7 @@ from transfer_queue.control.plane import ControlPlane
 from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.server.front import Front
 from transfer_queue.storage.unit.unit import StorageUnit
+from transfer_queue.transport.base import Liveness
 from transfer_queue.transport.blocking import run_blocking
 from transfer_queue.transport.server import SocketServer
 from transfer_queue.utils.machine import host_id
@@ -30,7 +31,7 @@ BEAT_S, LEASE_S = 0.1, 1.0
 
 class Queue:
     def __init__(self, stack: ExitStack) -> None:
-        self.server = SocketServer("tcp://127.0.0.1:0", insecure=True, heartbeat_s=BEAT_S, lease_s=LEASE_S)
+        self.server = SocketServer("tcp://127.0.0.1:0", insecure=True, liveness=Liveness(BEAT_S, LEASE_S))
         plane = ControlPlane()
         plane.state.units.add_own("controller", host_id(), [self.server.address], None)
         thread = threading.Thread(target=self.server.serve, args=(Front(CONF, plane, StorageUnit("own", None)),))

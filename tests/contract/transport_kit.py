@@ -152,7 +152,7 @@ def calls(peer: Peer, *headers: bytes, frames: Sequence[Any] = ()) -> list[PeerC
 
 def numbered(peer: Peer, header: bytes, frames: Sequence[Any] = (), cancel: bytes = b"") -> PeerCall:
     """A call with a number of its own, as a session makes it."""
-    return PeerCall(peer, header, frames, cancel, next(_numbers))
+    return PeerCall(peer, header, frames, (lambda: cancel) if cancel else None, next(_numbers))
 
 
 def held() -> tuple[list[str], int]:

@@ -89,8 +89,8 @@ def giving_up(client: tq.TransferQueueClient, kind: type[p.Request], error: Base
             return replies
         given_up.extend(map(request_of, made))
         for call in made:
-            if call.cancel:
-                await caller.post(PeerCall(call.peer, call.cancel))
+            if call.cancel is not None:
+                await caller.post(PeerCall(call.peer, call.cancel()))
         raise error
 
     caller.call_many = give_up  # type: ignore[method-assign]

@@ -45,7 +45,11 @@ class Task:
     def size_for(self, fetch: Fetch) -> int | None:
         """Number of data-parallel ranks of a round; None: every rank draws for itself, first come first served."""
         with foreign(self.sampler, self.name):
-            own = self.sampler.dp_size
+            return self.size_of_round(fetch)
+
+    def size_of_round(self, fetch: Fetch) -> int | None:
+        """``size_for`` inside of a guard."""
+        own = self.sampler.dp_size
         sizes: set[Any] = {self.dp_size, fetch.dp_size, own}
         sizes.discard(None)
         if len(sizes) > 1:

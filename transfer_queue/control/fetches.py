@@ -9,6 +9,7 @@ import msgspec
 
 from transfer_queue import protocol as p
 from transfer_queue.calls import MORE, Call, More, Name, Wait
+from transfer_queue.control.draw import Task
 from transfer_queue.control.ready import ReadySet
 from transfer_queue.control.serving import ServedFetch, check_fetch
 from transfer_queue.control.state import FETCHES, PlaneState
@@ -20,13 +21,13 @@ _MOST_NAMED = 5
 
 def fetch(state: PlaneState, call: Call, request: p.Fetch) -> p.Reply | Wait:
     """Try to answer at once. None draws past an earlier one of its line that waits."""
-    check_fetch(request, state.tasks.get(request.task))
+    task = state.tasks.get(request.task)
+    dp_size = check_fetch(request, task)
     partition = state.partitions.get(request.partition)
     acked = request.acks and partition is not None and partition.consumer(request.task).ledger.ack(request.acks)
     if acked and partition is not None:
         state.changed(partition)  # earlier fetches may have waited for a batch that is acknowledged now
-    reader = _Reader(state, call, request)
-    return reader.begin(behind_others=bool(acked))
+    return _Reader(state, call, request).begin(task, dp_size, behind_others=bool(acked))
 
 
 class _Reader:
@@ -39,31 +40,33 @@ class _Reader:
         self._line: Name = (FETCHES, request.partition, request.task, request.where)
         self._ready: ReadySet | None = None  # kept while it waits: what was compared once needn't be compared again
 
-    def begin(self, behind_others: bool) -> p.Reply | Wait:
+    def begin(self, task: Task, dp_size: int | None, behind_others: bool) -> p.Reply | Wait:
         """``behind_others``: those that wait in front are examined first."""
         state, fetch = self._state, self._fetch
         order = math.inf if fetch.batch_index is None else float(fetch.batch_index)
         deadline = state.calls.now + fetch.wait_s
         is_first = state.waits.would_be_first(self._line, order)
-        reply = MORE if behind_others and not is_first else self._answer(deadline <= state.calls.now, is_first)
+        late = deadline <= state.calls.now
+        reply = MORE if behind_others and not is_first else self._answer(task, dp_size, late, is_first)
         if isinstance(reply, p.Reply):
             return reply
-        rank = 0 if fetch.dp_rank is None and state.tasks.get(fetch.task).size_for(fetch) is not None else fetch.dp_rank
+        rank = 0 if fetch.dp_rank is None and dp_size is not None else fetch.dp_rank
         batch = (FETCHES, fetch.partition, fetch.task, rank, fetch.batch_index)
         return Wait(self._line, deadline, self._examined, order=order, keys=(batch,), due=reply is not None)
 
     def _examined(self, wait: Wait, has_turn: bool) -> p.Reply | More | None:
-        return self._answer(wait.late, has_turn)
+        task = self._state.tasks.get(self._fetch.task)
+        return self._answer(task, task.size_for(self._fetch), wait.late, has_turn)
 
-    def _answer(self, late: bool, may_draw: bool) -> p.Reply | More | None:
+    def _answer(self, task: Task, dp_size: int | None, late: bool, may_draw: bool) -> p.Reply | More | None:
         state, fetch, now = self._state, self._fetch, self._state.calls.now
         partition = state.partitions.get(fetch.partition)
         if fetch.after is not None and (partition is None or not partition.gave(fetch.after, fetch.task)):
             return p.Ended(fetch.id, "cleared")
         if partition is None:
-            nothing = p.NotReady(fetch.id, state.tasks.get(fetch.task).needed(fetch), 0, 0) if late else None
+            nothing = p.NotReady(fetch.id, task.needed(fetch), 0, 0) if late else None
             return self._producers_lost(now) or nothing
-        served = ServedFetch(fetch, partition, state.tasks.get(fetch.task), state.calls.turn)
+        served = ServedFetch(fetch, partition, task, dp_size, state.calls.turn)
         if fetch.where is not None:
             self._ready = served.ready()
         reply: p.Reply | More | None = served.answer(now, may_draw, late)

@@ -36,7 +36,7 @@ class KeptSets(Generic[K]):
         return [*self._latest.items(), *self._held.items()] if self._held else self._latest.items()
 
     def values(self) -> Iterable[ReadySet]:
-        return [ready for _, ready in self.items()]
+        return [*self._latest.values(), *self._held.values()] if self._held else self._latest.values()
 
     def clear(self) -> None:
         self._latest.clear()

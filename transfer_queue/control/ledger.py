@@ -77,11 +77,7 @@ class Ledger:
         self._num_open = 0
         self._lacks_fields = False  # a fetch waits for fields of an open batch
         self._count = 0
-        self._resets = 0
-
-    @property
-    def num_resets(self) -> int:
-        return self._resets
+        self.num_resets = 0
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -180,7 +176,7 @@ class Ledger:
         self._end = max(self._end, key[1] + 1)
 
     def _token(self, number: int) -> str:
-        return f"{self._name}/{self._resets}#{number}"
+        return f"{self._name}/{self.num_resets}#{number}"
 
     def ack(self, tokens: Iterable[str], earlier: bool = False) -> int:
         """Acknowledge the batches of these tokens; unknown or old tokens are ignored. Returns the number of batches.
@@ -252,7 +248,7 @@ class Ledger:
             own.drawn, own.next, own.missed = Runs(), 0, set()
         self._end = 0
         self.num_changes += 1
-        self._resets += 1  # acks from before the reset must not match
+        self.num_resets += 1  # acks from before the reset must not match
         for entry in self._by_number.values():
             self._mark_drawn(entry.key)
             entry.token = self._token(entry.number)
@@ -267,7 +263,7 @@ class Ledger:
             for rank, own in self._ranks.items()
             if own.drawn
         ]
-        return SavedLedger([], ranks, self._count, self._resets)
+        return SavedLedger([], ranks, self._count, self.num_resets)
 
     def entries(self) -> list[tuple[Entry, str, int]]:
         """Open batches with what may change about each: its token, and how many samples it owns."""
@@ -275,7 +271,7 @@ class Ledger:
 
     def load(self, saved: SavedLedger, shift: int) -> None:
         """Load what was saved, or the next slice of it. The samples' indexes are greater by ``shift``."""
-        self._count, self._resets = saved.count, saved.resets
+        self._count, self.num_resets = saved.count, saved.resets
         for rank in saved.ranks:
             drawn = Runs.of_edges(rank.starts, rank.stops)
             self._ranks[rank.rank] = _Rank(drawn, next=rank.next_index or 0, missed=set(rank.missed))

@@ -235,7 +235,8 @@ def _wanted_by(state: PlaneState, request: p.Fetch, now: float) -> dict[str, Any
         if partition is None:
             missing = p.NotReady(request.id, task.needed(request), 0, 0)
         else:
-            missing = ServedFetch(request, partition, task, state.calls.turn).not_ready(now)
+            served = ServedFetch(request, partition, task, task.size_for(request), state.calls.turn)
+            missing = served.not_ready(now)
     except TransferQueueError as error:  # the next request of its task gets this error
         return {"fields": request.fields, "refused": str(error)}
     return {

@@ -31,8 +31,11 @@ _NONE: Indexes = np.empty(0, dtype=np.int64)
 _FROM_0 = ("dp_rank", "batch_index", "first_index", "skip", "pass_start")
 
 
-def check_fetch(fetch: Fetch, task: Task) -> None:
-    """Raises InvalidRequestError for a fetch that can never succeed, before anything is consumed."""
+def check_fetch(fetch: Fetch, task: Task) -> int | None:
+    """The number of data-parallel ranks of its round, as ``Task.size_for`` gives it.
+
+    Raises InvalidRequestError for a fetch that can never succeed, before anything is consumed.
+    """
     if not fetch.fields:
         raise InvalidRequestError("a fetch must name at least one field, got data_fields=[].")
     if fetch.batch_size < 1:
@@ -47,7 +50,9 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         raise InvalidRequestError(f"dp_size must be at least 1, got {fetch.dp_size}.")
     if fetch.where is not None:
         parse_filter(fetch.where)
-    dp_size = task.size_for(fetch)
+    with foreign(task.sampler, task.name):
+        dp_size = task.size_of_round(fetch)
+        task.sampler.check(fetch.batch_size, dp_size)
     if dp_size is not None and fetch.dp_rank is not None and fetch.dp_rank >= dp_size:
         raise InvalidRequestError(
             f"dp_rank {fetch.dp_rank} asked for a batch of task {task.name!r}, which has dp_size {dp_size}: "
@@ -55,8 +60,7 @@ def check_fetch(fetch: Fetch, task: Task) -> None:
         )
     if dp_size is not None and dp_size > 1 and fetch.dp_rank is None:
         raise InvalidRequestError(f"task {task.name!r} has dp_size {dp_size}: a fetch must name its dp_rank.")
-    with foreign(task.sampler, task.name):
-        task.sampler.check(fetch.batch_size, dp_size)
+    return dp_size
 
 
 class Taken(Holding):
@@ -136,20 +140,20 @@ class Arriving(Reading):
 class ServedFetch:
     """One fetch against one partition. ``answer`` may be called repeatedly until it is not None."""
 
-    def __init__(self, fetch: Fetch, partition: Partition, task: Task, turn: Turn) -> None:
+    def __init__(self, fetch: Fetch, partition: Partition, task: Task, dp_size: int | None, turn: Turn) -> None:
         self._fetch = fetch
         self.partition = partition
         self._task = task
         self._turn = turn
         self.consumer: Consumer = partition.consumer(fetch.task)
-        self._dp_size = task.size_for(fetch)
+        self._dp_size = dp_size
         self.drawn: Indexes = _NONE
         """The samples of a batch without ledger entry."""
         self.written: list[BatchKey] = []
         """Ledger entries that this fetch has made."""
         self.has_given = False
         """Samples count as consumed now that didn't before."""
-        self._rank = 0 if fetch.dp_rank is None and self._dp_size is not None else fetch.dp_rank
+        self._rank = 0 if fetch.dp_rank is None and dp_size is not None else fetch.dp_rank
 
     def _batch_index(self) -> int | None:
         if self._fetch.batch_index is not None:
@@ -162,15 +166,15 @@ class ServedFetch:
     def answer(self, now: float, may_draw: bool, waited: bool = False) -> Batch | Ended | More | None:
         """The answer, or None if it is not decided yet. ``waited``: the fetch's deadline has passed."""
         batch_index = self._batch_index()
-        if self._is_past_end(batch_index):
-            return Ended(self._fetch.id, "consumed")
         if batch_index is not None:
+            if self._is_past_end(batch_index):
+                return Ended(self._fetch.id, "consumed")
             entry = self._known((self._rank, batch_index))
             if entry is not None:
                 return self._from_ledger(entry)
             for earlier in self._skipped((self._rank, batch_index)) if may_draw else ():
                 fetch = msgspec.structs.replace(self._fetch, batch_index=earlier, first_index=None)
-                served = ServedFetch(fetch, self.partition, self._task, self._turn)
+                served = ServedFetch(fetch, self.partition, self._task, self._dp_size, self._turn)
                 reply = served.answer(now, may_draw, waited)
                 self.written += served.written
                 self.has_given |= served.has_given
@@ -179,7 +183,7 @@ class ServedFetch:
         known_end = self._known_end(batch_index)
         if known_end is not None or not may_draw:
             return known_end
-        if not self.finish_comparing():
+        if self._fetch.where is not None and not self.finish_comparing():
             return MORE
         draw = self._draw(batch_index)
         shares = draw.shares()

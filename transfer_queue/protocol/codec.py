@@ -35,6 +35,7 @@ MAX_DEPTH = 64
 """Levels of lists and dicts in a tag or an argument."""
 
 Indexes = npt.NDArray[np.int64]
+_INT64 = np.dtype("<i8")
 
 R = TypeVar("R")
 
@@ -66,7 +67,7 @@ def as_indexes(indexes: Any) -> Indexes:
 
 def pack_indexes(indexes: Any) -> bytes:
     """Indexes as they travel: int64, little-endian."""
-    return as_indexes(indexes).tobytes()
+    return (indexes if type(indexes) is np.ndarray and indexes.dtype == _INT64 else as_indexes(indexes)).tobytes()
 
 
 def unpack_indexes(data: bytes) -> Indexes:

@@ -43,14 +43,14 @@ class PeerCall:
     """One request to one peer: a short encoded header, and the values' buffers.
 
     ``number`` is its own among all calls of the caller; the answer comes with it.
-    ``cancel`` is the header of the message that cancels the call. It is sent on the same connection, after the call, if
-    the call fails or is cancelled. Empty: only stop waiting for the answer.
+    ``cancel`` makes the header of the message that cancels the call. It is sent on the same connection, after the call,
+    if the call fails or is cancelled. None: only stop waiting for the answer.
     """
 
     peer: Peer
     header: bytes
     frames: Sequence[Buffer] = ()
-    cancel: bytes = b""
+    cancel: Callable[[], bytes] | None = None
     number: int = NOBODY_WAITS
 
 

@@ -109,7 +109,7 @@ def closed() -> ClosedError:
 
 class _WaitingCall(NamedTuple):
     future: asyncio.Future[RawReply]
-    cancel: bytes
+    cancel: Callable[[], bytes] | None
 
 
 class LoopConnection:
@@ -226,11 +226,11 @@ class LoopConnection:
         self.close(error)
 
 
-def revoke(connection: Connection, cancel: bytes) -> None:
+def revoke(connection: Connection, cancel: Callable[[], bytes] | None) -> None:
     """Send the cancel after a call, and return the call's frames to their owner."""
     if connection.broken:
         return
     connection.own()
-    if cancel:
+    if cancel is not None:
         with contextlib.suppress(QueueUnreachableError):  # the peer has ended, and the call with it
-            connection.send(NOBODY_WAITS, cancel)
+            connection.send(NOBODY_WAITS, cancel())

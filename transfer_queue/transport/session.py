@@ -13,6 +13,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,10 +89,11 @@ class Session:
             keep: The servers keep the answers until ``done``, because more steps follow.
         """
         told = {peer.address: self._to_tell(peer) for peer, _, _ in asks}
-        calls = [
-            PeerCall(peer, p.encode_request(request, *told[peer.address]), frames, self._cancel_of(request), request.id)
-            for peer, request, frames in asks
-        ]
+        calls = []
+        for peer, request, frames in asks:
+            # A publish can't be reverted. Its answer stays, so that the caller can ask for the outcome.
+            cancel = None if isinstance(request, p.Publish) else partial(self._cancel_of, request)
+            calls.append(PeerCall(peer, p.encode_request(request, *told[peer.address]), frames, cancel, request.id))
         replies = await self.caller.call_many(calls, timeout_s)
         for peer, request, _ in asks:
             own, (received, read) = self._received.setdefault(peer.address, set()), told[peer.address]
@@ -109,8 +111,6 @@ class Session:
         return list(itertools.islice(own or (), few)), list(itertools.islice(read or (), few))
 
     def _cancel_of(self, request: p.Request) -> bytes:
-        if isinstance(request, p.Publish):
-            return b""  # it can't be reverted; its answer stays, so that the caller can ask for the outcome
         return p.encode_request(p.Cancel(self.number(), request.id))
 
     def done(self, peer: Peer, *calls: int) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transfer_queue.errors import QueueUnreachableError
 from transfer_queue.protocol import by_row, pack_indexes
 from transfer_queue.storage.base import Places
 from transfer_queue.storage.messages import Read, Release, Rows, decode_answer, unpack_columns
-from transfer_queue.storage.shm.choose import UnitDirectory
+from transfer_queue.storage.shm.choose import UnitDirectory, values_lost
 from transfer_queue.storage.shm.connect import UnitConnection, decide_paths
 from transfer_queue.storage.wire import IntArray, Positions, WireColumn, as_run, count_of, groups
 from transfer_queue.transport.session import Session
+
+Share = tuple[int, Positions, list[str]]
+"""What one unit is asked for: (its number, positions of the rows, fields)."""
 
 
 class ReadResult:
@@ -19,16 +23,32 @@ class ReadResult:
 
     def __init__(self, session: Session, fields: Sequence[str]) -> None:
         self._session = session
+        self._caller = session.caller  # its session pins the values
         self._pinned: list[tuple[UnitConnection, int]] = []
         self.columns: dict[str, list[tuple[Positions, WireColumn]]] = {name: [] for name in fields}
         """By field, the wire columns and the positions of the batch that they fill."""
 
     async def read(self, units: UnitDirectory, indexes: IntArray, places: Places, timeout_s: float) -> None:
-        """Ask every unit for its share of these samples' fields, then wait for all answers."""
-        shares = [
-            (await units.connection(unit), at, fields)
-            for unit, at, fields in shares_of(len(indexes), list(self.columns), places)
-        ]
+        """Ask every unit for its share of these samples' fields, then wait for all answers.
+
+        Raises:
+            UnitLostError: a unit has ended; names the samples and fields that were lost with it.
+        """
+        shares = shares_of(len(indexes), list(self.columns), places)
+        try:
+            await self._read(units, indexes, shares, timeout_s)
+        except QueueUnreachableError:
+            lost = await units.lost_among(number for number, _, _ in shares)
+            if not lost:
+                raise
+            values: dict[str, list[int]] = {}
+            for number, at, fields in shares:
+                for name in fields if number in lost else ():
+                    values.setdefault(name, []).extend(indexes[at].tolist())
+            raise values_lost(values) from None
+
+    async def _read(self, units: UnitDirectory, indexes: IntArray, by_number: list[Share], timeout_s: float) -> None:
+        shares = [(await units.connection(number), at, fields) for number, at, fields in by_number]
         await decide_paths(unit for unit, _, _ in shares)
         calls = []
         for unit, at, fields in shares:
@@ -60,12 +80,12 @@ class ReadResult:
             self._pinned.pop()
 
 
-def shares_of(count: int, names: Sequence[str], units: Places) -> list[tuple[int, Positions, list[str]]]:
-    """What to read from which unit: (unit, positions of the rows, fields). A slice if one unit has all of them."""
+def shares_of(count: int, names: Sequence[str], units: Places) -> list[Share]:
+    """What to read from which unit. Positions are a slice if one unit has all of them."""
     together: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for name in names:
         together.setdefault(tuple(units.get(name) or [(0, count)]), []).append(name)
-    shares: list[tuple[int, Positions, list[str]]] = []
+    shares: list[Share] = []
     for runs, fields in together.items():
         if len(runs) == 1:
             shares.append((runs[0][0], slice(0, count), fields))
