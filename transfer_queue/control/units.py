@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from transfer_queue import protocol as p
 from transfer_queue.errors import InvalidRequestError, UnitLostError
 
@@ -49,10 +47,9 @@ class UnitTable:
         """The units that are there."""
         return list(self._units.values())
 
-    def check(self, specs: Iterable[p.FieldSpec]) -> None:
+    def check(self, spec: p.FieldSpec) -> None:
         """Raises UnitLostError if values lie in a unit that has ended."""
-        for spec in specs:
-            for number, _ in spec.units or ():
-                if number and number not in self._units:
-                    name = self.lost.get(number, "unknown")
-                    raise UnitLostError(f"storage unit {number} ({name}) has ended: put these values again.")
+        for number, _ in spec.units or ():
+            if number and number not in self._units:
+                name = self.lost.get(number, "unknown")
+                raise UnitLostError(f"storage unit {number} ({name}) has ended: put these values again.")
