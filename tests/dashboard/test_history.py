@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_tq.cli.queue_report import plain
 from lightning_tq.dashboard.history import QueueHistory
+from lightning_tq.queue_report import plain
 from transfer_queue import diagnose
 
 

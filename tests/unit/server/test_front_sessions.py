@@ -11,6 +11,7 @@ import pytest
 from tests.unit.server.front_kit import (
     NBYTES,
     NOTHING,
+    PAGE,
     Client,
     Got,
     Held,
@@ -327,3 +328,24 @@ def test_a_call_that_fails_for_one_client_is_no_matter_for_those_that_wait(me, o
     failed(me.send(p.Put(1, p.Reserve(1, "p", 1, specs()), {}, b"nonsense"))[0], "ProtocolError")
     own, batch = me.put([7])
     assert (own.client, batch.client, list(batch_of(batch).values())) == ("me", "other", [7])
+
+
+# ---- eviction ----
+
+
+def test_memory_of_an_evicted_client_is_not_used_again_before_its_process_has_ended() -> None:
+    """It may have been stopped while it copied into its lease, and goes on one day."""
+    front = front_of(pages=4)
+    assert front.unit is not None
+    me, other = Client(front, "me"), Client(front, "other")
+    ended: list[Any] = []
+    front.watch = lambda pid, namespace, act: ended.append((pid, namespace, act))
+    me.one(p.Hello(me.number(), 77, p.PROTOCOL_VERSION, 5))
+    assert me.one(Lease(me.number(), 3 * PAGE)).offset >= 0
+    assert other.one(p.EvictClient(other.number(), "me")).value is True
+    assert front.unit.stats().leased_nbytes == 0
+    assert other.one(Lease(other.number(), 3 * PAGE)).offset == -1, "the arena has no other such range"
+    ((pid, namespace, act),) = ended
+    assert (pid, namespace) == (77, 5)
+    act()
+    assert other.one(Lease(other.number(), 3 * PAGE)).offset >= 0
