@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_tq.cli.queue_report import plain
+
 from lightning_tq.dashboard.history import QueueHistory
 from transfer_queue import diagnose
 

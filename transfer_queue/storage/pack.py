@@ -16,7 +16,7 @@ import torch
 from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
-from transfer_queue.storage.copying import Copy, copy_spans, runs
+from transfer_queue.storage.copying import Copy, copy_spans, in_a_row, runs
 from transfer_queue.storage.images import image_parts, is_image
 from transfer_queue.storage.wire import (
     OBJECTS,
@@ -202,7 +202,7 @@ class TensorColumn(Column):
             starts, stops = self._bounds[starts], self._bounds[stops]
         if self._values.is_contiguous() and self._values.device.type == "cpu":
             sizes = (stops - starts) * self._entry_nbytes
-            copy_spans(out, np.cumsum(sizes) - sizes, as_bytes(self._values), starts * self._entry_nbytes, sizes, copy)
+            copy_spans(out, as_bytes(self._values), in_a_row(starts * self._entry_nbytes, sizes), copy)
             return
         entries = int((stops - starts).sum())
         target = from_bytes(out, self._values.dtype, (entries, *self._values.shape[1:]))
@@ -265,8 +265,7 @@ class BytesColumn(Column):
 
     def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
         starts, stops = self._spans(at)
-        sizes = stops - starts
-        copy_spans(out, np.cumsum(sizes) - sizes, self._wire.data, starts, sizes, copy)
+        copy_spans(out, self._wire.data, in_a_row(starts, stops - starts), copy)
 
     def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
         if self.layout.kind != "objects":
