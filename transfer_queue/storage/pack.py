@@ -436,7 +436,7 @@ class _Encoder:
         if lower is not None:
             return lower(self, value)
         if isinstance(value, torch.Tensor) and is_plain(value):
-            return self._tensor(value)
+            return self._ext(Code.TENSOR, [dtype_name(value.dtype), list(value.shape), as_bytes(value).tobytes()])
         if isinstance(value, np.generic):
             return self._array(np.asarray(value), Code.NUMPY_SCALAR)
         if is_image(value):
@@ -468,9 +468,6 @@ class _Encoder:
         if described is None or np.lib.format.descr_to_dtype(described) != array.dtype:
             return self._pickled(array)
         return self._ext(code, [described, list(array.shape), array.tobytes()])
-
-    def _tensor(self, tensor: torch.Tensor) -> Ext:
-        return self._ext(Code.TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), as_bytes(tensor).tobytes()])
 
     def _pickled(self, value: Any) -> Ext:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
