@@ -73,8 +73,6 @@ SERVER_SIDE = (
     "transfer_queue.storage.unit.unit",
     "transfer_queue.storage.shm.shared_memory",
 )
-CIRCLES_LEFT = ("transfer_queue.control.", "lightning_tq")
-"""Their circles are still to be opened. No others."""
 HEAVY = ("torch", "tensordict", "lightning", "ray", "pytorch_lightning")
 SAME_ROLE = {"__init__.py", "__main__.py", "base.py"}
 SHARED_NAMES = {"schema.py"}

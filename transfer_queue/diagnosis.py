@@ -108,12 +108,8 @@ def not_ready(reply: NotReady, task: str, partition: str, fields: Iterable[str],
     return _fetch({**msgspec.structs.asdict(reply), **asked})
 
 
-def lost_values(partition: str, field: str, count: int, indexes: Sequence[int] = ()) -> Finding:
-    """``indexes``: those of the samples that matter to the caller."""
-    named = (
-        f" ({', '.join(map(str, indexes[:_MOST_LISTED]))}{', …' * (len(indexes) > _MOST_LISTED)})" if indexes else ""
-    )
-    what, lost = f"{_counted(count)} of {partition!r}{named}", f"lost {field!r} with a storage unit"
+def lost_values(partition: str, field: str, count: int) -> Finding:
+    what, lost = f"{_counted(count)} of {partition!r}", f"lost {field!r} with a storage unit"
     return Finding(
         kind="lost", names=(partition, field), what=what, held_up_by=(lost,), to_do=_put_again(partition)
     )  # fmt: skip

@@ -12,7 +12,6 @@ from plain_rows import rows
 from tensordict import NonTensorStack
 
 import transfer_queue as tq
-from transfer_queue.protocol import MOST_ROWS
 
 
 def stored_values() -> int:
@@ -36,7 +35,7 @@ def test_kv_put_gives_tensors_a_batch_dimension_and_keeps_objects_whole(queue, n
 @pytest.fixture
 def many():
     """More keys than one request names, with columns of every kind and tags for all but the first."""
-    count = 2 * MOST_ROWS + 3
+    count = 2 * 2048 + 3  # a request names 2048 at most
     keys = [f"k{n}" for n in range(count)]
     fields = {
         "n": torch.arange(count),

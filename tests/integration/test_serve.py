@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import transfer_queue as tq
-from transfer_queue.transport.tcp_wire import write_keys
 
 Serve = Callable[..., subprocess.Popen[str]]
 LISTEN = ("--listen", "tcp://127.0.0.1:0")
@@ -138,20 +137,20 @@ def test_a_server_that_leaves_takes_its_values_along_by_name(serve, keys):
 
 
 def test_no_queue_at_the_address_to_join(serve, keys):
-    write_keys(keys)
+    addresses(serve(*LISTEN, "--key-file", keys))  # a queue that listens makes its keys
     text = refused(serve(*LISTEN, "--key-file", keys, "--join", "tcp://127.0.0.1:1"))
     assert "nothing listens there" in text
 
 
 def test_keys_of_another_queue(serve, keys, tmp_path):
     _, remote = addresses(serve(*LISTEN, "--key-file", keys))
-    write_keys(tmp_path / "other")
+    addresses(serve(*LISTEN, "--key-file", str(tmp_path / "other")))
     text = refused(serve(*LISTEN, "--key-file", str(tmp_path / "other"), "--join", remote))
     assert "does not accept this client's key" in text
 
 
 def test_keys_that_others_can_read(serve, keys):
-    write_keys(keys)
+    addresses(serve(*LISTEN, "--key-file", keys))
     os.chmod(keys, 0o644)
     assert "chmod 600" in refused(serve(*LISTEN, "--key-file", keys))
 

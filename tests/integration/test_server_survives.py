@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import transfer_queue as tq
+from tests.integration.calls import fetch_of
 from tests.integration.faults import SERVED_S, check_served, client_of, comes_true
 from tests.integration.hostile_samplers import DEEDS
 from tests.integration.noticing import until_parked
@@ -190,8 +191,8 @@ def test_a_put_succeeds_though_the_sampler_of_one_that_waits_misbehaves(client, 
     """The publish wakes the fetch, whose sampler then fails; the producer is told nothing of that."""
     client.register_task(f"of {name}", sampler=hostile(deed, "sample"))
     reader, other = client_of(queue, "reader"), client_of(queue, "another reader")
-    pending = reader.start_fetch_batch(fetch(name, f"of {name}"))
-    innocent = other.start_fetch_batch(fetch(name, "innocent"))
+    pending = reader.start_fetch_batch(fetch_of(["x"], 2, name, f"of {name}", 3.0))
+    innocent = other.start_fetch_batch(fetch_of(["x"], 2, name, "innocent", 3.0))
     until_parked(client, 2, partition=name)
     meta = client.put({"x": torch.arange(3)}, partition_id=name)
     assert client.get_data(meta)["x"].tolist() == [0, 1, 2]
@@ -202,12 +203,6 @@ def test_a_put_succeeds_though_the_sampler_of_one_that_waits_misbehaves(client, 
     assert comes_true(lambda: not client.get_stats()["waiting"])
     for one in (reader, other):
         one.close()
-
-
-def fetch(partition: str, task: str) -> Any:
-    from transfer_queue.client.get import fetch_request
-
-    return fetch_request(["x"], 2, partition, task, None, 3.0)
 
 
 def test_the_sampler_that_held_the_server_is_named_in_its_statistics(client, name):

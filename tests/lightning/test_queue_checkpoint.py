@@ -16,7 +16,6 @@ from recorders import Recorder
 
 import transfer_queue as tq
 from lightning_tq import PartitionSwitch, TQCheckpoint, TQDataModule
-from lightning_tq.callbacks.queue_checkpoint import queue_path
 from tests.lightning.conftest import stream
 from tests.own_processes import own_processes
 from transfer_queue import CheckpointError, QueueUnreachableError
@@ -199,7 +198,7 @@ def test_a_checkpoint_on_an_exception_is_saved_even_if_the_queue_died(
 
     dm = data(train=stream("train", prefetch=False))
     fill(dm.client, "train", 40)
-    dm.client.save_checkpoint(queue_path(folder / "failed.ckpt"))  # from an earlier run
+    dm.client.save_checkpoint(str(folder / "failed.ckpt.tq"))  # from an earlier run
     callbacks = [TQCheckpoint(), OnExceptionCheckpoint(folder, filename="failed")]
     with pytest.raises(QueueUnreachableError):
         trainer(callbacks=callbacks, enable_checkpointing=True).fit(Killing(), datamodule=dm)
@@ -214,7 +213,7 @@ def test_a_checkpoint_can_be_saved_by_hand_after_an_exception_ended_the_queue(
 ) -> None:
     dm = data(train=stream("train"))
     fill(dm.client, "train", 40)
-    dm.client.save_checkpoint(queue_path(folder / "rescue.ckpt"))  # from an earlier run
+    dm.client.save_checkpoint(str(folder / "rescue.ckpt.tq"))  # from an earlier run
     fitted = trainer(callbacks=[TQCheckpoint()])
     with pytest.raises(ValueError, match="failed on request"):
         fitted.fit(Recorder(fail_at=3), datamodule=dm)

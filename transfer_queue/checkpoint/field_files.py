@@ -19,11 +19,10 @@ from transfer_queue.checkpoint.files import (
     write_array,
 )
 from transfer_queue.errors import CheckpointError, ProtocolError
-from transfer_queue.storage.copying import copy_rows, copy_spans
+from transfer_queue.storage.copying import Spans, copy_rows, copy_spans
 from transfer_queue.storage.wire import OBJECTS, IntArray, Layout, PlacedColumns, Positions, WireColumn, running_sum
 
 INT64 = np.dtype("<i8")
-_BYTES = np.dtype(np.uint8)
 _NUMPY = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"})
 _NUMPY |= {f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)}
 READ_NBYTES = 32 * 1024 * 1024
@@ -139,11 +138,11 @@ def joined(placed: PlacedColumns, layout: Layout) -> tuple[IntArray, WireColumn]
 
 def _dense(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
     count = sum(map(len, ranks))
-    data = np.empty(count * layout.row_nbytes, np.uint8)
+    data = np.empty((count, layout.row_nbytes), np.uint8)
     for column, rank in zip(columns, ranks, strict=True):
         if data.nbytes:
-            copy_rows(data, rank, column.data, column.selection, layout.row_nbytes)
-    return WireColumn(layout, count, data)
+            copy_rows(data, rank, column.data, column.selection)
+    return WireColumn(layout, count, data.reshape(-1))
 
 
 def _spread(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: Layout) -> WireColumn:
@@ -159,7 +158,7 @@ def _spread(columns: Sequence[WireColumn], ranks: Sequence[IntArray], layout: La
     bounds = running_sum(sizes)
     data = np.empty(int(bounds[-1]), np.uint8)
     for column, rank, each in zip(columns, ranks, own, strict=True):
-        copy_spans(data, bounds[rank], column.data, column.starts, each)
+        copy_spans(data, column.data, Spans(bounds[rank], column.starts, each))
     return WireColumn(layout, count, data, bounds if layout.kind == "objects" else shapes)
 
 

@@ -133,7 +133,8 @@ class Gets(ClientBase):
             raise InvalidRequestError("get_meta in mode 'fetch' needs a task_name, which names the consumer.")
         polling = (await self.session.config()).controller.polling_mode
         wait_s = timeout_s if timeout_s is not None else (0.0 if polling else fetch_wait_s())
-        fetch = fetch_request(fields, batch_size, partition_id, task_name, sampling_config, wait_s, where)
+        config = sampling_config if where is None else {**(sampling_config or {}), "where": where}
+        fetch = fetch_request(fields, batch_size, partition_id, task_name, config, wait_s)
         reply, _ = await self._fetched(msgspec.structs.replace(fetch, id=self.session.number()))
         if isinstance(reply, p.NotReady):
             if polling:
@@ -339,12 +340,8 @@ def fetch_request(
     task: str,
     sampling_config: Mapping[str, Any] | None,
     wait_s: float,
-    where: str | None = None,
 ) -> p.Fetch:
-    """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments.
-
-    ``where``: the filter, if it isn't in there.
-    """
+    """A fetch from the public ``sampling_config``: what it says of the batch is split from the sampler's arguments."""
     arguments = {str(key): value for key, value in (sampling_config or {}).items() if key not in _SAID_ELSEWHERE}
     for key in arguments:
         if key not in _OF_THE_FETCH and (meant := _misspelt(key)):
@@ -355,8 +352,6 @@ def fetch_request(
     named = {name: arguments.pop(name) for name in _OF_THE_FETCH if name in arguments}
     if named.get("skip") is None:
         named.pop("skip", None)
-    if where is not None:
-        named["where"] = where
     return p.Fetch(0, partition, task, list(fields), batch_size, wait_s=wait_s, sampler_args=arguments, **named)
 
 

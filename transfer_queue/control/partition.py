@@ -79,7 +79,8 @@ class Partition:
         self.check_open(count)
         if self.table.copies:
             self.table.copies.make()
-        if self.preallocate > 1 and not self.num_free and not self._has_begun():
+        has_begun = self.num_free or self.table.size or self.num_published
+        if self.preallocate > 1 and not has_begun:
             self.make_free(self.preallocate)
         at: Rows | slice
         if self.num_free:
@@ -96,9 +97,6 @@ class Partition:
         self.num_puts += 1
         self.table.column("put_number")[at] = self.num_puts
         return rows
-
-    def _has_begun(self) -> bool:
-        return bool(self.table.size or self.num_published)
 
     def make_free(self, count: int) -> None:
         """Pre-allocate samples for the next inserts."""

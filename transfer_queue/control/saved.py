@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.control.rows import Rows, RowState
+from transfer_queue.control.rows import RowState
 from transfer_queue.errors import CheckpointError
 from transfer_queue.protocol import DeclaredField, Indexes, unpack_indexes
 
@@ -185,16 +185,3 @@ def live_rows(saved: SavedPartition) -> npt.NDArray[np.bool_]:
     """Which rows are samples."""
     live: npt.NDArray[np.bool_] = np.frombuffer(saved.state, dtype=np.uint8) == RowState.LIVE
     return live
-
-
-def rows_with(saved: SavedPartition) -> tuple[Indexes, dict[str, Rows]]:
-    """Samples of a saved partition, and for each field the positions of those that have it."""
-    live = live_rows(saved)
-    has = {each.name: np.frombuffer(each.has, dtype=np.bool_)[live].nonzero()[0] for each in saved.fields}
-    return unpack_indexes(saved.index)[live], {name: rows for name, rows in has.items() if len(rows)}
-
-
-def places_of(saved: SavedPartition) -> dict[str, npt.NDArray[np.int32]]:
-    """By field, the storage unit of each sample, where some lay in another unit than 0."""
-    live = live_rows(saved)
-    return {each.name: np.frombuffer(each.units, dtype="<i4")[live] for each in saved.fields if each.units is not None}

@@ -48,11 +48,6 @@ class Schema:
         """By field, the number of samples that have it."""
 
     @property
-    def num_declared(self) -> int:
-        """How many fields later writes are checked against."""
-        return len(self._declared)
-
-    @property
     def names(self) -> list[str]:
         """Fields in order of registration, including expected ones without values."""
         return list(self._fields)

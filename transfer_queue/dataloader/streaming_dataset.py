@@ -233,7 +233,7 @@ class StreamingDataset(IterableDataset[Any]):
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         client, spec = self._own_client(), self._spec(start, stride)
         should_stop = self.should_stop if worker is None else is_over
-        pause = partial(_pause, should_stop or _never)
+        pause = partial(_pause, should_stop or (lambda: False))
         fetch = BatchFetcher(client, spec, start.partition_id, pause, should_stop is not None)
         stream = BatchStream(fetch, start.batch_index + first, stride, self.prefetch)
         with closing(iter(stream)) as batches:
@@ -285,10 +285,6 @@ class StreamingDataset(IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         # Sockets can't be pickled, and ``should_stop`` is asked in the loader's process.
         return {**self.__dict__, "_client": None, "should_stop": None}
-
-
-def _never() -> bool:
-    return False
 
 
 def _pause(should_stop: Callable[[], bool], seconds: float) -> bool:

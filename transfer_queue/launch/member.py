@@ -5,30 +5,29 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import TYPE_CHECKING
 
-from transfer_queue.config import merge
 from transfer_queue.launch.local import await_ready, end_servers, send_orders, short_directory, spawn_server
 from transfer_queue.launch.serve import member_orders
 from transfer_queue.utils.machine import pid_namespace
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 class MemberServer:
     """A storage unit in a child process, which has joined the queue."""
 
     def __init__(
-        self, conf: Mapping[str, Any], name: str, join: str, listen: str, keys: tuple[str, str] | None,
-        capacity_nbytes: int | None,
-    ) -> None:  # fmt: skip
+        self, conf: DictConfig, name: str, join: str, keys: tuple[str, str] | None, capacity_nbytes: int | None
+    ) -> None:
         """
         Args:
-            conf: The queue's configuration, as for ``init``.
+            conf: The merged configuration. ``listen``: where other hosts read the values.
             name: Name of the unit.
             join: Address of the controller.
-            listen: Where other hosts read the values, as ``tcp://HOST:PORT``.
             keys: The queue's public and secret key; None: without encryption.
             capacity_nbytes: Most bytes of its values; None: no limit.
         Raises:
@@ -39,10 +38,9 @@ class MemberServer:
         processes: list[subprocess.Popen[str]] = []
         self._finalizer = Finalize(self, end_servers, args=(os.getpid(), processes, [], [], directory), exitpriority=10)
         try:
-            merged = merge(conf)
-            merged.listen, merged.key_file = listen, private_key_file(directory, keys)
+            conf.key_file = private_key_file(directory, keys)
             orders = replace(
-                member_orders(merged, join, directory), unit=name, capacity_bytes=capacity_nbytes,
+                member_orders(conf, join, directory), unit=name, capacity_bytes=capacity_nbytes,
                 parent=os.getpid(), pid_namespace=pid_namespace(),
             )  # fmt: skip
             processes.append(spawn_server(directory))

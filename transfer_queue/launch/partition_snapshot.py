@@ -40,7 +40,8 @@ class PartitionSnapshot:
         indexes = list(meta.global_indexes)
         taken = indexes[: int(stats["samples"])]
         found = client.kv_list(partition_id).get(partition_id, {})
-        keys = dict(zip(found, _indexes_of(client, list(found), partition_id), strict=True))
+        of_keys = client.kv_retrieve_meta(list(found), partition_id).global_indexes if found else []
+        keys = dict(zip(found, of_keys, strict=True))
         _, produced = client.get_production_status(fields, partition_id)
         consumed = {task: client.get_consumption_status(task, partition_id)[1] for task in stats["tasks"]}
         return cls(
@@ -86,10 +87,6 @@ class PartitionSnapshot:
     ) -> Mapping[int, Mapping[str, Any]]:
         """What a storage backend keeps with the values: nothing here."""
         return {}
-
-
-def _indexes_of(client: TransferQueueClient, keys: list[str], partition_id: str) -> list[int]:
-    return list(client.kv_retrieve_meta(keys, partition_id).global_indexes) if keys else []
 
 
 def _by_index(indexes: Sequence[int], status: torch.Tensor | None, columns: tuple[int, ...]) -> torch.Tensor:

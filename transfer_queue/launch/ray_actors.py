@@ -199,8 +199,10 @@ class UnitActor:
         self._failed: tuple[str, str] | None = None
         self._name = name
         try:
-            capacity = typed(merge(conf)).backend.SimpleStorage.host_bytes(hosts)
-            self._server = MemberServer(conf, name, join, free_port(), keys, capacity)
+            merged = merge(conf)
+            merged.listen = free_port()
+            capacity = typed(merged).backend.SimpleStorage.host_bytes(hosts)
+            self._server = MemberServer(merged, name, join, keys, capacity)
         except Exception as error:  # the guard of the start: the process that started this actor gets the error
             self._failed = to_wire(error)
 

@@ -55,7 +55,7 @@ class RankAwareSampler(RoundSampler):
             return self._next_of_replica(ready_indexes, batch_size, task, partition, (dp_rank, batch_index, task_name))
         if any(name.startswith(_REPLICA_PREFIX) for name in kwargs):
             return self._next_of_replica(ready_indexes, batch_size, task_name, partition_id, _replica(kwargs))
-        return self._numbered_batch(ready_indexes, batch_size, task_name, partition_id, dp_rank, batch_index)
+        return self._numbered_batch(ready_indexes, batch_size, task_name, partition_id, _named(dp_rank, batch_index))
 
     def round(self, wanted: Round) -> list[list[int]]:
         _named(wanted.ranks[0], wanted.batch_index)
@@ -88,10 +88,9 @@ class RankAwareSampler(RoundSampler):
         self._replica_tasks = {(partition, task) for partition, task in state.get("_replica_tasks", [])}
 
     def _numbered_batch(
-        self, ready: Sequence[int], batch_size: int, task: str, partition: str, dp_rank: int | None,
-        batch_index: int | None,
-    ) -> Picked:  # fmt: skip
-        dp_rank, batch_index = _named(dp_rank, batch_index)
+        self, ready: Sequence[int], batch_size: int, task: str, partition: str, batch_of_rank: tuple[int, int]
+    ) -> Picked:
+        dp_rank, batch_index = batch_of_rank
         if dp_rank < 0:
             raise SamplerError(f"dp_rank must be greater than or equal to 0, got {dp_rank}.")
         self._refuse_mixing(partition, task, replicas=False)

@@ -8,7 +8,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,13 +64,18 @@ def copy_rows(
     at: slice | NDArray[np.int64],
     src: NDArray[np.uint8],
     row_indices: NDArray[np.int64] | None,
-    row_nbytes: int,
     copy: Copy = AT_ONCE,
 ) -> None:
-    """Row ``at[i]`` of ``dst`` = row ``row_indices[i]`` of ``src`` (None: row i). All rows have one size, not 0."""
+    """Row ``at[i]`` of ``dst`` = row ``row_indices[i]`` of ``src`` (None: row i). All rows have one size, not 0.
+
+    Args:
+        dst: [rows, bytes per row], contiguous.
+        src: Rows of the same size, one after the other.
+    """
     if isinstance(at, slice) and row_indices is None:
-        copy(dst[at.start * row_nbytes : at.stop * row_nbytes], src)
+        copy(dst[at].reshape(-1), src)
         return
+    row_nbytes, dst = dst.shape[1], dst.reshape(-1)
     count = at.stop - at.start if isinstance(at, slice) else len(at)
     to = np.arange(at.start, at.stop) if isinstance(at, slice) else at
     rows = np.arange(count) if row_indices is None else row_indices
@@ -79,7 +84,7 @@ def copy_rows(
     single = isinstance(at, slice) and 2 * (len(cuts) + 1) > count
     if not single and count * row_nbytes >= _LONG_RUN_NBYTES * (len(cuts) + 1):
         first, sizes = np.append(0, cuts), np.diff(np.concatenate(([0], cuts, [count]))) * row_nbytes
-        _copy_each(dst, to[first] * row_nbytes, src, rows[first] * row_nbytes, sizes, copy)
+        _copy_each(dst, src, Spans(to[first] * row_nbytes, rows[first] * row_nbytes, sizes), copy)
         return
     target, source = as_words(dst, src, row_nbytes)
     if isinstance(at, slice):
@@ -92,68 +97,69 @@ def copy_rows(
             target[to[begin : begin + step]] = source[rows[begin : begin + step]]
 
 
-def copy_spans(
-    dst: NDArray[np.uint8],
-    dst_starts: NDArray[np.int64],
-    src: NDArray[np.uint8],
-    src_starts: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    copy: Copy = AT_ONCE,
-) -> None:
-    """dst[dst_starts[i] : + sizes[i]] = src[src_starts[i] : + sizes[i]] for every i, in bytes."""
-    if len(sizes) == 1:
-        begin, start, size = dst_starts.item(), src_starts.item(), sizes.item()
+class Spans(NamedTuple):
+    """``sizes[i]`` bytes from ``starts[i]`` of one buffer go to ``to[i]`` of another, for every i."""
+
+    to: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    def only(self, which: NDArray[Any]) -> Spans:
+        return Spans(self.to[which], self.starts[which], self.sizes[which])
+
+    def merged(self) -> Spans:
+        """Merge spans that are contiguous in both buffers."""
+        to, starts, sizes = self
+        follows = (to[:-1] + sizes[:-1] == to[1:]) & (starts[:-1] + sizes[:-1] == starts[1:])
+        if not follows.any():
+            return self
+        first = np.flatnonzero(np.append(True, ~follows))
+        return Spans(to[first], starts[first], np.add.reduceat(sizes, first))
+
+
+def in_a_row(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Spans:
+    """Spans that land one after the other."""
+    return Spans(np.cumsum(sizes) - sizes, starts, sizes)
+
+
+def copy_spans(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, copy: Copy = AT_ONCE) -> None:
+    if len(spans.sizes) == 1:
+        begin, start, size = (each.item() for each in spans)
         copy(dst[begin : begin + size], src[start : start + size])
         return
-    keep = sizes > 0
+    keep = spans.sizes > 0
     if not keep.all():
-        dst_starts, src_starts, sizes = dst_starts[keep], src_starts[keep], sizes[keep]
-    if len(sizes) == 0:
+        spans = spans.only(keep)
+    if len(spans.sizes) == 0:
         return
-    dst_starts, src_starts, sizes = _merged(dst_starts, src_starts, sizes)
+    spans = spans.merged()
+    to, starts, sizes = spans
     total = int(sizes.sum())
     if len(sizes) == 1 or total >= _LOOP_NBYTES * len(sizes):
-        _copy_each(dst, dst_starts, src, src_starts, sizes, copy)
+        _copy_each(dst, src, spans, copy)
         return
-    word = _word(dst_starts, src_starts, sizes, dst.nbytes, src.nbytes)
+    word = _word(*spans, dst.nbytes, src.nbytes)
     counts = sizes // word
     within = np.arange(total // word) - np.repeat(np.cumsum(counts) - counts, counts)
-    to, at = np.repeat(dst_starts // word, counts) + within, np.repeat(src_starts // word, counts) + within
+    to, at = np.repeat(to // word, counts) + within, np.repeat(starts // word, counts) + within
     dst_words, src_words = as_words(dst, src, word)
     if dst_words.shape[1] == 1:  # flat indexing is faster for single words; unaligned buffers have more per row
         dst_words, src_words = dst_words.reshape(-1), src_words.reshape(-1)
     dst_words[to] = src_words[at]
 
 
-def _copy_each(
-    dst: NDArray[np.uint8],
-    dst_starts: NDArray[np.int64],
-    src: NDArray[np.uint8],
-    src_starts: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    copy: Copy,
-) -> None:
-    dst_stops, src_stops = dst_starts + sizes, src_starts + sizes
-    edges = (dst_starts.tolist(), dst_stops.tolist(), src_starts.tolist(), src_stops.tolist())
+def _copy_each(dst: NDArray[np.uint8], src: NDArray[np.uint8], spans: Spans, copy: Copy) -> None:
+    to, starts, sizes = spans
+    stops = to + sizes
+    edges = (to.tolist(), stops.tolist(), starts.tolist(), (starts + sizes).tolist())
     if sizes.sum() >= LATER_NBYTES * len(sizes):
-        for to, end, at, stop in zip(*edges, strict=True):
-            copy(dst[to:end], src[at:stop])
-    elif (dst_stops[:-1] == dst_starts[1:]).all():  # contiguous in dst: nearly twice as fast in one call
-        np.concatenate(list(map(src.__getitem__, map(slice, *edges[2:]))), out=dst[dst_starts[0] : dst_stops[-1]])
+        for begin, end, at, stop in zip(*edges, strict=True):
+            copy(dst[begin:end], src[at:stop])
+    elif (stops[:-1] == to[1:]).all():  # contiguous in dst: nearly twice as fast in one call
+        np.concatenate(list(map(src.__getitem__, map(slice, *edges[2:]))), out=dst[to[0] : stops[-1]])
     else:
-        for to, end, at, stop in zip(*edges, strict=True):
-            dst[to:end] = src[at:stop]
-
-
-def _merged(
-    dst_starts: NDArray[np.int64], src_starts: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Merge spans that are contiguous in both buffers."""
-    follows = (dst_starts[:-1] + sizes[:-1] == dst_starts[1:]) & (src_starts[:-1] + sizes[:-1] == src_starts[1:])
-    if not follows.any():
-        return dst_starts, src_starts, sizes
-    first = np.flatnonzero(np.append(True, ~follows))
-    return dst_starts[first], src_starts[first], np.add.reduceat(sizes, first)
+        for begin, end, at, stop in zip(*edges, strict=True):
+            dst[begin:end] = src[at:stop]
 
 
 def _word(*numbers: Any) -> int:

@@ -16,7 +16,7 @@ import torch
 from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
 
 from transfer_queue.errors import InvalidRequestError, ProtocolError, UnsupportedValueError
-from transfer_queue.storage.copying import Copy, copy_spans, runs
+from transfer_queue.storage.copying import Copy, copy_spans, in_a_row, runs
 from transfer_queue.storage.images import image_parts, is_image
 from transfer_queue.storage.wire import (
     OBJECTS,
@@ -202,7 +202,7 @@ class TensorColumn(Column):
             starts, stops = self._bounds[starts], self._bounds[stops]
         if self._values.is_contiguous() and self._values.device.type == "cpu":
             sizes = (stops - starts) * self._entry_nbytes
-            copy_spans(out, np.cumsum(sizes) - sizes, as_bytes(self._values), starts * self._entry_nbytes, sizes, copy)
+            copy_spans(out, as_bytes(self._values), in_a_row(starts * self._entry_nbytes, sizes), copy)
             return
         entries = int((stops - starts).sum())
         target = from_bytes(out, self._values.dtype, (entries, *self._values.shape[1:]))
@@ -265,8 +265,7 @@ class BytesColumn(Column):
 
     def copy_into(self, out: ByteArray, at: Positions, copy: Copy) -> None:
         starts, stops = self._spans(at)
-        sizes = stops - starts
-        copy_spans(out, np.cumsum(sizes) - sizes, self._wire.data, starts, sizes, copy)
+        copy_spans(out, self._wire.data, in_a_row(starts, stops - starts), copy)
 
     def stored_in(self, out: ByteArray, at: Positions, rows: int, copy: Copy) -> WireColumn:
         if self.layout.kind != "objects":
@@ -437,7 +436,7 @@ class _Encoder:
         if lower is not None:
             return lower(self, value)
         if isinstance(value, torch.Tensor) and is_plain(value):
-            return self._tensor(value)
+            return self._ext(Code.TENSOR, [dtype_name(value.dtype), list(value.shape), as_bytes(value).tobytes()])
         if isinstance(value, np.generic):
             return self._array(np.asarray(value), Code.NUMPY_SCALAR)
         if is_image(value):
@@ -469,9 +468,6 @@ class _Encoder:
         if described is None or np.lib.format.descr_to_dtype(described) != array.dtype:
             return self._pickled(array)
         return self._ext(code, [described, list(array.shape), array.tobytes()])
-
-    def _tensor(self, tensor: torch.Tensor) -> Ext:
-        return self._ext(Code.TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), as_bytes(tensor).tobytes()])
 
     def _pickled(self, value: Any) -> Ext:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"

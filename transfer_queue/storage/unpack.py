@@ -19,7 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 
 from transfer_queue.errors import ConfigError, InvalidRequestError, ProtocolError, UnsupportedValueError
 from transfer_queue.storage import recycling
-from transfer_queue.storage.copying import AT_ONCE, Copies, Copy, copy_rows, copy_spans
+from transfer_queue.storage.copying import AT_ONCE, Copies, Copy, Spans, copy_rows, copy_spans
 from transfer_queue.storage.images import image_of
 from transfer_queue.storage.pack import (
     are_alike,
@@ -112,6 +112,27 @@ class _Options(NamedTuple):
     jagged: Jagged
     copy: Copy = AT_ONCE
 
+    def shaped(
+        self, out: Any, dtype: torch.dtype, shapes: IntArray, bounds: IntArray, extremes: tuple[int, int] | None = None
+    ) -> Any:
+        """Make the most regular tensor that these contiguous rows allow. ``extremes``: of ``shapes``, if known."""
+        if self.layout == "jagged" and shapes.shape[1] == 1:
+            flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
+            return self.jagged(flat, bounds // dtype.itemsize, extremes)
+        same = (shapes == shapes[0]).all(axis=0)
+        if self.layout == "dense" and same.all():
+            return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
+        if same[1:].all():
+            lengths = shapes[:, 0]
+            values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
+            return self.jagged(values, running_sum(lengths))
+        edges = bounds.tolist()
+        rows = [
+            from_bytes(out[start:stop], dtype, shape)
+            for (start, stop), shape in zip(pairwise(edges), shapes.tolist(), strict=True)
+        ]
+        return _strided(rows)
+
 
 def _of_wire(wire: WireColumn, options: _Options) -> Any:
     return _column("", [(slice(0, wire.rows), wire)], wire.rows, False, options)
@@ -146,10 +167,10 @@ def _of_values(values: Sequence[Any], options: _Options) -> Any:
 
 
 def _dense(placed: PlacedColumns, shape: Sequence[int], options: _Options) -> torch.Tensor:
-    layout, row_nbytes = placed[0][1].layout, placed[0][1].layout.row_nbytes
+    layout = placed[0][1].layout
     out = recycling.empty(math.prod(shape) * layout.itemsize)
     for positions, wire in placed if out.nbytes else ():
-        copy_rows(out, positions, wire.data, wire.selection, row_nbytes, options.copy)
+        copy_rows(out.reshape(-1, layout.row_nbytes), positions, wire.data, wire.selection, options.copy)
     return from_bytes(out, dtype_of(layout.dtype), shape)
 
 
@@ -157,7 +178,7 @@ def _ragged(placed: PlacedColumns, count: int, options: _Options) -> Any:
     wire = placed[0][1]
     first = wire.layout
     if len(placed) == 1 and (whole := _whole(placed, count, options)) is not None:
-        return _shaped(whole, dtype_of(first.dtype), _shapes_of(wire), wire.bounds, options, wire.extremes)
+        return options.shaped(whole, dtype_of(first.dtype), _shapes_of(wire), wire.bounds, wire.extremes)
     shapes = np.empty((count, len(first.shape)), np.int64)
     ragged = [(positions, wire.as_ragged()) for positions, wire in placed]
     for positions, wire in ragged:
@@ -169,8 +190,8 @@ def _ragged(placed: PlacedColumns, count: int, options: _Options) -> Any:
     # torch repacks rows that are irregular in other dims, so their copy must be finished by then.
     by = options.copy if (shapes[:, 1:] == shapes[0, 1:]).all() else AT_ONCE
     for positions, wire in ragged:
-        copy_spans(out, bounds[:-1][positions], wire.data, wire.starts, sizes[positions], by)
-    return _shaped(out, dtype_of(first.dtype), shapes, bounds, options)
+        copy_spans(out, wire.data, Spans(bounds[:-1][positions], wire.starts, sizes[positions]), by)
+    return options.shaped(out, dtype_of(first.dtype), shapes, bounds)
 
 
 def _whole(placed: PlacedColumns, count: int, options: _Options) -> ByteArray | None:
@@ -189,33 +210,6 @@ def _whole(placed: PlacedColumns, count: int, options: _Options) -> ByteArray | 
 def _shapes_of(wire: WireColumn) -> IntArray:
     assert wire.row_meta is not None
     return wire.row_meta
-
-
-def _shaped(
-    out: Any,
-    dtype: torch.dtype,
-    shapes: IntArray,
-    bounds: IntArray,
-    options: _Options,
-    extremes: tuple[int, int] | None = None,
-) -> Any:
-    """Make the most regular tensor that these contiguous rows allow. ``extremes``: of ``shapes``, if known."""
-    if options.layout == "jagged" and shapes.shape[1] == 1:
-        flat = from_bytes(out, dtype, (int(bounds[-1]) // dtype.itemsize,))
-        return options.jagged(flat, bounds // dtype.itemsize, extremes)
-    same = (shapes == shapes[0]).all(axis=0)
-    if options.layout == "dense" and same.all():
-        return from_bytes(out, dtype, shapes.shape[:1] + tuple(shapes[0].tolist()))
-    if same[1:].all():
-        lengths = shapes[:, 0]
-        values = from_bytes(out, dtype, (int(lengths.sum()), *shapes[0, 1:].tolist()))
-        return options.jagged(values, running_sum(lengths))
-    edges = bounds.tolist()
-    rows = [
-        from_bytes(out[start:stop], dtype, shape)
-        for (start, stop), shape in zip(pairwise(edges), shapes.tolist(), strict=True)
-    ]
-    return _strided(rows)
 
 
 def _strided(rows: Sequence[torch.Tensor]) -> Any:

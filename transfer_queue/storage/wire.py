@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.errors import ProtocolError
-from transfer_queue.storage.copying import copy_rows, copy_spans
+from transfer_queue.storage.copying import Spans, copy_rows, copy_spans
 
 IntArray: TypeAlias = NDArray[np.int64]
 ByteArray: TypeAlias = NDArray[np.uint8]
@@ -295,7 +295,7 @@ def gather(selected: Sequence[tuple[WireColumn, Positions]], allocate: Allocate 
     data = allocate(int(bounds[-1]))
     at = 0
     for (column, _), count, start, size in zip(selected, counts, starts, sizes, strict=True):
-        copy_spans(data, bounds[at : at + count], column.data, start, size)
+        copy_spans(data, column.data, Spans(bounds[at : at + count], start, size))
         at += count
     if layout.kind == "objects":
         return WireColumn(layout, total, data, bounds, bounds)
@@ -312,12 +312,12 @@ def _spans(column: WireColumn, rows: Positions) -> tuple[IntArray, IntArray]:
 def _gather_dense(selected: Sequence[tuple[WireColumn, Positions]], counts: Sequence[int], out: ByteArray) -> ByteArray:
     if out.nbytes == 0:
         return out
-    at, row_nbytes = 0, selected[0][0].layout.row_nbytes
+    at, target = 0, out.reshape(-1, selected[0][0].layout.row_nbytes)
     for (column, rows), count in zip(selected, counts, strict=True):
         if isinstance(rows, slice):
-            copy_rows(out, slice(at, at + count), column.slice(rows.start, rows.stop).data, None, row_nbytes)
+            copy_rows(target, slice(at, at + count), column.slice(rows.start, rows.stop).data, None)
         else:
-            copy_rows(out, slice(at, at + count), column.data, rows, row_nbytes)
+            copy_rows(target, slice(at, at + count), column.data, rows)
         at += count
     return out
 

@@ -69,7 +69,7 @@ class Spin:
         Args:
             left_s: ``sleep`` returns after this long at the latest.
         """
-        if not self._may_look(left_s):
+        if self._pass_on is None or not 0 < self._longest_s < left_s:
             return sleep()
         if not self._rests():
             return self._look(poll) or sleep()
@@ -78,9 +78,6 @@ class Spin:
         if found and self._doubt and not self._is_crowded and self._clock() - began < self._longest_s:
             self._doubt -= 1
         return found
-
-    def _may_look(self, left_s: float) -> bool:
-        return self._pass_on is not None and 0 < self._longest_s < left_s
 
     def _rests(self) -> bool:
         self._rested += 1

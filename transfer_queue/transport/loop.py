@@ -9,6 +9,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, Protocol
 
 from transfer_queue.transport.descriptors import LONGEST_WAIT_S, READ, Spin, longest_s
@@ -127,7 +128,7 @@ class ServingLoop:
 
     def _turn(self) -> None:
         due = [(at, server) for server in self._servers if (at := server.next_deadline()) is not None]
-        earliest = min(due, key=_time)[0] if due else None
+        earliest = min(due, key=itemgetter(0))[0] if due else None
         began = None
         for act, ready in self.readiness.wait(None if earliest is None else max(0.0, earliest - time.monotonic())):
             began = began or time.monotonic()
@@ -151,10 +152,6 @@ class ServingLoop:
         self.readiness.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
-
-
-def _time(due: tuple[float, Served]) -> float:
-    return due[0]
 
 
 def _nothing(_: float) -> None:

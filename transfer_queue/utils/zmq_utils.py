@@ -6,38 +6,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from transfer_queue.transport.base import Peer
 
 
-class ZMQServerInfo:
+class ZMQServerInfo(msgspec.Struct):
     """One server. ``ports`` maps the name of a socket to its full address."""
 
     # Not a dataclass, because OmegaConf would convert one inside a configuration.
 
-    def __init__(
-        self,
-        role: str,
-        id: str,
-        ip: str = "localhost",
-        ports: Mapping[str, str] | None = None,
-        pid: int | None = None,
-        key_file: str | None = None,
-    ) -> None:
-        self.role = role
-        self.id = id
-        self.ip = ip
-        self.ports = dict(ports or {})
-        self.pid = pid
-        self.key_file = key_file
+    role: str
+    id: str
+    ip: str = "localhost"
+    ports: dict[str, str] = {}  # each server gets its own: the struct copies defaults
+    pid: int | None = None
+    key_file: str | None = None
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ZMQServerInfo) and self.to_dict() == other.to_dict()
+    def __post_init__(self) -> None:
+        self.ports = dict(self.ports)
 
     def __hash__(self) -> int:
         return hash((self.role, self.id, tuple(self.ports.values())))
-
-    def __repr__(self) -> str:
-        return f"ZMQServerInfo({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
     def to_addr(self, port_name: str) -> str:
         """The address of a socket. Raises KeyError that lists the known ones."""
@@ -46,14 +36,7 @@ class ZMQServerInfo:
         return self.ports[port_name]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "role": self.role,
-            "id": self.id,
-            "ip": self.ip,
-            "ports": dict(self.ports),
-            "pid": self.pid,
-            "key_file": self.key_file,
-        }
+        return {**msgspec.structs.asdict(self), "ports": dict(self.ports)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ZMQServerInfo:

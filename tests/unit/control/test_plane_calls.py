@@ -23,13 +23,11 @@ from control_kit import (
     publish,
     put,
     refused,
-    reserve,
     seal,
     send,
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Call, Holding
 
 
 def held(plane, partition="p"):
@@ -345,15 +343,3 @@ def test_a_published_put_whose_values_are_not_committed_is_undone_unless_a_task_
     assert batch(plane, 1) == [0]
     assert [cancel(plane, ROLLOUT, to.reply)[0] for to in replies] == ["kept", "undone"]
     assert chores(plane) == [1]
-
-
-def test_a_call_that_can_not_be_undone_leaves_no_other_one_of_its_session_behind(plane):
-    class Broken(Holding):
-        def undo(self) -> bool:
-            raise ValueError("broken")
-
-    assert reserve(plane, 2) == [0, 1]
-    plane.calls.hold(Call(ROLLOUT, p.Publish(10**6, "p", b"", {})), Broken())
-    plane.client_gone(ROLLOUT, 0.0)
-    assert (chores(plane), plane.calls.clients()) == ([0, 1], [])
-    assert [str(fault) for fault in plane.calls.faults] == ["broken"]

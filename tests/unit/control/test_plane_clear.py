@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import msgspec
-import pytest
 from control_kit import (
     ACTOR,
     CRITIC,
@@ -33,9 +29,6 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.calls import Turn
-from transfer_queue.control.plane import ControlPlane
-from transfer_queue.control.state import PlaneConfig
 
 
 def consumed(plane, task="train", partition="p"):
@@ -179,8 +172,8 @@ def test_a_sample_to_be_read_again_after_a_reset_stays(plane):
     assert clear_consumed(plane) == []
 
 
-def test_clearing_what_is_consumed_makes_room_for_a_writer():
-    plane = ControlPlane(PlaneConfig(capacity=2))
+def test_clearing_what_is_consumed_makes_room_for_a_writer(make_plane):
+    plane = make_plane(capacity=2)
     put(plane, 2)
     batch(plane, 2)
     assert send(plane, ROLLOUT, p.Reserve, "p", 1) == []
@@ -371,27 +364,6 @@ def test_answered_waits_leave_no_deadline_behind(plane):
         publish(plane, reserve(plane, 1))
     assert plane.next_deadline() is None
     assert len(plane.state.waits._deadlines) <= 70
-
-
-@pytest.mark.parametrize("how", ["clear", "restore"])
-def test_a_large_partition_that_is_gone_is_freed_in_slices(plane, how):
-    names = [f"k{i}" for i in range(50_000)]
-    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", names, True))
-    ask(plane, ROLLOUT, p.SetTags, {"p": {index: {"v": 1} for index in samples}})
-    gone = plane.state.partitions["p"]
-    plane.calls.turn = Turn(itertools.count(step=1e-3).__next__)
-    if how == "clear":
-        ask(plane, ACTOR, p.ClearPartition, "p")
-    else:
-        ask(plane, ACTOR, p.Restore, ask(ControlPlane(), ACTOR, p.Freeze).state)
-    assert (plane.state.partitions, plane.next_deadline()) == ({}, -math.inf)
-    sizes = [len(gone.keys)]
-    while plane.next_deadline() is not None:
-        assert plane.expire(0.0) == []
-        sizes.append(len(gone.keys))
-    assert len(sizes) > 5
-    assert sizes == sorted(sizes, reverse=True)
-    assert (sizes[-1], len(gone.tags)) == (0, 0)
 
 
 def test_a_large_partition_without_keys_and_tags_is_freed_at_once(plane):

@@ -29,8 +29,6 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control.draw import Task
-from transfer_queue.sampler.base import BaseSampler
 
 # ---- what is refused, before anything is consumed ----
 
@@ -391,31 +389,6 @@ def test_acknowledged_samples_are_not_drawn_again(plane):
     ack(plane, fetch(plane, 1, 0, 0).token)
     assert batch(plane, 1, 0, 1) == [1]
     assert isinstance(fetch(plane, 1, 0, 2), p.NotReady)
-
-
-class Counting(BaseSampler):
-    """Never has enough, and counts how often it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def sample(self, ready_indexes, batch_size, *args, **kwargs):
-        self.calls += 1
-        return [], []
-
-
-def test_a_poll_asks_the_sampler_once_and_leaves_those_who_wait_alone(plane):
-    put(plane, 4)
-    polled, waiting = Counting(), Counting()
-    plane.state.tasks.add(Task("polled", polled))
-    plane.state.tasks.add(Task("waiting", waiting))
-    park(plane, 2, task="waiting")
-    assert not_ready(fetch(plane, 2, task="polled")) == (2, 4, 4, {})
-    assert (polled.calls, waiting.calls) == (1, 1)
-    batch(plane, 2, task="plain")
-    park(plane, 2, 0, 1, task="waiting")
-    assert waiting.calls == 2  # the one that came now, and it is first: the other names no batch
 
 
 def test_a_fetch_whose_ack_settles_a_batch_lets_those_in_front_hear_of_it_first(plane):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample costs the controller: bytes of the plane's own memory, counted, not the process' size."""
+"""What a sample costs the controller: bytes of the plane's own memory, counted, and how they are freed."""
 
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -11,6 +13,7 @@ import pytest
 from control_kit import ACTOR, ROLLOUT, ack, ask, batch, fetch, indexes, publish, put, register
 
 from transfer_queue import protocol as p
+from transfer_queue.calls import Turn
 from transfer_queue.control.plane import ControlPlane
 from transfer_queue.control.state import PlaneConfig
 
@@ -113,3 +116,24 @@ def test_the_count_notices_what_is_kept_per_sample_in_python_objects(grown):
     grown()
     named(plane)
     assert PROMISED < grown() < 2 * PROMISED, "a key in two dictionaries, a number to find it by, and packed tags"
+
+
+@pytest.mark.parametrize("how", ["clear", "restore"])
+def test_a_large_partition_that_is_gone_is_freed_in_slices(plane, how):
+    names = [f"k{i}" for i in range(50_000)]
+    samples = indexes(ask(plane, ROLLOUT, p.ResolveKeys, "p", names, True))
+    ask(plane, ROLLOUT, p.SetTags, {"p": {index: {"v": 1} for index in samples}})
+    gone = plane.state.partitions["p"]
+    plane.calls.turn = Turn(itertools.count(step=1e-3).__next__)
+    if how == "clear":
+        ask(plane, ACTOR, p.ClearPartition, "p")
+    else:
+        ask(plane, ACTOR, p.Restore, ask(ControlPlane(), ACTOR, p.Freeze).state)
+    assert (plane.state.partitions, plane.next_deadline()) == ({}, -math.inf)
+    sizes = [len(gone.keys)]
+    while plane.next_deadline() is not None:
+        assert plane.expire(0.0) == []
+        sizes.append(len(gone.keys))
+    assert len(sizes) > 5
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[-1], len(gone.tags)) == (0, 0)

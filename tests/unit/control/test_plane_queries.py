@@ -26,8 +26,6 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane, To
-from transfer_queue.control.state import PlaneConfig
 
 
 def resolve(plane, *keys, partition="p", **kwargs):
@@ -97,8 +95,8 @@ def test_the_summary_of_production_is_yes_once_every_sample_there_is_has_all_fie
     assert summary(plane, p.FieldStatus, "p", ["x", "y"])
 
 
-def test_preallocated_samples_are_neither_produced_nor_consumed():
-    plane = ControlPlane(PlaneConfig(preallocate=3))
+def test_preallocated_samples_are_neither_produced_nor_consumed(make_plane):
+    plane = make_plane(preallocate=3)
     put(plane, 2)
     batch(plane, 2)
     asked = [(p.ConsumptionStatus, "p", "train"), (p.FieldStatus, "p", ["x"])]
@@ -337,7 +335,7 @@ def test_a_cancelled_request_is_neither_carried_out_nor_answered_and_makes_way(p
     put(plane, 2)
     assert ask(plane, CRITIC, p.Cancel, 1001).value == "kept"
     own, served = plane.handle(ACTOR, p.Cancel(1002, 1001), 0.0)
-    assert own == To(ACTOR, p.Done(1002, "removed"))
+    assert (own.client, own.reply) == (ACTOR, p.Done(1002, "removed"))
     assert batches([served]) == [("small", [0])]
     assert plane.next_deadline() is None
 

@@ -7,9 +7,11 @@ import pytest
 from control_kit import (
     ACTOR,
     CRITIC,
+    ROLLOUT,
     ask,
     batch,
     batches,
+    chores,
     clear,
     fetch,
     grpo,
@@ -25,6 +27,7 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
+from transfer_queue.calls import Call, Holding
 from transfer_queue.control.draw import Task, running
 from transfer_queue.sampler import BaseSampler, SequentialSampler
 
@@ -406,3 +409,40 @@ def send_register(plane):
     put(plane, 1)
     park(plane, 3, 0, 0)
     return send(plane, ACTOR, p.RegisterTask, "train", spec("SeqlenBalancedSampler", dp_size=4))
+
+
+class Counting(BaseSampler):
+    """Never has enough, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def sample(self, ready_indexes, batch_size, *args, **kwargs):
+        self.calls += 1
+        return [], []
+
+
+def test_a_poll_asks_the_sampler_once_and_leaves_those_who_wait_alone(plane):
+    put(plane, 4)
+    polled, waiting = Counting(), Counting()
+    plane.state.tasks.add(Task("polled", polled))
+    plane.state.tasks.add(Task("waiting", waiting))
+    park(plane, 2, task="waiting")
+    assert not_ready(fetch(plane, 2, task="polled")) == (2, 4, 4, {})
+    assert (polled.calls, waiting.calls) == (1, 1)
+    batch(plane, 2, task="plain")
+    park(plane, 2, 0, 1, task="waiting")
+    assert waiting.calls == 2  # the one that came now, and it is first: the other names no batch
+
+
+def test_a_call_that_can_not_be_undone_leaves_no_other_one_of_its_session_behind(plane):
+    class Broken(Holding):
+        def undo(self) -> bool:
+            raise ValueError("broken")
+
+    assert reserve(plane, 2) == [0, 1]
+    plane.calls.hold(Call(ROLLOUT, p.Publish(10**6, "p", b"", {})), Broken())
+    plane.client_gone(ROLLOUT, 0.0)
+    assert (chores(plane), plane.calls.clients()) == ([0, 1], [])
+    assert [str(fault) for fault in plane.calls.faults] == ["broken"]

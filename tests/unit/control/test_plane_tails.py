@@ -26,6 +26,7 @@ from control_kit import (
     send,
 )
 
+from transfer_queue import SequentialSampler
 from transfer_queue import protocol as p
 
 
@@ -252,8 +253,6 @@ def test_a_rank_that_the_tail_did_not_reach_hears_the_end_after_the_others_settl
 
 
 def test_uneven_gives_a_long_rest_in_several_batches(make_plane):
-    from transfer_queue.sampler import SequentialSampler
-
     class Hesitant(SequentialSampler):
         """Never content; what is left at the end is all that ever comes."""
 

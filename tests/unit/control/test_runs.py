@@ -9,15 +9,14 @@ import pytest
 from control_kit import ask, refused, send
 
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 
 
-def watch(plane: ControlPlane, member: str, opens: bool = False, wait_s: float = 0.0) -> Any:
+def watch(plane: Any, member: str, opens: bool = False, wait_s: float = 0.0) -> Any:
     return ask(plane, member, p.WatchRun, "run", f"rank {member}", opens, wait_s)
 
 
 @pytest.fixture
-def run(plane: ControlPlane) -> ControlPlane:
+def run(plane: Any) -> Any:
     """A run with the members a, b and c, of which a and b wait."""
     watch(plane, "a", opens=True)
     for member in "bc":

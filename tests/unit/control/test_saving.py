@@ -28,7 +28,6 @@ from control_kit import (
 )
 
 from transfer_queue import protocol as p
-from transfer_queue.control.plane import ControlPlane
 
 SAVER = "saver"
 
@@ -108,7 +107,7 @@ def test_a_put_that_waits_for_a_save_in_vain_is_told_so(plane):
     refused(late.reply, "CheckpointError", "'p'", "waited 9.0 s", "put_timeout_s")
 
 
-def leave(plane: ControlPlane) -> tuple[bytes, Any]:
+def leave(plane: Any) -> tuple[bytes, Any]:
     """REWARDER got leave to replace "x" of a sample."""
     mine = p.pack_indexes(put(plane, 1))
     reply = ask(plane, REWARDER, p.CheckFields, "p", mine, {"x": INT})

@@ -99,11 +99,6 @@ class ArenaClient:
         leased = self.one(lease, now=now)
         return self._written(self.written_at(leased.offset, lease.id, values, nbytes), (), commit, now)
 
-    def put_frame(self, values: dict[int, int], nbytes: int, commit: bool = True) -> Any:
-        data = np.repeat(np.array(list(values.values()), np.uint8), nbytes)
-        columns = Columns([ColumnHeader("a", row_layout(nbytes), len(values))])
-        return self._written(Write(self.number(), indexes_of(values), columns), [data], commit)
-
     def _written(self, write: Write, frames: Sequence[Any], commit: bool, now: float = 0.0) -> Any:
         answer = self.one(write, frames, now=now)
         if commit and isinstance(answer, Written):

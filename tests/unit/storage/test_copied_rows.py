@@ -84,30 +84,30 @@ def test_rows_land_where_plain_indexing_puts_them(data, row_nbytes, offset):
         at = np.array(data.draw(st.permutations(range(room)))[:count], np.int64)
         if data.draw(st.booleans()):
             at.sort()
-    got = np.full(room * row_nbytes, 7, np.uint8)
+    got = np.full((room, row_nbytes), 7, np.uint8)
     later = Later()
-    copy_rows(got, at, src, selection, row_nbytes, later)
+    copy_rows(got, at, src, selection, later)
     later.finish()
     expected = np.full((room, row_nbytes), 7, np.uint8)
     expected[as_array(at)] = src.reshape(num_rows, row_nbytes)[slice(None) if selection is None else selection]
-    assert np.array_equal(got, expected.reshape(-1))
-    again = np.full(room * row_nbytes, 7, np.uint8)
-    copy_rows(again, at, src, selection, row_nbytes)
+    assert np.array_equal(got, expected)
+    again = np.full_like(got, 7)
+    copy_rows(again, at, src, selection)
     assert np.array_equal(again, got)
 
 
 @pytest.mark.parametrize("row_nbytes", [20_000, 40_000])
 def test_long_runs_are_handed_over_as_slices(row_nbytes):
     later = Later()
-    src, dst = BYTES[: 10 * row_nbytes], np.zeros(10 * row_nbytes, np.uint8)
+    src, dst = BYTES[: 10 * row_nbytes], np.zeros((10, row_nbytes), np.uint8)
     selection = np.array([5, 6, 7, 8, 9, 0, 1, 2, 3, 4])
-    copy_rows(dst, slice(0, 10), src, selection, row_nbytes, later)
+    copy_rows(dst, slice(0, 10), src, selection, later)
     assert later.nbytes == [5 * row_nbytes, 5 * row_nbytes]
 
 
 @pytest.mark.parametrize("row_nbytes", [8, 512, 20_000, 40_000])
 def test_single_rows_that_land_in_order_are_handed_over_at_once(row_nbytes):
     later = Later()
-    src, dst = BYTES[: 10 * row_nbytes], np.zeros(10 * row_nbytes, np.uint8)
-    copy_rows(dst, slice(0, 10), src, np.array([5, 0, 7, 2, 9, 4, 1, 6, 3, 8]), row_nbytes, later)
+    src, dst = BYTES[: 10 * row_nbytes], np.zeros((10, row_nbytes), np.uint8)
+    copy_rows(dst, slice(0, 10), src, np.array([5, 0, 7, 2, 9, 4, 1, 6, 3, 8]), later)
     assert later.nbytes == [10 * row_nbytes]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transfer_queue.storage.copying import as_words, copy_spans
+from transfer_queue.storage.copying import Spans, as_words, copy_spans
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
@@ -26,11 +26,11 @@ def test_spans_land_where_they_belong_whatever_their_order_and_size(sizes, scale
     mine = np.array([sizes[i] for i in order], np.int64)
     dst_starts = np.cumsum(mine) - mine
     dst = np.zeros(sum(sizes), np.uint8)
-    copy_spans(dst, dst_starts, src, src_starts, mine)
+    copy_spans(dst, src, Spans(dst_starts, src_starts, mine))
     expected = b"".join(src[start : start + size].tobytes() for start, size in zip(src_starts, mine, strict=True))
     assert dst.tobytes() == expected
     back = np.zeros_like(src)
-    copy_spans(back, src_starts, dst, dst_starts, mine)
+    copy_spans(back, dst, Spans(src_starts, dst_starts, mine))
     assert back.tobytes() == src.tobytes()
 
 

@@ -10,7 +10,6 @@ from transfer_queue.errors import ProtocolError
 from transfer_queue.storage.wire import OBJECTS, WireColumn, as_run, dense_layout, gather, groups, ragged_layout, select
 
 INT = dense_layout("int64", 8, (2,))
-TEXT = OBJECTS
 
 
 def dense(rows: list[list[int]]) -> WireColumn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -181,41 +182,39 @@ def _nobody_takes_it(failed: TransferQueueError | None) -> TransferQueueError:
     return UnitLostError(f"no storage unit of the queue can be reached: {why} Look at the output of its servers.")
 
 
+@dataclass
 class _Attempt:
     """One write on its way to units. ``units``: those that were sent something. ``runs``: where its rows lie."""
 
-    def __init__(
-        self, writer: UnitWriter, call: int, indexes: IntArray, columns: MemoryColumns, deadline: float, fresh: bool
-    ) -> None:
-        self.units: list[int] = []
-        self.runs: UnitRuns = []
-        self.left_out: set[int] = set()
-        """Units that don't answer, or that can never take a piece of this write."""
-        self._writer = writer
-        self._call = call
-        self._indexes = indexes
-        self._columns = columns
-        self._deadline = deadline
-        self._fresh = fresh
+    writer: UnitWriter
+    call: int
+    indexes: IntArray
+    columns: MemoryColumns
+    deadline: float
+    fresh: bool
+    units: list[int] = field(default_factory=list)
+    runs: UnitRuns = field(default_factory=list)
+    left_out: set[int] = field(default_factory=set)
+    """Units that don't answer, or that can never take a piece of this write."""
 
     def is_late(self) -> bool:
-        return time.monotonic() >= self._deadline
+        return time.monotonic() >= self.deadline
 
     async def abort(self) -> None:
         """Nothing of it is left in any unit."""
-        await self._writer.abort(self._call, self.units)
+        await self.writer.abort(self.call, self.units)
         self.units.clear()
         self.runs.clear()
 
     def _cut(self, num_pieces: int) -> list[slice]:
-        count = len(self._indexes)
+        count = len(self.indexes)
         return [slice(a, b) for a, b in pairwise(count * number // num_pieces for number in range(num_pieces + 1))]
 
     async def at_once(self, units: list[int]) -> None:
         """Write each piece to the first unit that has room now and no other piece. If too few units have room, try
         with fewer pieces.
         """
-        wanted, fewest = self._writer.nums_pieces(self._columns, len(self._indexes), units)
+        wanted, fewest = self.writer.nums_pieces(self.columns, len(self.indexes), units)
         for num_pieces in range(wanted, fewest, -1):
             try:
                 await self._to_first_with_room(units, num_pieces)
@@ -242,11 +241,11 @@ class _Attempt:
 
         Otherwise two writes could each hold what the other waits for.
         """
-        wanted, fewest = self._writer.nums_pieces(self._columns, len(self._indexes), units)
+        wanted, fewest = self.writer.nums_pieces(self.columns, len(self.indexes), units)
         patience_s = LONGEST_WAIT_S if len(units) == fewest else _PATIENCE_S
         for unit, piece in zip(sorted(units[:wanted]), self._cut(wanted), strict=True):
             now = time.monotonic()
-            wait_s = max(0.0, min(patience_s, self._deadline - now))
+            wait_s = max(0.0, min(patience_s, self.deadline - now))
             try:
                 await self._write(unit, piece, wait_s)
             except StorageFullError:
@@ -257,15 +256,15 @@ class _Attempt:
     async def _write(self, number: int, rows: slice, wait_s: float) -> None:
         """Write these rows to one unit. Waits up to ``wait_s`` seconds for room."""
         self.units.append(number)
-        writer, session = self._writer, self._writer.session
+        writer, session = self.writer, self.writer.session
         unit = await writer.units.connection(number)
         await decide_paths([unit])
-        own = pack_indexes(self._indexes[rows])
-        write = UnitWrite(unit, rows, self._columns, writer.inline_nbytes)
+        own = pack_indexes(self.indexes[rows])
+        write = UnitWrite(unit, rows, self.columns, writer.inline_nbytes)
         try:
             await writer.lease(session.number(), write, own, wait_s)
             to_store, frames = writer.packed(write)
-            asks = [(unit.peer, Write(self._call, own, to_store, wait_s, self._fresh), frames)]
+            asks = [(unit.peer, Write(self.call, own, to_store, wait_s, self.fresh), frames)]
             answers = await session.call_many(asks, writer.timeout_s + wait_s)
             decode_answer(answers[0].header, Written)
         except BaseException:
