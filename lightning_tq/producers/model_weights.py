@@ -90,7 +90,7 @@ class WeightsReader:
     ) -> None:
         """Args:
         client: Default: this process's client (``transfer_queue.get_client()``).
-        partition: The same as for PublishWeights.
+        partition: That of PublishWeights.
         task: Name of this reader in the queue's statistics. Two readers must not share it. Default: a unique name.
         """
         self._client = client if client is not None else tq.get_client()

@@ -25,7 +25,7 @@ class MemberServer:
     ) -> None:  # fmt: skip
         """
         Args:
-            conf: The queue's configuration, as for ``init``.
+            conf: The queue's configuration, as ``init`` takes it.
             name: Name of the unit.
             join: Address of the controller.
             listen: Where other hosts read the values, as ``tcp://HOST:PORT``.
