@@ -82,7 +82,7 @@ def _views(buffer: Tensor, layout: list[list[Any]]) -> dict[str, Tensor]:
 class WeightsReader:
     """Reads the newest weights that a trainer with ``PublishWeights`` has published.
 
-    A wait is parked in the controller, without polling. Every reader sees every version.
+    It waits in the controller, without polling. Every reader sees every version.
     """
 
     def __init__(
